@@ -1,0 +1,69 @@
+"""Which form of the project is under test?
+
+The suite runs in two forms: with the overlay installed on a stock PyTorch, and without it on a PyTorch tree that has
+the patch series applied, where the same modules live in torch/_overlay. A test imports this module before anything
+of ours, and then writes imports as for the overlay form:
+
+    import form
+    from torch_overlay.testing import compile_only
+
+In the patched form every `torch_overlay` module is an alias of the `torch._overlay` module, the very same object.
+Tests of what only the overlay form has (its engine, its command line) carry `@form.overlay_only`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+PATCHED = importlib.util.find_spec("torch._overlay") is not None
+
+overlay_only = unittest.skipIf(PATCHED, "the patched form has no overlay engine")
+
+
+class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `torch_overlay.x` as `torch._overlay.x`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "torch_overlay":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(spec.name.replace("torch_overlay", "torch._overlay", 1))
+        self.genuine_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.genuine_spec
+
+
+def run_python(code: str, *options: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that can import the overlay and this module; both outputs are captured."""
+    path = [str(ROOT), str(ROOT / "test"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
+    command: Sequence[str] = [sys.executable, *options, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT / "test")
+
+
+if PATCHED:
+    if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())
+elif str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+overlay = importlib.import_module("torch_overlay")

@@ -1,0 +1,737 @@
+"""The overlay engine: what it refuses and how, what it survives, what it costs.
+
+Faults are staged on a small package made for the purpose, whose name starts with "torch" because seams insist on it;
+what concerns the real table runs in fresh interpreters.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import form
+
+
+if not form.PATCHED:
+    from torch_overlay._engine import verify
+    from torch_overlay._engine.install import Installer
+    from torch_overlay.errors import OverlayError, REASONS
+    from torch_overlay.seams import fingerprint, Seam
+
+UPSTREAM = '''
+import contextlib
+import functools
+
+TABLE = {}
+
+def plain(x):
+    return x + 1
+
+TABLE["plain"] = plain
+
+@functools.lru_cache(None)
+def cached(x):
+    return x + 2
+
+@contextlib.contextmanager
+def managed():
+    yield 3
+
+class Record:
+    def __init__(self, function):
+        self.function = function
+
+class Thing:
+    @staticmethod
+    def static(x):
+        return x + 4
+
+    @classmethod
+    def of_class(cls, x):
+        return (cls.__name__, x)
+
+    @property
+    def prop(self):
+        return 5
+
+    @functools.cached_property
+    def once(self):
+        return 6
+
+    def method(self, x):
+        return x + 7
+
+    table = {"method": Record(method)}
+
+class Child(Thing):
+    pass
+
+LIMIT = 8
+REGISTERED = []
+'''
+
+HOLDER = """
+from torchfake.upstream import plain, plain as other_name
+"""
+
+OURS = """
+CALLS = []
+
+def times_ten(original, *args, **kwargs):
+    CALLS.append(original.__name__)
+    return original(*args, **kwargs) * 10
+
+def pass_on(original, *args, **kwargs):
+    CALLS.append(original.__name__)
+    return original(*args, **kwargs)
+
+def more(original):
+    return original + 1
+
+def register(module):
+    module.REGISTERED.append("ours")
+    return lambda: module.REGISTERED.remove("ours")
+
+def register_badly(module):
+    return None
+
+def register_and_fail(module):
+    raise ZeroDivisionError
+"""
+
+
+class FakeUpstream(unittest.TestCase):
+    """A package `torchfake` with a folder of its own, and installers for tables about it."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        (self.root / "torchfake").mkdir()
+        self.write("torchfake/__init__.py", "")
+        self.write("torchfake/upstream.py", UPSTREAM)
+        self.write("torchfake/holder.py", HOLDER)
+        self.write("torchfake_ours.py", OURS)
+        sys.path.insert(0, folder.name)
+        self.addCleanup(sys.path.remove, folder.name)
+        self.addCleanup(self.forget)
+        patcher = mock.patch.object(verify, "torch_root", return_value=self.root)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+        self.installers: list[Installer] = []
+
+    def forget(self) -> None:
+        for installer in self.installers:
+            installer.disable()
+        for name in [name for name in sys.modules if name.startswith("torchfake")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).write_text(textwrap.dedent(text))
+
+    def seam(self, name: str, impl: str = "times_ten", kind: str = "wrap", **kwargs) -> Seam:
+        mark = fingerprint(textwrap.dedent(UPSTREAM), name) if kind != "register" else ""
+        target = f"torchfake.upstream:{name}"
+        return Seam(target, f"torchfake_ours:{impl}", kind, None, kwargs.pop("fingerprint", mark), "a test", **kwargs)
+
+    def installer(self, *seams: Seam) -> Installer:
+        installer = Installer(lambda: seams)
+        self.installers.append(installer)
+        return installer
+
+    def load(self, name: str = "upstream"):
+        return importlib.import_module(f"torchfake.{name}")
+
+    def refused(self, reason: str, *seams: Seam) -> OverlayError:
+        """enable() raises that reason, and the module is as it was."""
+        module = sys.modules.get("torchfake.upstream")
+        classes = [value for value in vars(module).values() if isinstance(value, type)] if module else []
+        before = [dict(vars(owner)) for owner in ([module] if module else []) + classes]
+        finders = list(sys.meta_path)
+        installer = self.installer(*seams)
+        with self.assertRaises(OverlayError) as caught:
+            installer.enable()
+        self.assertEqual(caught.exception.reason, reason)
+        self.assertFalse(installer.enabled)
+        self.assertIn(reason, installer.off_because)
+        self.assertEqual(before, [dict(vars(owner)) for owner in ([module] if module else []) + classes])
+        self.assertEqual(finders, sys.meta_path)
+        return caught.exception
+
+
+@form.overlay_only
+class TestKinds(FakeUpstream):
+    NAMES = ("plain", "cached", "Thing.static", "Thing.of_class", "Thing.prop", "Thing.once", "Thing.method")
+
+    def results(self, module) -> list:
+        thing = module.Thing()
+        return [
+            module.plain(1),
+            module.cached(1),
+            thing.static(1),
+            module.Child.static(1),
+            thing.of_class(1),
+            module.Child.of_class(1),
+            thing.prop,
+            thing.once,
+            thing.method(1),
+        ]
+
+    WITHOUT = [2, 3, 5, 5, ("Thing", 1), ("Child", 1), 5, 6, 8]
+    WITH = [20, 30, 50, 50, ("Thing", 1) * 10, ("Child", 1) * 10, 50, 60, 80]
+
+    def test_wrap_every_kind_of_function_of_a_loaded_module(self) -> None:
+        module = self.load()
+        before = {owner: dict(vars(owner)) for owner in (module.Thing, module.Child)}
+        installer = self.installer(*map(self.seam, self.NAMES))
+        self.assertEqual(self.results(module), self.WITHOUT)
+        installer.enable()
+        self.assertEqual(self.results(module), self.WITH)
+        installer.disable()
+        self.assertEqual(self.results(module), self.WITHOUT)
+        self.assertEqual(before, {owner: dict(vars(owner)) for owner in (module.Thing, module.Child)})
+
+    def test_wrap_every_kind_of_function_of_a_module_imported_later(self) -> None:
+        installer = self.installer(*map(self.seam, self.NAMES))
+        installer.enable()
+        self.assertNotIn("torchfake.upstream", sys.modules)
+        module = self.load()
+        self.assertEqual(self.results(module), self.WITH)
+        installer.disable()
+        self.assertEqual(self.results(module), self.WITHOUT)
+
+    def test_wrap_a_context_manager(self) -> None:
+        module = self.load()
+        self.installer(self.seam("managed", "pass_on")).enable()
+        with module.managed() as value:
+            self.assertEqual(value, 3)
+        self.assertEqual(sys.modules["torchfake_ours"].CALLS, ["managed"])
+
+    def test_replace_and_register(self) -> None:
+        for loaded_before in (True, False):
+            with self.subTest(loaded_before=loaded_before):
+                self.forget()
+                module = self.load() if loaded_before else None
+                installer = self.installer(
+                    self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register")
+                )
+                installer.enable()
+                module = module or self.load()
+                self.assertEqual((module.LIMIT, module.REGISTERED), (9, ["ours"]))
+                installer.disable()
+                self.assertEqual((module.LIMIT, module.REGISTERED), (8, []))
+
+    def test_those_who_hold_a_function_by_value(self) -> None:
+        upstream, holder = self.load(), self.load("holder")
+        path = "torchfake.upstream:"
+        installer = self.installer(
+            self.seam("plain", holders=(path + "TABLE[plain]",)),
+            self.seam("Thing.method", holders=(path + "Thing.table[method].function",)),
+        )
+        installer.enable()
+        places = [upstream.plain, upstream.TABLE["plain"], holder.plain, holder.other_name]
+        self.assertEqual([place(1) for place in places], [20] * 4)
+        self.assertEqual(upstream.Thing.table["method"].function(None, 1), 80)
+        late = self.import_late_holder()
+        installer.disable()
+        places = [upstream.plain, upstream.TABLE["plain"], holder.plain, holder.other_name, late.plain]
+        self.assertEqual({id(place) for place in places}, {id(upstream.plain)})
+        self.assertEqual(upstream.plain(1), 2)
+        self.assertEqual(upstream.Thing.table["method"].function(None, 1), 8)
+
+    def import_late_holder(self):
+        self.write("torchfake/late.py", HOLDER)
+        return self.load("late")
+
+    def test_a_loader_stays_the_genuine_one(self) -> None:
+        self.installer(self.seam("plain")).enable()
+        module = self.load()
+        self.assertIs(module.__spec__.loader, module.__loader__)
+        self.assertIn("def plain", module.__loader__.get_source(module.__name__))
+        self.assertNotIn("exec_module", vars(module.__loader__))
+
+    def test_a_module_whose_import_fails_once(self) -> None:
+        self.write("torchfake/upstream.py", "1 / 0\n" + textwrap.dedent(UPSTREAM))
+        self.installer(self.seam("plain")).enable()
+        with self.assertRaises(ZeroDivisionError):
+            self.load()
+        self.write("torchfake/upstream.py", UPSTREAM)
+        importlib.invalidate_caches()
+        self.assertEqual(self.load().plain(1), 20)
+
+    def test_a_module_that_is_reloaded_gets_its_seams_again(self) -> None:
+        installer = self.installer(self.seam("plain"))
+        installer.enable()
+        module = importlib.reload(self.load())
+        self.assertEqual(module.plain(1), 20)
+        installer.disable()
+        self.assertEqual(module.plain(1), 2)
+
+
+@form.overlay_only
+class TestRefusals(FakeUpstream):
+    def test_wrong_version(self) -> None:
+        with mock.patch.dict(verify.base(), torch="1.0.0"):
+            error = self.refused("wrong_version", self.seam("plain"))
+        self.assertIn("torch 1.0.0", error.expected)
+        self.assertIn(verify.found_version(), error.found)
+        self.assertIn("1.0.0", str(error))
+
+    def test_already_patched(self) -> None:
+        (self.root / "torch" / "_overlay").mkdir(parents=True)
+        self.assertIn("--reverse", str(self.refused("already_patched", self.seam("plain"))))
+
+    def test_a_definition_that_changed_on_disk(self) -> None:
+        self.write("torchfake/upstream.py", UPSTREAM.replace("x + 1", "x + 11"))
+        for loaded in (False, True):
+            with self.subTest(loaded=loaded):
+                if loaded:
+                    self.load()
+                error = self.refused("source_changed", self.seam("cached"), self.seam("plain"))
+                self.assertEqual(error.target, "torchfake.upstream:plain")
+                self.assertIn(self.seam("plain").fingerprint, error.expected)
+
+    def test_a_decorator_that_changed_on_disk(self) -> None:
+        self.write("torchfake/upstream.py", UPSTREAM.replace("lru_cache(None)", "lru_cache(8)"))
+        self.refused("source_changed", self.seam("plain"), self.seam("cached"))
+
+    def test_an_edit_elsewhere_in_the_file_is_no_harm(self) -> None:
+        self.write("torchfake/upstream.py", "# edited\n" + textwrap.dedent(UPSTREAM))
+        installer = self.installer(self.seam("plain"))
+        installer.enable()
+        self.assertEqual(self.load().plain(1), 20)
+        self.assertEqual(installer.edited_files, ["torchfake/upstream.py"])
+
+    def test_a_definition_that_is_gone(self) -> None:
+        self.write("torchfake/upstream.py", UPSTREAM.replace("def plain", "def renamed"))
+        self.refused("missing_target", self.seam("cached"), self.seam("plain"))
+
+    def test_a_file_that_is_gone(self) -> None:
+        (self.root / "torchfake" / "upstream.py").unlink()
+        self.refused("missing_target", self.seam("plain"))
+
+    def test_a_method_that_moved_to_a_base_class(self) -> None:
+        self.load()
+        seam = Seam("torchfake.upstream:Child.method", "torchfake_ours:times_ten", "wrap", None, "0" * 16, "a test")
+        with mock.patch.object(verify, "check_files", return_value=[]):
+            self.refused("missing_target", self.seam("plain"), seam)
+
+    def test_a_function_that_another_library_replaced_in_memory(self) -> None:
+        module = self.load()
+
+        @functools.wraps(module.plain)
+        def theirs(x):
+            return -x
+
+        for theirs_or_other in (theirs, module.managed, len, None):
+            with self.subTest(repr(theirs_or_other)):
+                with mock.patch.object(module, "plain", theirs_or_other):
+                    error = self.refused("source_changed", self.seam("cached"), self.seam("plain"))
+                self.assertIn("in memory", str(error))
+
+    def test_a_function_replaced_in_memory_while_its_module_is_imported(self) -> None:
+        self.write("torchfake/upstream.py", textwrap.dedent(UPSTREAM) + "plain = lambda x: -x\n")
+        installer = self.installer(self.seam("cached"), self.seam("plain"))
+        with mock.patch.object(verify, "check_files", return_value=[]):
+            installer.enable()
+        with self.assertRaises(OverlayError) as caught:
+            self.load()
+        self.assertEqual(caught.exception.reason, "source_changed")
+        self.assertFalse(installer.enabled)
+        self.assertIn("torchfake.upstream was imported", installer.off_because)
+        self.assertEqual(self.load().cached(1), 3)
+
+    def test_a_holder_that_does_not_hold_it(self) -> None:
+        module = self.load()
+        for path in ("TABLE[nothing]", "TABLE[plain].attribute", "nothing"):
+            with self.subTest(path):
+                self.refused("missing_holder", self.seam("plain", holders=("torchfake.upstream:" + path,)))
+        module.TABLE["plain"] = module.cached
+        self.refused("missing_holder", self.seam("plain", holders=("torchfake.upstream:TABLE[plain]",)))
+
+    def test_a_second_copy_of_the_overlay(self) -> None:
+        self.load()
+        self.installer(self.seam("plain")).enable()
+        second = self.installer(self.seam("plain"))
+        with self.assertRaises(OverlayError) as caught:
+            second.enable()
+        self.assertEqual(caught.exception.reason, "installed_twice")
+
+    def test_a_registration_that_fails_is_rolled_back_with_everything_else(self) -> None:
+        self.load()
+        with self.assertRaises(ZeroDivisionError):
+            installer = self.installer(self.seam("plain"), self.seam("", "register_and_fail", "register"))
+            installer.enable()
+        self.assertEqual(self.load().plain(1), 2)
+        self.refused("bad_registration", self.seam("plain"), self.seam("", "register_badly", "register"))
+
+    def test_an_implementation_that_does_not_exist(self) -> None:
+        self.load()
+        with self.assertRaises(AttributeError):
+            self.installer(self.seam("plain"), self.seam("LIMIT", "nothing", "replace")).enable()
+        self.assertEqual(self.load().plain(1), 2)
+
+    def test_disable_when_somebody_wrapped_our_hook(self) -> None:
+        module = self.load()
+        installer = self.installer(self.seam("plain"), self.seam("cached"))
+        installer.enable()
+        with mock.patch.object(module, "plain", lambda x: -x):
+            with self.assertRaises(OverlayError) as caught:
+                installer.disable()
+            self.assertEqual(caught.exception.reason, "wrapped_over")
+            self.assertTrue(installer.enabled)
+            self.assertEqual(module.cached(1), 30)
+        installer.disable()
+        self.assertEqual((module.plain(1), module.cached(1)), (2, 3))
+
+    def test_enabling_from_a_module_that_the_target_is_importing(self) -> None:
+        self.write("torchfake/upstream.py", "import torchfake.enabler\n" + textwrap.dedent(UPSTREAM))
+        self.write("torchfake/enabler.py", "import builtins\nbuiltins.enable_now()\n")
+        errors = []
+
+        def enable_now() -> None:
+            try:
+                self.installer(self.seam("plain")).enable()
+            except OverlayError as error:
+                errors.append(error.reason)
+
+        with mock.patch("builtins.enable_now", enable_now, create=True):
+            self.load()
+        self.assertEqual(errors, ["torch_is_importing"])
+
+    def test_the_error_says_what_where_and_what_to_do(self) -> None:
+        error = OverlayError("source_changed", "torch.a:b", "this", "that", "Do something.")
+        for part in ("source_changed", "torch.a:b", "this", "that", "Do something.", REASONS["source_changed"]):
+            self.assertIn(part, str(error))
+        again = pickle.loads(pickle.dumps(error))
+        self.assertEqual((again.reason, str(again)), (error.reason, str(error)))
+
+    def test_a_seam_that_makes_no_sense_cannot_be_written(self) -> None:
+        for target, kind, mark in (
+            ("numpy:add", "wrap", "0"),
+            ("torch.a", "wrap", "0"),
+            ("torch.a:", "wrap", "0"),
+            ("torch.a:b", "register", ""),
+            ("torch.a:b", "wrap", ""),
+            ("torch.a:", "register", "0"),
+        ):
+            with self.subTest(target=target, kind=kind), self.assertRaises(ValueError):
+                Seam(target, "a:b", kind, None, mark, "a test")
+
+
+@form.overlay_only
+class TestThreads(FakeUpstream):
+    def test_threads_that_enable_and_disable_at_once(self) -> None:
+        module = self.load()
+        original = module.plain
+        installer = self.installer(self.seam("plain"), self.seam("cached"))
+        errors: list[BaseException] = []
+        start = threading.Barrier(4)
+
+        def work() -> None:
+            try:
+                start.wait()
+                for _ in range(200):
+                    installer.enable()
+                    installer.disable()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(errors, [])
+        self.assertIs(module.plain, original)
+        installer.enable()
+        self.assertEqual(module.plain(1), 20)
+
+    def test_a_module_that_another_thread_is_importing_when_we_enable(self) -> None:
+        self.write("torchfake/upstream.py", "import builtins\nbuiltins.pause()\n" + textwrap.dedent(UPSTREAM))
+        entered, go_on = threading.Event(), threading.Event()
+
+        def pause() -> None:
+            entered.set()
+            go_on.wait(10)
+
+        with mock.patch("builtins.pause", pause, create=True):
+            loading = threading.Thread(target=self.load)
+            loading.start()
+            entered.wait(10)
+            installer = self.installer(self.seam("plain"))
+            enabling = threading.Thread(target=installer.enable)
+            enabling.start()
+            enabling.join(0.2)
+            self.assertTrue(enabling.is_alive())
+            go_on.set()
+            enabling.join(10)
+            loading.join(10)
+        self.assertTrue(installer.enabled)
+        self.assertEqual(self.load().plain(1), 20)
+
+
+@form.overlay_only
+class TestProcesses(unittest.TestCase):
+    def run_ok(self, code: str, *options: str, **env: str) -> str:
+        result = form.run_python(code, *options, env=env)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        return result.stdout + result.stderr
+
+    def test_importing_twice(self) -> None:
+        self.run_ok("""
+import torch_overlay, importlib, torch._inductor.codecache as c
+hook = c.FxGraphHashDetails.__init__
+import torch_overlay
+importlib.reload(torch_overlay)
+assert c.FxGraphHashDetails.__init__ is hook and torch_overlay.status().enabled
+torch_overlay.disable()
+assert c.FxGraphHashDetails.__init__ is hook.__wrapped__
+""")
+
+    def test_python_with_optimization(self) -> None:
+        for option in ("-O", "-OO"):
+            with self.subTest(option):
+                self.run_ok(
+                    """
+import torch_overlay, torch._inductor.codecache as c
+if not torch_overlay.status().enabled or "__overlay__" not in vars(c.FxGraphHashDetails.__init__):
+    raise SystemExit("not installed")
+torch_overlay.disable()
+if "__overlay__" in vars(c.FxGraphHashDetails.__init__):
+    raise SystemExit("still installed")
+""",
+                    option,
+                )
+
+    def test_environment_variable_that_disables(self) -> None:
+        output = self.run_ok(
+            """
+import torch_overlay, torch._inductor.codecache as c
+assert "__overlay__" not in vars(c.FxGraphHashDetails.__init__)
+torch_overlay.enable()
+assert "__overlay__" not in vars(c.FxGraphHashDetails.__init__)
+torch_overlay.disable()
+assert torch_overlay.config.streams
+print(torch_overlay.status())
+""",
+            TORCH_OVERLAY_DISABLE="1",
+        )
+        self.assertIn("not enabled (TORCH_OVERLAY_DISABLE=1 is set", output)
+
+    def test_a_forked_child_inherits_the_state_and_may_change_it(self) -> None:
+        output = self.run_ok("""
+import os, torch_overlay, torch._inductor.codecache as c
+hooked = lambda: "__overlay__" in vars(c.FxGraphHashDetails.__init__)
+pid = os.fork()
+if pid == 0:
+    assert hooked() and torch_overlay.status().enabled
+    torch_overlay.disable()
+    assert not hooked()
+    torch_overlay.enable()
+    os._exit(0 if hooked() else 1)
+assert os.waitpid(pid, 0)[1] == 0
+assert hooked()
+print("parent done")
+""")
+        self.assertIn("parent done", output)
+
+    def test_fork_while_another_thread_installs(self) -> None:
+        self.run_ok("""
+import os, threading, torch_overlay, torch._inductor.codecache as c
+stop = threading.Event()
+def toggle():
+    while not stop.is_set():
+        torch_overlay.disable(); torch_overlay.enable()
+thread = threading.Thread(target=toggle); thread.start()
+for _ in range(10):
+    pid = os.fork()
+    if pid == 0:
+        torch_overlay.enable()
+        ok = "__overlay__" in vars(c.FxGraphHashDetails.__init__)
+        torch_overlay.disable()
+        os._exit(0 if ok and "__overlay__" not in vars(c.FxGraphHashDetails.__init__) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+stop.set(); thread.join()
+""")
+
+    def test_a_spawned_child_has_what_its_main_module_imports(self) -> None:
+        script = """
+import multiprocessing, sys
+{imports}
+def child(queue):
+    import torch._inductor.codecache as c
+    queue.put("__overlay__" in vars(c.FxGraphHashDetails.__init__))
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start(); print(queue.get(timeout=100)); process.join()
+"""
+        for imports, expected in (("import torch_overlay", "True"), ("import torch", "False")):
+            with self.subTest(imports), tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "main.py"
+                path.write_text(script.format(imports=imports))
+                env = {**os.environ, "PYTHONPATH": str(form.ROOT)}
+                result = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
+                self.assertEqual(result.stdout.strip(), expected, result.stderr)
+
+    def test_enabling_and_disabling_after_something_was_compiled(self) -> None:
+        output = self.run_ok("""
+import torch
+f = torch.compile(lambda x: x + 1, backend="eager")
+f(torch.ones(1))
+import torch_overlay
+print("--- enabled", flush=True)
+torch._dynamo.reset()
+torch_overlay.disable()
+torch_overlay.enable()
+""")
+        self.assertEqual(output.count("had compiled 1 frame(s)"), 1, output)
+        self.assertIn("keeps upstream's behaviour until torch._dynamo.reset()", output)
+
+    def test_import_is_cheap_and_leaves_cuda_and_the_compiler_alone(self) -> None:
+        code = """
+import sys, time, torch, torch._inductor
+before = set(sys.modules)
+start = time.perf_counter()
+import torch_overlay
+print((time.perf_counter() - start) * 1e3)
+assert not torch.cuda.is_initialized()
+new = [name for name in set(sys.modules) - before if name.startswith("torch.")]
+assert not new, new
+"""
+        best = min(float(self.run_ok(code)) for _ in range(3))
+        self.assertLess(best, 150)
+
+    def test_import_before_torch(self) -> None:
+        self.run_ok("""
+import torch_overlay, sys
+assert "torch._inductor" not in sys.modules and torch_overlay.status().enabled
+import torch
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+""")
+
+    def test_a_failed_import_says_why_and_can_be_repeated(self) -> None:
+        self.run_ok("""
+import torch
+torch.__version__ = "2.14.0"
+for _ in range(2):
+    try:
+        import torch_overlay
+    except RuntimeError as error:
+        assert error.reason == "wrong_version" and "2.14.0" in str(error), error
+    else:
+        raise SystemExit("imported")
+torch.__version__ = "2.15.0"
+import torch_overlay
+assert torch_overlay.status().enabled
+""")
+
+
+@form.overlay_only
+class TestLogging(unittest.TestCase):
+    CODE = """
+import logging, torch
+import torch_overlay
+log = logging.getLogger("torch_overlay._inductor.anything")
+log.debug("a debug line"); log.info("an info line"); log.warning("a warning line")
+assert torch_overlay.status().enabled
+"""
+
+    def output(self, code: str, **env: str) -> str:
+        result = form.run_python(code, env=env)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stderr
+
+    def test_without_torch_logs_only_warnings_are_printed_and_in_torchs_format(self) -> None:
+        lines = self.output(self.CODE).strip().splitlines()
+        self.assertEqual(len(lines), 1, lines)
+        self.assertRegex(lines[0], r"^W\d{4} .*\] a warning line$")
+
+    def test_torch_logs(self) -> None:
+        for setting, expected in (
+            ("torch_overlay", ["an info line", "a warning line"]),
+            ("+torch_overlay", ["a debug line", "an info line", "a warning line"]),
+            ("-torch_overlay", []),
+            ("dynamo,torch_overlay", ["an info line", "a warning line"]),
+        ):
+            for order in ("", "import torch_overlay\n"):
+                with self.subTest(setting=setting, order=order):
+                    text = self.output(order + self.CODE, TORCH_LOGS=setting)
+                    found = [line.partition("] ")[2] for line in text.splitlines() if " line" in line]
+                    self.assertEqual(found, expected, text)
+
+    def test_torch_logs_does_not_enable_the_overlay(self) -> None:
+        self.output(
+            "import sys, torch\nassert 'torch_overlay' not in sys.modules\n"
+            "assert not any(type(finder).__name__ == 'Forget' for finder in sys.meta_path)",
+            TORCH_LOGS="torch_overlay",
+        )
+
+    def test_set_logs(self) -> None:
+        code = self.CODE.replace(
+            "log = ", "torch._logging.set_logs(modules={'torch_overlay': logging.INFO})\nlog = "
+        )
+        self.assertEqual(self.output(code).count(" line"), 2)
+
+
+@form.overlay_only
+class TestCommandLine(unittest.TestCase):
+    def command(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "COLUMNS": "200", **env}
+        return subprocess.run(
+            [sys.executable, "-m", "torch_overlay", *arguments],
+            cwd=form.ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    def test_status_lists_base_features_and_every_seam(self) -> None:
+        from torch_overlay.seam_table import SEAMS
+
+        result = self.command("status")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for seam in SEAMS:
+            self.assertIn(seam.target, result.stdout)
+        for word in ("enabled", verify.base()["torch"], "streams", "default"):
+            self.assertIn(word, result.stdout)
+
+    def test_status_says_who_switched_a_feature_off(self) -> None:
+        result = self.command("status", TORCH_OVERLAY_STREAMS="0")
+        self.assertIn("TORCH_OVERLAY_STREAMS is set in the environment", result.stdout)
+        self.assertRegex(result.stdout, r"streams\W+off")
+
+    def test_status_when_disabled_by_the_environment(self) -> None:
+        result = self.command("status", TORCH_OVERLAY_DISABLE="1")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
+
+    def test_status_on_a_torch_that_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '9.9.9'\n")
+            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+            result = self.command("status", PYTHONPATH=path)
+        self.assertEqual((result.returncode, result.stderr), (1, ""))
+        for word in ("not enabled", "wrong_version", "9.9.9"):
+            self.assertIn(word, result.stdout)
+
+    def test_help_and_unknown_commands(self) -> None:
+        self.assertIn("explain", self.command("--help").stdout)
+        self.assertEqual(self.command("nonsense").returncode, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,107 @@
+#!/usr/bin/env python
+"""Fingerprints of upstream definitions, for whoever adds a seam or moves the project to another base.
+
+    python tools/fingerprint.py torch._inductor.scheduler:Scheduler.can_fuse    print one
+    python tools/fingerprint.py --write      rewrite torch_overlay/base.json from the installed torch and the seam table
+    python tools/fingerprint.py --check      compare the table and base.json with the installed torch
+
+Reads the text of the installed torch and never imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["TORCH_OVERLAY_DISABLE"] = "1"
+
+from torch_overlay.seams import DefinitionNotFound, fingerprint  # noqa: E402
+
+
+BASE = ROOT / "torch_overlay" / "base.json"
+
+
+def installed_root() -> Path:
+    """The folder that holds the installed `torch/`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SystemExit("torch is not installed in this Python: install the release that base.json names")
+    return Path(spec.origin).parent.parent
+
+
+def module_file(root: Path, module: str) -> Path:
+    """The source file of an upstream module, relative to `root`."""
+    path = Path(*module.split("."))
+    return path / "__init__.py" if (root / path / "__init__.py").exists() else path.with_suffix(".py")
+
+
+def print_fingerprint(root: Path, target: str) -> None:
+    module, _, qualname = target.partition(":")
+    source = (root / module_file(root, module)).read_text()
+    print(fingerprint(source, qualname), target)
+
+
+def base_record(root: Path) -> dict[str, object]:
+    """What base.json should say for the torch tree at `root`."""
+    from torch_overlay.seam_table import SEAMS
+
+    old = json.loads(BASE.read_text()) if BASE.exists() else {}
+    version: dict[str, str] = {}
+    exec((root / "torch" / "version.py").read_text(), version)
+    files = sorted({module_file(root, seam.module).as_posix() for seam in SEAMS})
+    return {
+        "torch": version["__version__"].partition("+")[0],
+        "tag": "v" + version["__version__"].partition("+")[0],
+        "git": version["git_version"],
+        "triton": old.get("triton", ""),
+        "files": {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in files},
+    }
+
+
+def differences(root: Path) -> list[str]:
+    from torch_overlay.seam_table import SEAMS
+
+    found = []
+    if not BASE.exists() or json.loads(BASE.read_text()) != base_record(root):
+        found.append("base.json: does not describe the installed torch and the seam table; run with --write")
+    for seam in SEAMS:
+        if not seam.fingerprint:
+            continue
+        try:
+            actual = fingerprint((root / module_file(root, seam.module)).read_text(), seam.qualname)
+        except (DefinitionNotFound, FileNotFoundError):
+            actual = "no such definition"
+        if actual != seam.fingerprint:
+            found.append(f"{seam.target}: the table says {seam.fingerprint}, the source is {actual}")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="MODULE:NAME")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    root = installed_root()
+    for target in options.targets:
+        print_fingerprint(root, target)
+    if options.write:
+        BASE.write_text(json.dumps(base_record(root), indent=2) + "\n")
+        print(f"wrote {BASE}")
+    if options.check:
+        found = differences(root)
+        print("\n".join(found) or "the seam table and base.json match the installed torch")
+        return 1 if found else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

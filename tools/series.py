@@ -1,0 +1,168 @@
+"""Reading, applying and writing the patch series: strict unified diffs in the git dialect, no fuzz, no offsets.
+
+A patch file is a header (free text, `Field: value` lines first) followed by one diff per file. Of the git dialect the
+series needs two things only: insertions and deletions in a file that exists, and new files. A hunk applies where it
+says and nowhere else, and every context line must match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = ROOT / "torch_overlay" / "base.json"
+CONTEXT = 3
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+class SeriesError(Exception):
+    """A patch, or the tree that it is applied to, is not what it should be. The message names the file."""
+
+
+@dataclass(frozen=True)
+class Hunk:
+    old_start: int
+    new_start: int
+    lines: tuple[str, ...]  # each with its leading " ", "+" or "-", without line end
+
+    def side(self, other: str) -> list[str]:
+        """The lines before ("-") or after ("+") the change."""
+        return [line[1:] for line in self.lines if line[0] in (" ", other)]
+
+
+@dataclass(frozen=True)
+class FileChange:
+    path: str
+    is_new: bool
+    hunks: tuple[Hunk, ...]
+
+
+@dataclass(frozen=True)
+class PatchFile:
+    name: str
+    header: str
+    changes: tuple[FileChange, ...]
+
+
+def base() -> dict[str, object]:
+    """The pinned base: the tag and the SHA-256 of every file that the series changes."""
+    return json.loads(BASE.read_text())
+
+
+def series_folder() -> Path:
+    return ROOT / "patches" / str(base()["tag"])
+
+
+def sha256(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def read_series(folder: Path) -> list[PatchFile]:
+    """The patches that `series` lists, in its order."""
+    names = [line.strip() for line in (folder / "series").read_text().splitlines()]
+    return [parse_patch(name, (folder / name).read_text()) for name in names if name and not name.startswith("#")]
+
+
+def parse_patch(name: str, text: str) -> PatchFile:
+    header, *diffs = re.split(r"(?m)^diff --git ", text)
+    changes = []
+    for diff in diffs:
+        lines = diff.split("\n")
+        match = re.fullmatch(r"a/(\S+) b/(\S+)", lines[0])
+        if match is None or match[1] != match[2] or not match[1].startswith("torch/") or ".." in match[1]:
+            raise SeriesError(f"{name}: cannot read the diff of {lines[0]!r}")
+        is_new = lines[1].startswith("new file mode")
+        changes.append(FileChange(match[1], is_new, tuple(parse_hunks(name, lines))))
+    return PatchFile(name, header, tuple(changes))
+
+
+def parse_hunks(name: str, lines: Sequence[str]) -> Iterator[Hunk]:
+    position = next((i for i, line in enumerate(lines) if line.startswith("@@")), len(lines))
+    while position < len(lines) and (match := HUNK.match(lines[position])):
+        old_left, new_left = int(match[2] or 1), int(match[4] or 1)
+        body = []
+        while old_left or new_left:
+            position += 1
+            line = lines[position] if position < len(lines) else ""
+            if line[:1] not in (" ", "+", "-"):
+                raise SeriesError(f"{name}: the hunk {match[0]!r} of {lines[0]!r} ends early")
+            old_left -= line[0] in " -"
+            new_left -= line[0] in " +"
+            body.append(line)
+        yield Hunk(int(match[1]), int(match[3]), tuple(body))
+        position += 1
+
+
+def apply_change(change: FileChange, content: str | None, reverse: bool = False) -> str | None:
+    """The file after the change (or before it, in reverse); None stands for a file that does not exist."""
+    before, after = ("+", "-") if reverse else ("-", "+")
+    if change.is_new:
+        there, wanted = (None, file_of(change)) if not reverse else (file_of(change), None)
+        if content != there:
+            state = "exists already" if not reverse else "is missing" if content is None else "was edited"
+            raise SeriesError(f"{change.path}: {state}")
+        return wanted
+    if content is None:
+        raise SeriesError(f"{change.path}: no such file")
+    lines = content.split("\n")
+    result: list[str] = []
+    done = 0
+    for hunk in change.hunks:
+        start = (hunk.new_start if reverse else hunk.old_start) - 1
+        old = hunk.side(before)
+        if lines[start : start + len(old)] != old:
+            raise SeriesError(f"{change.path}: line {start + 1} is not what the patch expects")
+        result += lines[done:start] + hunk.side(after)
+        done = start + len(old)
+    return "\n".join(result + lines[done:])
+
+
+def file_of(change: FileChange) -> str:
+    """The text of a file that a change creates."""
+    return "".join(line + "\n" for hunk in change.hunks for line in hunk.side("+"))
+
+
+def new_file_diff(path: str, content: str) -> str:
+    """The diff that creates a file."""
+    lines = content.split("\n")
+    if lines.pop() != "":
+        raise SeriesError(f"{path}: does not end with a line break")
+    head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n"
+    if not lines:
+        return f"{head}index 0000000..e69de29\n"  # git wants this line for an empty file
+    body = "".join(f"+{line}\n" for line in lines)
+    return f"{head}--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(lines)} @@\n{body}"
+
+
+def insertion_diff(path: str, content: str, inserted: Mapping[int, Sequence[str]]) -> str:
+    """The diff that inserts lines into a file; `inserted` maps a line number, from 0, to the lines put before it."""
+    lines = content.split("\n")
+    if lines.pop() != "":
+        raise SeriesError(f"{path}: does not end with a line break")
+    groups: list[list[int]] = []
+    for position in sorted(inserted):
+        if groups and position - groups[-1][-1] <= 2 * CONTEXT:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    text = f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n"
+    shift = 0
+    for group in groups:
+        start, end = max(0, group[0] - CONTEXT), min(len(lines), group[-1] + CONTEXT)
+        added = sum(len(inserted[position]) for position in group)
+        text += f"@@ -{start + 1},{end - start} +{start + 1 + shift},{end - start + added} @@\n"
+        for position in range(start, end + 1):
+            text += "".join(f"+{line}\n" for line in inserted.get(position, ()) if position in group)
+            if position < end:
+                text += f" {lines[position]}\n"
+        shift += added
+    return text

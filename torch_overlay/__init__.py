@@ -1,0 +1,85 @@
+"""User streams and CUDA graphs for torch.compile, on a stock PyTorch.
+
+    import torch_overlay
+
+before `torch.compile` is all it takes: the import enables the overlay. `disable()` gives stock PyTorch back, `status()`
+says what is installed and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and
+installs nothing.
+
+Note [What the import does]
+It verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or none; a
+PyTorch that is not the one it was written for is an OverlayError. It imports torch and no compiler module: seams of
+modules that are not loaded yet are installed when they are. It does not initialise CUDA. A forked child inherits the
+state; a spawned one has the overlay if its main module imports it. Code compiled before enable() or disable() stays as
+it is until torch._dynamo.reset(); a warning says so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._engine import late_import
+from torch_overlay._engine.install import Installer
+from torch_overlay.errors import OverlayError
+from torch_overlay.version import __version__
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay._engine.report import Status
+    from torch_overlay.seams import Seam
+
+__all__ = ["OverlayError", "__version__", "config", "disable", "enable", "status"]
+
+
+def _seams() -> Sequence[Seam]:
+    from torch_overlay.seam_table import SEAMS
+
+    return SEAMS
+
+
+# importlib.reload runs this file again in the same namespace; what is installed stays installed.
+_installer: Installer = globals().get("_installer") or Installer(_seams)
+
+
+def enable() -> None:
+    """Installs every seam, or raises an OverlayError and installs none. Does nothing if they are installed."""
+    if os.environ.get("TORCH_OVERLAY_DISABLE") == "1":
+        _installer.off_because = "TORCH_OVERLAY_DISABLE=1 is set in the environment"
+        return
+    _installer.enable()
+
+
+def disable() -> None:
+    """Removes every seam: the exact inverse of enable(). Does nothing if none is installed."""
+    _installer.disable()
+
+
+def status() -> Status:
+    """What is installed, and why or why not. Printing it gives a table."""
+    from torch_overlay._engine.report import make_status
+
+    return make_status(_installer)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "config":
+        import importlib
+
+        return importlib.import_module("torch_overlay.config")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _runs_as_command() -> bool:
+    """Is this `python -m torch_overlay`? Then __main__ enables, and reports a failure in its own way."""
+    return sys.argv[:1] == ["-m"] and not {__name__, f"-m{__name__}"}.isdisjoint(sys.orig_argv)
+
+
+if late_import.is_importing(sys.modules.get("torch")):
+    # torch imports every package that TORCH_LOGS names. That is not the user's `import torch_overlay`.
+    late_import.forget_after_import(__name__)
+elif not _runs_as_command():
+    enable()

@@ -1,0 +1,74 @@
+"""python -m torch_overlay status | explain | demo
+
+    status                   what is installed, where, and why or why not
+    explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
+    demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)
+
+A PyTorch that the overlay refuses is no reason for a traceback here: `status` shows what was refused and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+import torch_overlay
+from torch_overlay.errors import OverlayError
+
+
+if TYPE_CHECKING:
+    from torch_overlay._engine.report import Status
+
+COMMANDS = {"explain": "torch_overlay._explain", "demo": "torch_overlay._demo"}
+
+
+def print_status(status: Status) -> None:
+    """The status as tables where rich is installed, else as plain lines."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(status)
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(f"torch_overlay {status.version}: [bold]{'enabled' if status.enabled else 'not enabled'}[/bold]")
+    console.print(status.why, markup=False, highlight=False)
+    versions = Table("", "needed", "found", title="Base", title_justify="left")
+    for name, needed in status.base.items():
+        versions.add_row(name, needed, status.found[name])
+    features = Table("feature", "", "why", "what it is", title="Features", title_justify="left")
+    for feature in status.features:
+        features.add_row(feature.name, "on" if feature.on else "off", feature.why, feature.description)
+    seams = Table("state", "kind", "target", "patch", "why", title="Seams", title_justify="left")
+    for entry in status.seams:
+        seam = entry.seam
+        seams.add_row(entry.state, seam.kind, seam.target, seam.patch or "(overlay form only)", seam.why)
+    for table in (versions, features, seams):
+        console.print(table)
+    for name in status.edited_files:
+        console.print(f"{name} differs from the release, but no seam's target in it does", markup=False)
+
+
+def main(argv: list[str]) -> int:
+    """Dispatches the subcommands; returns the exit status."""
+    command, arguments = (argv[0], argv[1:]) if argv else ("help", [])
+    if command not in ("status", *COMMANDS):
+        print(__doc__)
+        return 0 if command in ("help", "--help", "-h") else 2
+    refused: OverlayError | None = None
+    try:
+        torch_overlay.enable()
+    except OverlayError as error:
+        refused = error
+    if command == "status":
+        print_status(torch_overlay.status())
+    elif refused is not None:
+        print(refused, file=sys.stderr)
+    else:
+        return importlib.import_module(COMMANDS[command]).main(arguments) or 0
+    return 1 if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""Streams, events and stream contexts that the compiled frame makes.
+
+Nothing is made while tracing: a stream is represented by an object with an id that no stream has, an event by an event
+that is never recorded (PyTorch makes the CUDA event at the first record). The real ones are made by the frame at run
+time, with the same class and arguments (registry.add_owned).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo import graph_break_hints
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamVariable
+from torch._dynamo.variables.tensor import CurrentDeviceVariable
+
+from torch_overlay._dynamo import registry
+from torch_overlay._dynamo.contexts import make_context
+from torch_overlay._dynamo.state import handled
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+
+# Odd ids, beyond the 32 streams of each of PyTorch's pools, and never those of external streams, which are even.
+_placeholder_ids = itertools.count((1 << 40) + 1, 2)
+
+
+def call_class(
+    original: Callable[..., VariableTracker],
+    variable: VariableTracker,
+    tx: InstructionTranslatorBase,
+    args: Sequence[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Around the call of a class: ours are the stream and event classes of CUDA and the device-agnostic ones."""
+    cls = variable.value  # type: ignore[attr-defined]
+    make = _MAKERS.get(cls) if isinstance(cls, type) else None
+    if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda or _one_rank():
+        return original(variable, tx, args, kwargs)
+    return make(tx, cls, args, kwargs)
+
+
+def _one_rank() -> bool:
+    from torch.fx.experimental.proxy_tensor import _coor_enabled
+
+    return _coor_enabled()
+
+
+def make_stream(
+    tx: InstructionTranslatorBase,
+    cls: type[torch.Stream],
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
+) -> StreamVariable:
+    positional, named = _constants(cls, args, kwargs)
+    given = {**dict(zip(("device", "priority"), positional)), **named}
+    if not given.keys() <= {"device", "priority"} or len(positional) > (2 if cls is torch.cuda.Stream else 1):
+        _refuse(cls, f"arguments {positional}, {named}", "Only the arguments device and priority are traced.")
+    device = _device(tx, cls, given.get("device"))
+    value = cls(stream_id=next(_placeholder_ids), device_index=device.index, device_type=1)
+    priority = given.get("priority", 0)
+    # The device is fixed here, so that the stream does not depend on where the run first needs it.
+    index = registry.add_owned(value, cls, (), {"device": device, "priority": priority}, priority=priority)
+    return stream_variable(tx, value, index)
+
+
+def make_external_stream(
+    tx: InstructionTranslatorBase,
+    cls: type[torch.Stream],
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
+) -> StreamVariable:
+    """ExternalStream only names a stream that exists, so the object is the same while tracing and at run time."""
+    positional, named = _constants(cls, args, kwargs)
+    given = {**dict(zip(("stream_ptr", "device"), positional)), **named}
+    if not given.keys() <= {"stream_ptr", "device"} or not isinstance(given.get("stream_ptr"), int):
+        _refuse(cls, f"arguments {positional}, {named}", "Only the arguments stream_ptr and device are traced.")
+    device = _device(tx, cls, given.get("device"))
+    value = cls(given["stream_ptr"], device=device)
+    index = registry.add_owned(value, cls, (given["stream_ptr"],), {"device": device})
+    return stream_variable(tx, value, index)
+
+
+def make_event(
+    tx: InstructionTranslatorBase,
+    cls: type[torch.Event],
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
+) -> EventVariable:
+    positional, named = _constants(cls, args, kwargs)
+    return new_event(tx, cls, positional, named)
+
+
+def new_event(
+    tx: InstructionTranslatorBase, cls: type[torch.Event], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+) -> EventVariable:
+    """An event that the frame makes."""
+    try:
+        value = cls(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        _refuse(cls, f"arguments {args}, {kwargs}", f"The constructor fails: {error}")
+    if cls is torch.cuda.Event:
+        timing = bool(kwargs.get("enable_timing", args[0] if args else False))
+    else:
+        timing = bool(kwargs.get("enable_timing", False))
+    index = registry.add_owned(value, cls, args, dict(kwargs), timing=timing)
+    proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
+    set_example_value(proxy.node, value)
+    return EventVariable(proxy, value, index)
+
+
+def make_stream_context(
+    tx: InstructionTranslatorBase,
+    cls: type,
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
+) -> VariableTracker:
+    given = [*args, *(value for name, value in kwargs.items() if name == "stream")]
+    if len(given) != 1 or len(args) + len(kwargs) != 1:
+        _refuse(cls, f"arguments {args}, {kwargs}", "StreamContext takes one stream.")
+    return make_context(tx, given[0])
+
+
+def stream_variable(tx: InstructionTranslatorBase, value: torch.Stream, index: int) -> StreamVariable:
+    proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
+    set_example_value(proxy.node, value)
+    variable_class = CudaStreamVariable if isinstance(value, torch.cuda.Stream) else StreamVariable
+    return variable_class(proxy, value, user_object_index=index)
+
+
+def _constants(
+    cls: type, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> tuple[list[Any], dict[str, Any]]:
+    from torch._dynamo.utils import specialize_symnode
+
+    def constant(argument: VariableTracker) -> Any:
+        # A symbolic int of the caller becomes a constant with a guard.
+        argument = specialize_symnode(argument).realize()
+        if isinstance(argument, CurrentDeviceVariable):
+            return argument.value
+        if argument.is_python_constant():
+            return argument.as_python_constant()
+        return _refuse(cls, f"argument {argument}", "An argument of the constructor is known only at run time.")
+
+    return [constant(one) for one in args], {name: constant(one) for name, one in kwargs.items()}
+
+
+def _device(tx: InstructionTranslatorBase, cls: type, device: object) -> torch.device:
+    current = tx.symbolic_stream_state.device_index()
+    if device is None or (isinstance(device, int) and device < 0):
+        return torch.device("cuda", current)
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)  # type: ignore[arg-type]
+    if found.type != "cuda":
+        _refuse(cls, f"device {found}", "Only streams of CUDA devices are traced.")
+    return torch.device("cuda", current) if found.index is None else found
+
+
+def _refuse(cls: type, context: str, why: str) -> Any:
+    unimplemented(
+        gb_type="stream or event constructor that can't be traced",
+        context=f"{cls.__module__}.{cls.__qualname__}: {context}",
+        explanation=why,
+        hints=["Make the object outside the compiled function and pass it in.", *graph_break_hints.SUPPORTABLE],
+    )
+
+
+_MAKERS: dict[type, Callable[..., VariableTracker]] = {
+    torch.Stream: make_stream,
+    torch.cuda.Stream: make_stream,
+    torch.cuda.ExternalStream: make_external_stream,
+    torch.Event: make_event,
+    torch.cuda.Event: make_event,
+    torch.cuda.StreamContext: make_stream_context,
+}

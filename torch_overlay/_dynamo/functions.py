@@ -1,0 +1,148 @@
+"""Functions of torch.cuda and torch.accelerator about streams: what is current, what becomes current, synchronize."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo import graph_break_hints
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index, register_user_object
+from torch._dynamo.source import GlobalSource
+from torch._dynamo.utils import guard_if_dyn, set_example_value
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
+from torch._dynamo.variables.tensor import CurrentDeviceVariable
+
+from torch_overlay._dynamo.construct import make_external_stream
+from torch_overlay._dynamo.contexts import make_context
+from torch_overlay._dynamo.state import handled
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+
+
+def _device_index(
+    function: Callable[..., Any], args: tuple[VariableTracker, ...], kwargs: dict[str, VariableTracker]
+) -> int | None:
+    """The device argument as an index; None if there is none or it names no index."""
+    given = [*args, *(value for key, value in kwargs.items() if key == "device")]
+    name = f"{function.__module__}.{function.__name__}"
+    if len(given) > 1 or len(given) != len(args) + len(kwargs):
+        _refuse(name, f"args={args}, kwargs={kwargs}", "takes the one argument `device`")
+    if not given:
+        return None
+    argument = given[0].realize()
+    device = argument.value if isinstance(argument, CurrentDeviceVariable) else guard_if_dyn(argument)
+    if device is None or isinstance(device, int):
+        return device if device is not None and device >= 0 else None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        return _refuse(name, str(device), f"does not know the device: {error}")
+    if found.type != "cuda":
+        _refuse(name, str(device), "takes a CUDA device here")
+    return found.index
+
+
+def _refuse(name: str, context: str, why: str) -> Any:
+    unimplemented(
+        gb_type="stream function that can't be traced",
+        context=f"{name}: {context}",
+        explanation=f"{name} {why}.",
+        hints=[*graph_break_hints.USER_ERROR],
+    )
+
+
+def current_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    index = _device_index(function.value, args, kwargs)
+    return tx.symbolic_stream_state.current(tx, index, base=function.value is torch.accelerator.current_stream)
+
+
+def default_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    """The default stream of a device never changes, so the object can live with the compiled code."""
+    state = tx.symbolic_stream_state
+    index = _device_index(function.value, args, kwargs)
+    index = state.device_index() if index is None else index
+    found = state.default_streams.get(index)
+    if found is None:
+        value = torch.cuda.default_stream(index)
+        source = GlobalSource(tx.output.install_global_by_id("__default_stream", value))
+        number = register_user_object(value, source)
+        proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (number,), {})
+        set_example_value(proxy.node, value)
+        found = CudaStreamVariable(proxy, value, user_object_index=number, source=source)
+        state.default_streams[index] = found
+    return found
+
+
+def set_stream(function: Any, tx: InstructionTranslatorBase, stream: Any) -> VariableTracker:
+    stream = stream.realize()
+    if stream.is_constant_none() and function.value is torch.cuda.set_stream:
+        return ConstantVariable.create(None)
+    if not isinstance(stream, StreamVariable):
+        _refuse(f"{function.value.__module__}.set_stream", str(stream), "takes a stream")
+    tx.symbolic_stream_state.set_stream(tx, stream)
+    return ConstantVariable.create(None)
+
+
+def stream_context(function: Any, tx: InstructionTranslatorBase, stream: Any) -> VariableTracker:
+    return make_context(tx, stream)
+
+
+def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    """Without a device, the device that is current at run time."""
+    state = tx.symbolic_stream_state
+    index = _device_index(function.value, args, kwargs)
+    if index is None and state.device_index() != state.entry_device:
+        index = state.device_index()
+    tx.output.create_proxy("call_function", torch.ops.streams.synchronize_device, ("cuda", index), {})
+    return ConstantVariable.create(None)
+
+
+def external_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    """torch.cuda.get_stream_from_external(data_ptr, device) names a stream as ExternalStream does."""
+    if "data_ptr" in kwargs:
+        kwargs["stream_ptr"] = kwargs.pop("data_ptr")
+    return make_external_stream(tx, torch.cuda.ExternalStream, args, kwargs)
+
+
+def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker]]:
+    return {
+        torch.cuda.current_stream: current_stream,
+        torch.accelerator.current_stream: current_stream,
+        torch.cuda.default_stream: default_stream,
+        torch.cuda.set_stream: set_stream,
+        torch.accelerator.set_stream: set_stream,
+        torch.cuda.stream: stream_context,
+        torch.cuda.synchronize: synchronize,
+        torch.accelerator.synchronize: synchronize,
+        torch.cuda.get_stream_from_external: external_stream,
+    }
+
+
+_merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+
+
+def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """Around the cached function that builds Dynamo's table of special functions."""
+    global _merged
+    table = original()
+    if _merged is None or _merged[0] is not table:
+        _merged = (table, {**table, **{fn: _choose(ours, table.get(fn)) for fn, ours in _ours().items()}})
+    return _merged[1]
+
+
+def _choose(
+    ours: Callable[..., VariableTracker], upstream: Callable[..., Any] | None
+) -> Callable[..., VariableTracker | None]:
+    def handler(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker | None:
+        if handled(tx) and tx.symbolic_stream_state.cuda:
+            return ours(function, tx, *args, **kwargs)
+        return None if upstream is None else upstream(function, tx, *args, **kwargs)
+
+    return handler

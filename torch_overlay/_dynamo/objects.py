@@ -1,0 +1,166 @@
+"""Streams and events at run time: how compiled code finds the objects that its integer indices stand for.
+
+Streams and events can't be inputs of an FX graph, so Dynamo numbers those that a frame uses, and the graph holds the
+numbers. At each call the compiled frame hands over the objects in the order of their numbers:
+
+    previous = enter(ambient(0), s, event, ...)    # before the graph is called
+    leave(previous)                                # after it has returned
+
+Note [Lifetime of stream objects]
+1. The table belongs to the thread and to the innermost running graph. `enter` returns the table that it covers and
+   `leave` puts it back, so calls nest, and threads don't see each other's objects. After an exception the table of the
+   failed call stays until the next compiled call of the thread puts its own in place.
+2. Index 0 is the stream that was current when the frame was entered, as a torch.cuda.Stream; it does not follow
+   `torch.cuda.stream` blocks inside the graph.
+3. Objects of the caller are held by the table during the call, never longer.
+4. A stream or event that the frame creates and that can't be seen from outside is made at its first use in a thread
+   and kept for later calls: an `Owned` object, which lives as long as the compiled code. An event that nobody looks up
+   is never made.
+5. One that is returned, stored, or alive across a graph break is made anew at each call, before the graph runs.
+6. A forward that will have a backward hands its table over with `snapshot`; the backward runs with it, except for
+   index 0, which is the stream that autograd made current.
+
+Note [Lookups of generated code]
+Generated code asks for an object by `get(index)`. It asks at its own entry and keeps what it got in local variables,
+so that nothing which runs in between can disturb it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+class _Thread(threading.local):
+    objects: Sequence[object] | None = None
+
+
+_thread = _Thread()
+
+# torch.cuda.Stream objects by (stream id, device index, device type): making one costs more than a look-up. They are
+# only names of streams, which PyTorch never destroys; the bound is for programs with many external streams.
+_stream_objects: dict[tuple[int, int, int], torch.Stream] = {}
+_MOST_STREAM_OBJECTS = 256
+
+
+class Owned(threading.local):
+    """A stream or event of a compiled frame; one per thread, made when it is first needed."""
+
+    def __init__(self, make: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        self.make, self.args, self.kwargs = make, args, kwargs
+        self.made: object = None
+
+    def resolve(self) -> object:
+        if self.made is None:
+            self.made = self.make(*self.args, **self.kwargs)
+        return self.made
+
+
+def enter(*objects: object) -> Sequence[object] | None:
+    """Makes `objects` the table of this thread; the result is for `leave`."""
+    previous = _thread.objects
+    _thread.objects = objects
+    return previous
+
+
+def leave(previous: Sequence[object] | None) -> None:
+    _thread.objects = previous
+
+
+def current() -> Sequence[object] | None:
+    """The table of this thread; None outside compiled calls."""
+    return _thread.objects
+
+
+def get(index: int) -> Any:
+    """The stream or event with that number in the running graph."""
+    objects = _thread.objects
+    if objects is None or index >= len(objects):
+        raise RuntimeError(f"stream object {index} was looked up outside the call of the graph that it belongs to")
+    found = objects[index]
+    if type(found) is Owned:
+        return found.resolve()
+    return found
+
+
+def put(index: int, value: object) -> None:
+    """Replaces one object, as CUDA graph capture does for index 0."""
+    objects = list(_thread.objects or ())
+    if index > len(objects):
+        raise RuntimeError(f"stream object {index} can't be set: the table has {len(objects)}")
+    objects[index : index + 1] = [value]
+    _thread.objects = objects
+
+
+def ambient(device_index: int = -1) -> torch.Stream:
+    """The current CUDA stream of a device, or of the current device."""
+    key = torch._C._cuda_getCurrentStream(device_index)
+    stream = _stream_objects.get(key)
+    if stream is None:
+        if len(_stream_objects) >= _MOST_STREAM_OBJECTS:
+            _stream_objects.clear()
+        stream = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
+        _stream_objects[key] = stream
+    return stream
+
+
+def as_base(stream: torch.Stream) -> torch.Stream:
+    """The same stream as a plain torch.Stream, the type that torch.accelerator.current_stream returns."""
+    return torch.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
+class Snapshot:
+    """A table on its way from a forward to its backward. It has the interface of the dict that AOTAutograd expects."""
+
+    __slots__ = ("objects",)
+
+    def __init__(self, objects: Sequence[object]) -> None:
+        self.objects = [found.resolve() if type(found) is Owned else found for found in objects]
+
+    def items(self) -> Iterator[tuple[int, object]]:
+        _thread.objects = None
+        for index, value in enumerate(self.objects):
+            yield index, (ambient() if index == 0 and isinstance(value, torch.cuda.Stream) else value)
+
+
+def snapshot() -> Snapshot | None:
+    objects = _thread.objects
+    return None if objects is None else Snapshot(objects)
+
+
+# The rest: seams on torch._dynamo.graph_bytecode_inputs and torch._functorch._aot_autograd.runtime_wrappers.
+
+
+def get_external_object_by_index(original: Callable[[int], object], index: int) -> object:
+    if _thread.objects is not None:
+        return get(index)
+    return original(index)  # while tracing
+
+
+def set_external_object_by_index(original: Callable[[int, object], None], index: int, value: object) -> None:
+    put(index, value)
+
+
+def store_user_object_weakrefs(original: Callable[..., None], *objects: object) -> None:
+    _thread.objects = objects
+
+
+def stash_graph_created_object(original: Callable[[object], object], value: object) -> object:
+    return value  # the table holds it
+
+
+def reset_user_object_tracking(original: Callable[[], None]) -> None:
+    _thread.objects = None
+    original()
+
+
+def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:
+    ctx._external_objects = snapshot() or {}

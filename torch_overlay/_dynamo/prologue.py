@@ -1,0 +1,74 @@
+"""The bytecode around the call of a compiled graph that hands it its streams and events.
+
+Upstream rebuilds every object at each call, keeps all of them for ever, and stores them in a table of the process.
+Ours is one call with the objects, and one after the graph that puts the previous table back (objects.py). Streams that
+the frame made current with `set_stream` become current right after the graph's call, before anything else runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._dynamo import graph_bytecode_inputs as upstream
+from torch._dynamo.bytecode_transformation import create_dup_top
+
+from torch_overlay._dynamo import objects, registry
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.source import CurrentStreamSource
+
+
+def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Replaces the name that OutputGraph asks whether to emit upstream's prologue."""
+    return lambda: False
+
+
+def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
+    constructors = list(upstream.index_to_bytecode_constructor)
+    if not constructors:
+        return original(codegen, fn_name)
+    output = codegen.tx.output
+    frame = registry.current()
+    for index in frame.set_streams.values():
+        registry.local_of(output, index)
+
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "enter"))
+    for index, constructor in enumerate(constructors):
+        constructor(codegen)
+        if index in frame.locals:
+            codegen.append_output(create_dup_top())
+            codegen.store(frame.locals[index])
+    codegen.call_function(len(constructors), False)
+    previous = output.new_var("stream_objects")
+    codegen.store(previous)
+
+    original(codegen, fn_name)
+
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "leave"))
+    codegen.append_output(codegen.create_load(previous))
+    codegen.call_function(1, False)
+    codegen.pop_top()
+    for index in frame.set_streams.values():
+        codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
+        codegen.append_output(codegen.create_load(frame.locals[index]))
+        codegen.call_function(1, False)
+        codegen.pop_top()
+    return None
+
+
+def reconstruct_current_stream(
+    original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
+) -> None:
+    """Pushes the current stream of a device, typed as its own API types it."""
+    if source.device.type != "cuda" or not torch.cuda.is_available():
+        return original(source, codegen)
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "ambient"))
+    index = -1 if source.device.index is None else source.device.index
+    codegen.append_output(codegen.create_load_const(index))
+    codegen.call_function(1, False)
+    return None

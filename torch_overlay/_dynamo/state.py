@@ -1,0 +1,189 @@
+"""Which stream is current while a frame is traced, on each device.
+
+Upstream keeps one stack of streams for all devices. Here every level of the stack (the frame, and each open stream
+context) knows the current stream of each device. Only symbols move: no call of this module changes a stream or event.
+
+A stream that the frame does not set is *ambient*: whatever is current when the frame is entered at run time. On the
+device of the frame its index is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._dynamo import graph_break_hints
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+from torch._dynamo.source import CurrentStreamSource
+from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable, SymbolicStreamState
+
+from torch_overlay import config
+from torch_overlay._dynamo import objects, registry
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+class AmbientStreamVariable(CudaStreamVariable):
+    """The stream that is current on a device when the frame is entered.
+
+    It has no source: its object is the one in the frame's table, not what a later look at the device would find.
+    """
+
+    def __init__(self, *args: Any, ambient_source: CurrentStreamSource, base: bool, **kwargs: Any) -> None:
+        self.ambient_source = ambient_source
+        # Taken by torch.accelerator.current_stream(), which returns a plain torch.Stream.
+        self.base = base
+        super().__init__(*args, **kwargs)
+
+    def python_type(self) -> type:
+        return torch.Stream if self.base else torch.cuda.Stream
+
+    def _is_current_stream(self) -> bool:
+        return True
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        assert self.user_object_index is not None
+        name = registry.local_of(codegen.tx.output, self.user_object_index)
+        if not self.base:
+            codegen.append_output(codegen.create_load(name))
+            return
+        codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "as_base"))
+        codegen.append_output(codegen.create_load(name))
+        codegen.call_function(1, False)
+
+
+class _Level:
+    """The frame, or one open stream context."""
+
+    def __init__(self, streams: dict[int, StreamVariable], context: StreamContextVariable | None) -> None:
+        self.streams = streams
+        self.context = context
+
+
+class StreamState(SymbolicStreamState):
+    """Takes the place of upstream's SymbolicStreamState on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuda = torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"  # type: ignore[union-attr]
+        self.levels = [_Level({}, None)]
+        self.default_streams: dict[int, StreamVariable] = {}
+        self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
+        # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
+        self.entry_device = torch.accelerator.current_device_index() if self.cuda else -1
+
+    def device_index(self) -> int:
+        """The current device at this point of the program. Dynamo executes device contexts while it traces them."""
+        return torch.accelerator.current_device_index()
+
+    def current(self, tx: InstructionTranslatorBase, device_index: int | None = None, base: bool = False) -> StreamVariable:
+        """The current stream of a device."""
+        if device_index is None:
+            device_index = self.device_index()
+        stream = self.levels[-1].streams.get(device_index)
+        return stream if stream is not None else self.ambient(tx, device_index, base)
+
+    def ambient(self, tx: InstructionTranslatorBase, device_index: int, base: bool = False) -> AmbientStreamVariable:
+        found = self._ambient.get((device_index, base))
+        if found is None:
+            found = self._ambient[device_index, base] = self._make_ambient(tx, device_index, base)
+        return found
+
+    def _make_ambient(self, tx: InstructionTranslatorBase, device_index: int, base: bool) -> AmbientStreamVariable:
+        source = CurrentStreamSource(torch.device("cuda", device_index))
+        value = objects.ambient(device_index)
+        other = self._ambient.get((device_index, not base))
+        if other is not None:
+            index = other.user_object_index
+        elif device_index == self.entry_device:
+            index = registry.AMBIENT_INDEX
+        else:
+            index = registry.add_ambient(value, source)
+        proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
+        set_example_value(proxy.node, value)
+        return AmbientStreamVariable(proxy, value, index, ambient_source=source, base=base)
+
+    # Upstream's interface.
+
+    def enter_stream(self, stream: StreamVariable) -> None:
+        self.push(stream, None)
+
+    def exit_stream(self) -> None:
+        self.pop()
+
+    def cur_stream(self, device: torch.device | None = None) -> StreamVariable:
+        raise NotImplementedError("the overlay asks current(), which needs the translator")
+
+    def cur_stream_id(self) -> int:
+        return -1
+
+    # Contexts.
+
+    def push(self, stream: StreamVariable, context: StreamContextVariable | None) -> None:
+        index = stream.device.index
+        self.levels.append(_Level({**self.levels[-1].streams, index: stream}, context))
+
+    def pop(self) -> None:
+        self.levels.pop()
+
+    def set_stream(self, tx: InstructionTranslatorBase, stream: StreamVariable) -> None:
+        """torch.cuda.set_stream: holds until the enclosing stream context ends, or beyond the frame if there is none."""
+        device = stream.device
+        if device.index != self.device_index():
+            unimplemented(
+                gb_type="set_stream with a stream of another device",
+                context=f"stream of {device} while cuda:{self.device_index()} is current",
+                explanation="set_stream also changes the current device, and Dynamo traces a change of the device only "
+                "as a context manager.",
+                hints=["Use `with torch.cuda.stream(s):` instead of set_stream.", *graph_break_hints.SUPPORTABLE],
+            )
+        level = self.levels[-1]
+        level.streams = {**level.streams, device.index: stream}
+        if level.context is not None:
+            level.context.overlay_stream_now = stream  # type: ignore[attr-defined]
+        else:
+            assert stream.user_object_index is not None
+            frame = registry.current()
+            frame.set_streams.pop(device, None)
+            frame.set_streams[device] = stream.user_object_index
+            self._annotate_until_the_end(tx)
+        custom = fx_traceback.current_meta.get("custom", {})
+        fx_traceback.current_meta["custom"] = {**custom, "stream": stream.user_object_index}
+
+    def _annotate_until_the_end(self, tx: InstructionTranslatorBase) -> None:
+        """Nodes carry annotations until the frame has been traced; what was there before comes back then."""
+        if getattr(self, "_annotating", False):
+            return
+        self._annotating = True
+        before = copy.copy(fx_traceback.current_meta.get("custom"))
+        stack = contextlib.ExitStack()
+        stack.enter_context(fx_traceback.preserve_node_meta())
+
+        def restore() -> None:
+            stack.close()
+            if before is None:
+                fx_traceback.current_meta.pop("custom", None)
+            else:
+                fx_traceback.current_meta["custom"] = before
+
+        tx.output.add_cleanup_hook(restore)
+
+
+def make_state(original: type[SymbolicStreamState]) -> Callable[[], SymbolicStreamState]:
+    """Replaces the class that the translator makes its stream state from."""
+    return lambda: StreamState() if config.streams else original()
+
+
+def handled(tx: InstructionTranslatorBase) -> bool:
+    """Whether the overlay handles the streams of the frame that is being traced."""
+    return isinstance(tx.symbolic_stream_state, StreamState)

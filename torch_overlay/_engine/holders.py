@@ -1,0 +1,94 @@
+"""Who else holds a reference to an upstream function?
+
+Replacing an attribute of its owner does not reach those who took the function by value: modules that imported it by
+name, and objects that stored it when their module was loaded (a dispatch table, a frozen record). The former are found
+by identity in the namespaces of all loaded modules. The latter are named by the seam, as a path such as
+"torch._dynamo.variables.streams:StreamVariable.tp_methods[record_event].impl"; test/test_seams.py asks the garbage
+collector for every referrer of every original and fails if one is left that no seam names.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay.errors import OverlayError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import ModuleType
+
+STEP = re.compile(r"\.(\w+)|\[([^\]]+)\]")
+
+
+class Holder(NamedTuple):
+    """One place, `container.name` or `container[name]`, that holds a function by value."""
+
+    container: Any
+    name: str
+    is_item: bool
+
+    def get(self) -> Any:
+        return self.container[self.name] if self.is_item else getattr(self.container, self.name)
+
+    def set(self, value: Any) -> None:
+        if self.is_item:
+            self.container[self.name] = value
+        else:
+            object.__setattr__(self.container, self.name, value)  # also sets the fields of a frozen record
+
+
+def find_holder(path: str, target: str) -> Holder | None:
+    """The holder at a path, or None while its module is not loaded (it will then pick up the hook by itself)."""
+    module_name, _, rest = path.partition(":")
+    module = sys.modules.get(module_name)
+    if module is None:
+        return None
+    steps = STEP.findall("." + rest)
+    container: Any = module
+    try:
+        for attribute, item in steps[:-1]:
+            container = getattr(container, attribute) if attribute else container[item]
+        attribute, item = steps[-1]
+        holder = Holder(container, attribute or item, bool(item))
+        holder.get()
+    except (AttributeError, KeyError, TypeError) as error:
+        raise OverlayError("missing_holder", target, path, repr(error), "Report this: the seam is wrong.") from error
+    return holder
+
+
+def check_holder(path: str, target: str, expected: Any) -> Holder | None:
+    """Like find_holder, and the holder must hold `expected`."""
+    holder = find_holder(path, target)
+    if holder is not None and holder.get() is not expected:
+        raise OverlayError(
+            "missing_holder",
+            target,
+            f"{path} is {expected!r}",
+            repr(holder.get()),
+            "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
+        )
+    return holder
+
+
+def rebind(new: Mapping[int, tuple[Any, Any]], modules: Iterable[ModuleType]) -> None:
+    """In the namespaces of modules, replaces each object by its successor; `new` maps id(old) to (old, successor)."""
+    for module in modules:
+        namespace = getattr(module, "__dict__", None)
+        if not isinstance(namespace, dict):
+            continue
+        for name, value in list(namespace.items()):
+            if id(value) in new and value is new[id(value)][0]:
+                namespace[name] = new[id(value)][1]
+
+
+def modules_since(name: str) -> list[ModuleType]:
+    """The module of that name and those whose import began later: no other can have imported from it by value."""
+    found: list[ModuleType] = []
+    for other, module in reversed(list(sys.modules.items())):
+        found.append(module)
+        if other == name:
+            break
+    return found

@@ -1,0 +1,120 @@
+"""What `torch_overlay.status()` returns."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay.version import __version__
+
+from . import verify
+
+
+if TYPE_CHECKING:
+    from torch_overlay.seams import Seam
+
+    from .install import Installer
+
+# Option of torch_overlay.config -> what it switches. The option's own comment says the rest.
+FEATURES = {"streams": "user streams and events go through the compiler"}
+
+
+@dataclass(frozen=True)
+class SeamState:
+    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, or "off"."""
+
+    seam: Seam
+    state: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One option, whether it has effect, and who decided that."""
+
+    name: str
+    description: str
+    on: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of the overlay in this process."""
+
+    enabled: bool
+    why: str
+    version: str
+    base: dict[str, str]
+    found: dict[str, str]
+    edited_files: tuple[str, ...]
+    seams: tuple[SeamState, ...]
+    features: tuple[Feature, ...]
+
+    def __str__(self) -> str:
+        state = "enabled" if self.enabled else "not enabled"
+        lines = [f"torch_overlay {self.version}: {state} ({self.why})"]
+        lines += [f"  {name:8} needs {needed}, found {self.found[name]}" for name, needed in self.base.items()]
+        lines += [f"  {name} differs from the release, but no seam's target in it does" for name in self.edited_files]
+        lines += ["features:"]
+        lines += [f"  {'on ' if f.on else 'off'} {f.name}: {f.description} ({f.why})" for f in self.features]
+        lines += ["seams:"]
+        lines += [f"  {s.state:9} {s.seam.kind:8} {s.seam.target}" for s in self.seams]
+        return "\n".join(lines)
+
+
+def installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def seam_state(installer: Installer, seam: Seam) -> str:
+    if seam.target in installer.changes:
+        return "installed"
+    return "waiting" if installer.enabled else "off"
+
+
+def feature(installer: Installer, name: str) -> Feature:
+    """Reads an option and finds out who set it."""
+    if not installer.enabled:
+        return Feature(name, FEATURES[name], False, "the overlay is not enabled")
+    from torch.utils import _config_module
+
+    from torch_overlay import config
+
+    entry: Any = config._config[name]  # type: ignore[attr-defined]
+    unset = _config_module._UNSET_SENTINEL
+    if entry.user_override.get() is not unset:
+        why = f"torch_overlay.config.{name} was assigned"
+    elif entry.env_value_default is not unset:
+        why = f"TORCH_OVERLAY_{name.upper()} is set in the environment"
+    else:
+        why = "default"
+    return Feature(name, FEATURES[name], bool(getattr(config, name)), why)
+
+
+def make_status(installer: Installer) -> Status:
+    base = verify.base()
+    seams = installer.get_seams()
+    states = tuple(SeamState(seam, seam_state(installer, seam)) for seam in seams)
+    waiting = sum(state.state == "waiting" for state in states)
+    why = installer.off_because
+    if installer.enabled:
+        why = f"{len(states) - waiting} seams installed, {waiting} waiting for their module to be imported"
+    return Status(
+        enabled=installer.enabled,
+        why=why,
+        version=__version__,
+        base={"torch": base["torch"], "triton": base["triton"], "python": "3.11 or 3.12"},
+        found={
+            "torch": installed_version("torch"),
+            "triton": installed_version("triton"),
+            "python": platform.python_version(),
+        },
+        edited_files=tuple(installer.edited_files),
+        seams=states,
+        features=tuple(feature(installer, name) for name in FEATURES),
+    )

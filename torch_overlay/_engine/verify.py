@@ -1,0 +1,205 @@
+"""Is the upstream code that is here the code that the seams were written against?
+
+Two questions, both asked before anything is changed.
+
+On disk: the release must be base.json's, the tree must not carry the patch series, and every file that a seam touches
+must have the SHA-256 that base.json records. A file that differs is parsed, and then the fingerprint of each seam's
+definition decides; edits elsewhere in the file don't matter. Hashing some thirty files takes milliseconds; parsing
+is only paid for in an edited tree.
+
+In memory: the object that a seam is about to wrap must be the one which that file defines. It is not if another
+library has put its own function there; the seam's author has never seen that function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay.errors import OverlayError
+from torch_overlay.seams import DefinitionNotFound, fingerprint
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import ModuleType
+
+    from torch_overlay.seams import Seam
+
+
+@functools.cache
+def base() -> dict[str, Any]:
+    """The release that the overlay was written for, and the SHA-256 of each upstream file that it touches."""
+    return json.loads((Path(__file__).resolve().parent.parent / "base.json").read_text())
+
+
+def torch_root() -> Path:
+    """The folder that holds torch/."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise OverlayError("wrong_version", "torch", base()["torch"], "no torch", "Install it.")
+    return Path(spec.origin).absolute().parent.parent
+
+
+def found_version() -> str:
+    """Version of the torch that is imported, without its local part (+cu132)."""
+    return str(sys.modules["torch"].__version__).partition("+")[0]
+
+
+def module_file(root: Path, module: str) -> Path:
+    """The source file of an upstream module."""
+    path = root.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def check_version(root: Path) -> None:
+    """The release is base.json's and the tree has not been patched."""
+    expected = base()["torch"]
+    if (root / "torch" / "_overlay").exists():
+        raise OverlayError(
+            "already_patched",
+            str(root / "torch"),
+            f"torch {expected} as released",
+            "the patch series applied (torch/_overlay exists)",
+            "There is nothing to install: use torch._overlay, or reverse the series with tools/apply_patches.py "
+            "--reverse.",
+        )
+    found = found_version()
+    if found != expected:
+        raise OverlayError(
+            "wrong_version",
+            "torch",
+            f"torch {expected}",
+            f"torch {found}",
+            f"Install torch=={expected}, or the release of torch_overlay for torch {found}.",
+        )
+
+
+def check_files(root: Path, seams: Iterable[Seam]) -> list[str]:
+    """Checks the source of every seam's target; returns the files that differ from the release without harm."""
+    edited: dict[str, str] = {}
+    checked: set[str] = set()
+    for seam in seams:
+        path = module_file(root, seam.module)
+        name = path.relative_to(root).as_posix()
+        if name not in checked:
+            checked.add(name)
+            try:
+                content = path.read_bytes()
+            except OSError:
+                raise missing(seam, f"the file {name}", "no such file") from None
+            if hashlib.sha256(content).hexdigest() != base()["files"].get(name):
+                edited[name] = content.decode()
+        if name in edited and seam.fingerprint:
+            check_fingerprint(seam, edited[name])
+    return sorted(edited)
+
+
+def check_fingerprint(seam: Seam, source: str) -> None:
+    try:
+        found = fingerprint(source, seam.qualname)
+    except (DefinitionNotFound, SyntaxError):
+        raise missing(seam, f"a definition of {seam.qualname}", "none in the source file") from None
+    if found != seam.fingerprint:
+        raise OverlayError(
+            "source_changed",
+            seam.target,
+            f"the definition with fingerprint {seam.fingerprint}, as in torch {base()['torch']}",
+            f"one with fingerprint {found}",
+            f"Reinstall torch=={base()['torch']} to get its files back.",
+        )
+
+
+def missing(seam: Seam, expected: str, found: str) -> OverlayError:
+    return OverlayError("missing_target", seam.target, expected, found, f"Reinstall torch=={base()['torch']}.")
+
+
+class Place(NamedTuple):
+    """Where a seam's target lives: the owner's __dict__ has `raw` under `name`; `original` is `raw` less descriptor."""
+
+    owner: Any
+    name: str
+    raw: Any
+    original: Any
+
+
+def unwrap_descriptor(raw: Any) -> Any:
+    """The function inside a static method, class method or property."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    if isinstance(raw, property):
+        return raw.fget
+    if isinstance(raw, functools.cached_property):
+        return raw.func
+    return raw
+
+
+def rewrap_descriptor(raw: Any, function: Any) -> Any:
+    """A descriptor like `raw` around another function."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return type(raw)(function)
+    if isinstance(raw, property):
+        return property(function, raw.fset, raw.fdel, raw.__doc__)
+    if isinstance(raw, functools.cached_property):
+        new = functools.cached_property(function)
+        new.attrname = raw.attrname
+        return new
+    return function
+
+
+def find_place(seam: Seam, module: ModuleType) -> Place:
+    """The seam's target in a module that is loaded, read from the owner's own __dict__."""
+    owner: Any = module
+    *path, name = seam.qualname.split(".")
+    for part in path:
+        owner = vars(owner).get(part)
+        if not isinstance(owner, type):
+            raise missing(seam, f"the class {part}", repr(owner))
+    try:
+        raw = vars(owner)[name]
+    except KeyError:
+        raise missing(seam, f"{name} in the __dict__ of {owner!r}", "nothing of that name") from None
+    place = Place(owner, name, raw, unwrap_descriptor(raw))
+    if "__overlay__" in getattr(place.original, "__dict__", {}):
+        raise OverlayError(
+            "installed_twice",
+            seam.target,
+            f"the function that {module.__file__} defines",
+            f"a hook for {place.original.__overlay__}",
+            "Import torch_overlay once: don't remove it from sys.modules, and keep one copy of it on sys.path.",
+        )
+    if seam.kind == "wrap" and not is_upstreams_own(place.original, seam, module):
+        code = getattr(place.original, "__code__", None)
+        where = f" from {code.co_filename}:{code.co_firstlineno}" if code else ""
+        raise OverlayError(
+            "source_changed",
+            seam.target,
+            f"the function that {module.__file__} defines",
+            f"{place.original!r}{where}",
+            "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
+        )
+    return place
+
+
+def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
+    """Is this the function that the module's source defines, under upstream's own decorators at most?"""
+    own_tree = str(Path(sys.modules["torch"].__file__ or "").parent)
+    while True:
+        code = getattr(value, "__code__", None)
+        if isinstance(code, CodeType):
+            if code.co_filename == module.__file__ and code.co_qualname == seam.qualname:
+                return True
+            if not code.co_filename.startswith((own_tree, contextlib.__file__, functools.__file__)):
+                return False
+        elif not isinstance(value, functools._lru_cache_wrapper):
+            return False
+        if not hasattr(value, "__wrapped__"):
+            return False
+        value = value.__wrapped__

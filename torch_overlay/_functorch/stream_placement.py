@@ -1,0 +1,276 @@
+"""From the user's stream program to placement and boundary effects on FX nodes.
+
+Dynamo leaves the user's synchronisation in the graph as side-effect operations on stream and event indices. This pass reads them
+once, in program order, writes on every node what the outside can tell (see Note [Streams are placement, dependencies are order] in
+`stream_planner`), and erases them. Two vector-clock walks do it:
+
+- forward: which states of the caller had each stream waited for when this node was issued? -> `custom["stream_after"]`
+- backward: which streams, events and host synchronisations had the user ordered behind this node by the end? -> `custom["stream_before"]`
+
+Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5; "e5.0" the first
+record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data dependence and needs no token.
+
+Operations that the outside can see stay in the graph: records of events that somebody else can read, host synchronisation, queries.
+Each carries the token that it makes true in `custom["stream_requires"]`; the scheduler orders it behind the nodes that carry the token.
+
+An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over stream and tokens
+of the value that it writes: it is ordered by the joins that the user wrote after the mutation, not by where the copy stands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch_overlay import config
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.fx import GraphModule, Node
+
+
+AFTER, BEFORE, REQUIRES = "stream_after", "stream_before", "stream_requires"
+AMBIENT = 0
+
+_streams = torch.ops.streams
+_WAITS = (_streams.wait_event.default, _streams.wait_stream.default)
+_SYNCHRONIZE = (
+    _streams.synchronize_event.default,
+    _streams.synchronize_stream.default,
+    _streams.synchronize_device.default,
+)
+_DEALLOC = _streams.sync_dealloc.default
+_RECORD = _streams.record_event.default
+
+
+def is_stream_op(node: Node) -> bool:
+    """True for an operation of the user's stream program, as opposed to one that computes."""
+    target = node.target
+    return node.op == "call_function" and getattr(target, "namespace", "") in ("streams", "streams_overlay")
+
+
+def node_stream(node: Node) -> int:
+    """Registry index of the stream that a node is placed on; 0 is the ambient stream."""
+    return node.meta.get("custom", {}).get("stream") or AMBIENT
+
+
+def _annotate(node: Node, **values: Any) -> None:
+    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that they are known."""
+    custom = dict(node.meta.get("custom", {}))
+    for key, value in values.items():
+        if value is None:
+            custom.pop(key, None)
+        else:
+            custom[key] = value
+    if custom:
+        node.meta["custom"] = custom
+    else:
+        node.meta.pop("custom", None)
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _observed_events(ops: Sequence[Node]) -> set[int]:
+    """Events whose record somebody can see: held by the caller, or read by an operation of this graph on the host."""
+    from torch_overlay._dynamo import registry
+
+    observed = {info.index for info in registry.describe() if info.escapes}
+    for node in ops:
+        reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)
+        if (reads_events or "elapsed_time" in str(node.target)) and node.target not in (_RECORD, *_WAITS, _DEALLOC):
+            observed.update(arg for arg in node.args if isinstance(arg, int))
+    return observed
+
+
+class _Program:
+    """The stream operations of one graph in program order, and what they promise to each node."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.nodes = [n for n in gm.graph.nodes if not _is_backward(n)]
+        self.ops = [n for n in self.nodes if is_stream_op(n)]
+        self.observed = _observed_events(self.ops)
+        self.tokens: dict[Node, str] = {}
+        records: dict[int, int] = defaultdict(int)
+        synchronizations = 0
+        for node in self.ops:
+            if node.target is _RECORD:
+                event: Any = node.args[0]
+                self.tokens[node] = f"e{event}.{records[event]}"
+                records[event] += 1
+            elif node.target in _SYNCHRONIZE:
+                self.tokens[node] = f"h{synchronizations}"
+                synchronizations += 1
+
+    def keeps(self, node: Node) -> bool:
+        if node.target is _RECORD:
+            return node.args[0] in self.observed
+        return node.target not in (*_WAITS, _DEALLOC)
+
+    def after(self) -> dict[Node, frozenset[str]]:
+        """What each node's stream has waited for of the caller's states, when the node is issued."""
+        clock: dict[int, frozenset[str]] = defaultdict(frozenset)
+        events: dict[int, frozenset[str]] = {}
+        found: dict[Node, frozenset[str]] = {}
+
+        def state(stream: int) -> frozenset[str]:
+            return clock[stream] | {f"s{stream}"}
+
+        for node in self.nodes:
+            args: Any = node.args
+            if node.target is _RECORD:
+                found[node] = clock[args[1]]
+                events[args[0]] = state(args[1])
+            elif node.target is _streams.wait_event.default:
+                event, stream = args
+                clock[stream] = (clock[stream] | events.get(event, frozenset((f"e{event}",)))) - {f"s{stream}"}
+            elif node.target is _streams.wait_stream.default:
+                waiting, waited = args
+                clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
+            elif node.op == "call_function":
+                found[node] = clock[node_stream(node)]
+        return found
+
+    def before(self) -> dict[Node, frozenset[str]]:
+        """What the user has ordered behind each node by the end of the graph."""
+        promised: dict[int, frozenset[str]] = defaultdict(frozenset)
+        by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
+        streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
+        for node in self.ops:
+            if node.target is _RECORD or node.target is _streams.wait_event.default:
+                streams.add(node.args[1])
+            elif node.target is _streams.wait_stream.default:
+                streams.update(node.args)
+        found: dict[Node, frozenset[str]] = {}
+        for node in reversed(self.nodes):
+            args: Any = node.args
+            if node.target is _RECORD:
+                event, stream = args
+                found[node] = (promised[stream] | by_event[event]) - {f"s{stream}"}
+                promised[stream] = promised[stream] | by_event[event]
+                if self.keeps(node):
+                    promised[stream] = promised[stream] | {self.tokens[node]}
+                by_event[event] = frozenset()
+            elif node.target is _streams.wait_event.default:
+                event, stream = args
+                by_event[event] = by_event[event] | promised[stream] | {f"s{stream}"}
+            elif node.target is _streams.wait_stream.default:
+                waiting, waited = args
+                promised[waited] = promised[waited] | promised[waiting] | {f"s{waiting}"}
+            elif node.target is _streams.synchronize_event.default:
+                by_event[args[0]] = by_event[args[0]] | {self.tokens[node]}
+            elif node.target is _streams.synchronize_stream.default:
+                promised[args[0]] = promised[args[0]] | {self.tokens[node]}
+            elif node.target is _streams.synchronize_device.default:
+                for stream in streams:
+                    promised[stream] = promised[stream] | {self.tokens[node]}
+            elif node.op == "call_function":
+                stream = node_stream(node)
+                found[node] = promised[stream] - {f"s{stream}"}
+        return found
+
+
+def _place_subgraphs(gm: GraphModule) -> None:
+    """Region bodies (invoke_subgraph, cond, ...) run on the stream of the node that calls them: that is their ambient stream."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        for argument in node.all_input_nodes:
+            body = getattr(gm, str(argument.target), None) if argument.op == "get_attr" else None
+            if not isinstance(body, torch.fx.GraphModule):
+                continue
+            outer = node_stream(node)
+            for inner in list(body.graph.nodes):
+                if is_stream_op(inner) and inner.target in (*_WAITS, _DEALLOC):
+                    body.graph.erase_node(inner)
+                elif node_stream(inner) in (outer, AMBIENT):
+                    _annotate(inner, stream=None)
+            body.recompile()
+            _place_subgraphs(body)
+
+
+def _follow_mutations(gm: GraphModule) -> None:
+    """A write-back copy takes stream and promises of the value that it writes, and of no later point."""
+    for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        value = copy.args[1]
+        if copy.args[0].op != "placeholder" or not isinstance(value, torch.fx.Node):
+            continue
+        while value.op == "call_function" and value.target in (operator.getitem, torch.ops.aten.alias.default):
+            value = value.args[0]
+        if value.op != "call_function":
+            continue
+        custom = value.meta.get("custom", {})
+        _annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
+
+
+def _promise_outputs(gm: GraphModule, count: int) -> None:
+    """The first outputs are written back to inputs by the caller on its own stream: it must be ordered behind them."""
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    for value in list(output.args[0])[:count]:
+        if isinstance(value, torch.fx.Node) and node_stream(value) != AMBIENT:
+            _annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
+
+
+def place_streams(gm: GraphModule) -> None:
+    """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
+
+    A graph without streams is left untouched.
+    """
+    nodes = list(gm.graph.nodes)
+    _place_subgraphs(gm)
+    if not any(is_stream_op(n) or node_stream(n) for n in nodes):
+        return
+    program = _Program(gm)
+    after, before = program.after(), program.before()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        if _is_backward(node):
+            inside = ("s0",) if node_stream(node) else ()
+            _annotate(node, stream=node_stream(node) or None, **{AFTER: inside, BEFORE: inside})
+            continue
+        tokens = {AFTER: tuple(sorted(after.get(node, ()))), BEFORE: tuple(sorted(before.get(node, ())))}
+        if node in program.tokens:
+            tokens[REQUIRES] = program.tokens[node]  # type: ignore[assignment]
+        _annotate(node, stream=node_stream(node) or None, **tokens)
+    for node in program.ops:
+        if not program.keeps(node):
+            gm.graph.erase_node(node)
+    _follow_mutations(gm)
+    gm.recompile()
+
+
+# ---- seams
+
+
+def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
+    """In place of threading values through control_deps: see the module's docstring."""
+    if not config.streams:
+        return original(gm)
+    return place_streams(gm)
+
+
+def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:
+    """The pass inserts synchronisation that the planner derives from data dependencies."""
+    if not config.streams:
+        original(gm)
+
+
+def stream_or_ambient(original: Callable[..., Any], node: Node) -> int:
+    """A node without a stream runs on the ambient stream; upstream registers a fresh stream object for it."""
+    if not config.streams:
+        return original(node)
+    return node_stream(node)
+
+
+def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
+    """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for them."""
+    original(gm, fw_metadata)
+    if config.streams and fw_metadata.mutated_inp_stream_indices:
+        _promise_outputs(gm, len(fw_metadata.mutated_inp_stream_indices))
+        fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)

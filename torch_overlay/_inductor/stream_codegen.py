@@ -1,0 +1,458 @@
+"""Wrapper code for a planned region: events, waits, delayed frees, and where the current stream has to be switched.
+
+While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks which stream each
+node's lines belong to. After memory planning has decided which allocations remain, `switch_streams` walks the finished lines and
+switches the current stream only where a line reads it: an allocation, an extern kernel, a copy. Triton kernels get the raw
+handle of their stream. A region costs its caller, per call: one look-up per stream, one `take` of events, the records and waits of
+the plan, and the switches. There is no context manager and no operator of the dispatcher in it.
+
+Note [Memory belongs to the stream that writes it first]
+A buffer is allocated while the stream of its first writer is current, as in eager, so the caching allocator and Inductor's own
+reuse hand a block from one operation of a stream to the next with no event. A free is delayed until the block's stream is
+ordered behind the last access of any other stream (`Plan.release`). Where that is never the case before the exit, the block is given
+back there, as eager gives it back when the function returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor.codegen import wrapper as upstream
+from torch._inductor.virtualized import V
+from torch_overlay._inductor import plan_log
+from torch_overlay._inductor.stream_planner import ENTRY, HOST
+from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_operation
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+    from torch._inductor.utils import IndentedBuffer
+
+
+RUNTIME = "from torch_overlay._inductor.stream_runtime import ambient, get_object, new_events, set_stream, take"
+
+# Lines that neither allocate device memory nor launch on the current stream.
+_INDIFFERENT = (
+    upstream.CommentLine,
+    upstream.EnterDeviceContextManagerLine,
+    upstream.ExitDeviceContextManagerLine,
+    upstream.FreeLine,
+    upstream.FreeIfNotReusedLine,
+    upstream.ReuseLine,
+    upstream.ReinterpretLine,
+    upstream.NullLine,
+    upstream.KernelDefinitionLine,
+    upstream.MultiOutputLine,
+    upstream.SymbolicCallArgLine,
+    upstream.UnbackedSymbolDefsLine,
+    upstream.AssertSizeStrideLine,
+    upstream.GroupedAssertSizeStrideLine,
+    upstream.AssertAlignmentLine,
+    upstream.LineContext,
+)
+
+
+@dataclasses.dataclass
+class StreamLine(upstream.WrapperLine):
+    """A statement on streams and events. It doesn't read the current stream."""
+
+    text: str
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline(self.text)
+
+
+@dataclasses.dataclass
+class BeginRegion(upstream.WrapperLine):
+    emitter: RegionEmitter
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        for line in self.emitter.prologue():
+            code.writeline(line)
+
+
+@dataclasses.dataclass
+class EndRegion(upstream.WrapperLine):
+    emitter: RegionEmitter
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        for line in self.emitter.epilogue():
+            code.writeline(line)
+
+
+@dataclasses.dataclass
+class OnStream(upstream.WrapperLine):
+    """The lines that follow belong to a node of this stream; None: to one of the host."""
+
+    emitter: RegionEmitter
+    stream: int | None
+    device_index: int | None
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class TryLine(upstream.WrapperLine):
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline("try:")
+        code.do_indent()
+
+
+@dataclasses.dataclass
+class FinallyLine(upstream.WrapperLine):
+    statements: list[str]
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.do_unindent()
+        code.writeline("finally:")
+        code.do_indent()
+        for statement in self.statements:
+            code.writeline(statement)
+        code.do_unindent()
+
+
+@dataclasses.dataclass
+class PlacedKernelCall(upstream.WrapperLine):
+    """A kernel launch with the raw handle of its stream."""
+
+    line: upstream.KernelCallLine
+    raw_stream: str
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        wrapper: Any = self.line.wrapper
+        wrapper._overlay_raw_stream = self.raw_stream
+        try:
+            self.line.codegen(code)
+        finally:
+            wrapper._overlay_raw_stream = None
+
+
+def _root(wrapper: Any) -> PythonWrapperCodegen:
+    while hasattr(wrapper, "parent_wrapper"):
+        wrapper = wrapper.parent_wrapper
+    return wrapper
+
+
+class RegionEmitter:
+    """Puts one plan into the lines of the wrapper that is being generated."""
+
+    def __init__(self, scheduler: Scheduler, region: Region) -> None:
+        self.scheduler, self.region, self.plan = scheduler, region, region.plan
+        self.wrapper: Any = V.graph.wrapper_code
+        root: Any = _root(self.wrapper)
+        self.number: int = getattr(root, "_overlay_regions", 0)
+        root._overlay_regions = self.number + 1
+        if not root.imports.contains(RUNTIME):
+            root.imports.writeline(RUNTIME)
+        if self.plan.events:
+            root.header.writeline(f"{self.pool} = []")
+        self.suffix = f"_{self.number}" if self.number else ""
+        self.streams: dict[int, None] = {}  # in use, in order of first use
+        self.raw: set[int] = set()
+        self.objects: dict[int, None] = {}
+        self.done = ENTRY
+        self.pending: list[tuple[int, Callable[[], None]]] = []
+
+    # -- names
+
+    @property
+    def pool(self) -> str:
+        return f"_region{self.number}_events"
+
+    def stream(self, stream: int) -> str:
+        self.streams[stream] = None
+        device = ambient_device(stream)
+        if device is None:
+            return f"stream{stream}{self.suffix}"
+        return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
+
+    def raw_stream(self, stream: int) -> str:
+        self.raw.add(stream)
+        return f"{self.stream(stream)}_raw"
+
+    def event(self, index: int) -> str:
+        return f"ev{index}{self.suffix}"
+
+    def object(self, index: int) -> str:
+        self.objects[index] = None
+        return f"event{index}{self.suffix}"
+
+    # -- lines
+
+    def write(self, text: str) -> None:
+        self.wrapper.writeline(StreamLine(text))
+
+    def records(self, first: int, last: int) -> list[str]:
+        return [
+            f"{self.event(e.index)}.record({self.stream(e.stream)})" for e in self.plan.events if first <= e.after <= last
+        ]
+
+    def waits(self, position: int) -> list[str]:
+        lines = []
+        for event, stream in self.plan.waits_before(position):
+            name = self.event(event.index)
+            lines.append(f"{name}.synchronize()" if stream == HOST else f"{name}.wait({self.stream(stream)})")
+        for wait in self.plan.boundary_waits:
+            if wait.before == position:
+                lines.append(f"{self.object(int(wait.token[1:]))}.wait({self.stream(wait.stream)})")
+        return lines
+
+    def begin(self) -> None:
+        plan_log.publish(self.plan)
+        self.wrapper.writeline(BeginRegion(self))
+        for line in self.records(ENTRY, ENTRY):
+            self.write(line)
+
+    def before(self, node: BaseSchedulerNode) -> None:
+        """What stands between the previous node's lines and this one's."""
+        here = self.region.index[node]
+        lines = self.records(max(self.done, 0), here - 1) if here else []
+        lines += self.waits(here)
+        if lines:
+            self.scheduler.flush()
+        for line in lines:
+            self.write(line)
+        self.done = here
+        self.release(here)
+        op = self.plan.ops[here]
+        if op.stream is not None:
+            device = node.get_device()
+            if op.stream == HOST:
+                self.scheduler.flush()
+                self.wrapper.writeline(OnStream(self, None, None))
+            else:
+                index = device.index if device is not None and device.index is not None else ambient_device(op.stream)
+                self.wrapper.writeline(OnStream(self, op.stream, index))
+
+    def end(self) -> None:
+        last = len(self.plan.ops)
+        for line in [*self.records(max(self.done, 0), last), *self.waits(last)]:
+            self.write(line)
+        self.wrapper.writeline(EndRegion(self))
+
+    def release(self, here: int) -> None:
+        due = [free for at, free in self.pending if at <= here]
+        self.pending = [(at, free) for at, free in self.pending if at > here]
+        for free in due:
+            free()
+
+    def free(self, name: str, free: Callable[[], None]) -> None:
+        """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's locals."""
+        at = self.plan.release.get(name, ENTRY)
+        if at <= self.done:
+            free()
+        elif at < len(self.plan.ops):
+            self.pending.append((at, free))
+
+    def prologue(self) -> list[str]:
+        lines = []
+        for stream in self.streams:
+            device = ambient_device(stream)
+            source = f"get_object({stream})" if device is None else f"ambient({device})"
+            lines.append(f"{self.stream(stream)} = {source}")
+            if stream in self.raw:
+                lines.append(f"{self.stream(stream)}_raw = {self.stream(stream)}.cuda_stream")
+        lines += [f"event{index}{self.suffix} = get_object({index})" for index in self.objects]
+        if self.plan.events:
+            names = ", ".join(self.event(e.index) for e in self.plan.events)
+            lines.append(f"{names}, = events{self.suffix} = take({self.pool}, {len(self.plan.events)})")
+        return lines
+
+    def epilogue(self) -> list[str]:
+        return [f"{self.pool}.append(events{self.suffix})"] if self.plan.events else []
+
+    # -- questions of the code generator
+
+    def may_write_in_place(self, name: str, node: BaseSchedulerNode) -> bool:
+        op = self.plan.ops[self.region.index[node]] if node in self.region.index else None
+        return op is not None and self.plan.memory.get(name) == op.stream and name not in self.plan.release
+
+    def write_stream_operation(self, node: Any) -> bool:
+        """The user's records, synchronisations and `record_stream`, as direct calls. False: use the operator."""
+        overload = node.op_overload
+        if stream_operation_kind(overload) is None:
+            return False
+        kind, arguments = stream_operation_kind(overload), node.constant_args
+        if kind == "record_event":
+            self.write(f"{self.object(arguments[0])}.record({self.stream(arguments[1])})")
+        elif kind == "synchronize_event":
+            self.write(f"{self.object(arguments[0])}.synchronize()")
+        elif kind == "synchronize_stream":
+            self.write(f"{self.stream(arguments[0])}.synchronize()")
+        elif kind == "record_stream":
+            tensor = node.codegen_args()[0]
+            self.write(f"{tensor}.record_stream({self.stream(arguments[0])})")
+        else:
+            return False
+        return True
+
+
+def stream_operation_kind(overload: Any) -> str | None:
+    schema = getattr(overload, "_schema", None)
+    namespace, _, kind = schema.name.partition("::") if schema is not None else ("", "", "")
+    return kind if namespace == "streams" else None
+
+
+# ---- after memory planning
+
+
+def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
+    """The stream that must be current when this line runs; None if it doesn't matter."""
+    if isinstance(line, upstream.AllocateLine):
+        device = line.node.get_device()
+        if device is None or device.type == "cpu":
+            return None
+        return emitter.plan.memory.get(line.node.get_name(), place)
+    if isinstance(line, (*_INDIFFERENT, StreamLine)):
+        return None
+    if isinstance(line, str) and (line.startswith(("del ", "#", "assert")) or not line.strip()):
+        return None
+    return place
+
+
+def switch_streams(lines: list[Any]) -> list[Any]:
+    """Insert the switches of the current stream, and hand launches the handle of their stream."""
+    out: list[Any] = []
+    regions: list[dict[str, Any]] = []
+    for line in lines:
+        if isinstance(line, BeginRegion):
+            if regions:  # its ambient stream is the stream of the node that encloses it
+                _switch(out, regions[-1], regions[-1]["place"])
+            regions.append({"emitter": line.emitter, "place": None, "current": {}, "start": None, "device": None})
+            out.append(line)
+            regions[-1]["start"] = len(out)
+            continue
+        if not regions:
+            out.append(line)
+            continue
+        region = regions[-1]
+        if isinstance(line, OnStream):
+            region["place"], region["device"] = line.stream, line.device_index
+        elif isinstance(line, EndRegion):
+            _restore(out, region)
+            out.append(line)
+            regions.pop()
+        elif isinstance(line, (upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)):
+            _switch(out, region, region["place"])
+            out.append(line)
+        elif isinstance(line, upstream.KernelCallLine):
+            place = region["place"]
+            if place is None or not (line.triton or line.device.type in ("cuda", "xpu")):
+                out.append(line)
+            else:
+                out.append(PlacedKernelCall(line, region["emitter"].raw_stream(place)))
+        else:
+            _switch(out, region, _needs(line, region["place"], region["emitter"]))
+            out.append(line)
+    return out
+
+
+def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
+    if stream is None:
+        return
+    device = ambient_device(stream)
+    device = region["device"] if device is None else device
+    current = region["current"]
+    if current.get(device, ambient_stream(device)) == stream:
+        return
+    current[device] = stream
+    out.append(StreamLine(f"set_stream({region['emitter'].stream(stream)})"))
+
+
+def _restore(out: list[Any], region: dict[str, Any]) -> None:
+    """Give the caller its current streams back, also when a kernel raises."""
+    if not region["current"]:
+        return
+    emitter = region["emitter"]
+    devices = sorted(region["current"], reverse=True)
+    statements = [f"set_stream({emitter.stream(ambient_stream(device))})" for device in devices]
+    # The records and waits at the region's end need no current stream: they stand after the block.
+    tail = len(out)
+    while isinstance(out[tail - 1], StreamLine) and not out[tail - 1].text.startswith("set_stream"):
+        tail -= 1
+    out.insert(tail, FinallyLine(statements))
+    out.insert(region["start"], TryLine())
+
+
+# ---- seams
+
+
+def active(scheduler: Any) -> RegionEmitter | None:
+    return getattr(scheduler, "_overlay_region", None)
+
+
+def current_node_is_planned(scheduler: Any, node: BaseSchedulerNode) -> bool:
+    emitter = active(scheduler)
+    return emitter is not None and node in emitter.region.index
+
+
+def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
+    emitter = active(scheduler)
+    if emitter is not None:
+        emitter.before(node)
+    original(scheduler, node)
+
+
+def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
+    """A planned region switches streams per line, not per node."""
+    if active(scheduler) is None:
+        original(scheduler, node)
+
+
+def codegen_device_guard_enter(original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any) -> None:
+    """A planned region looks its streams up at its entry; the guard only sets the device."""
+    if active(V.graph.scheduler) is None:
+        original(wrapper, device_idx, *args, **kwargs)
+    else:
+        original(wrapper, device_idx)
+
+
+def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> None:
+    emitter = active(V.graph.scheduler)
+    if emitter is None:
+        original(wrapper, buffer)
+    else:
+        emitter.free(buffer.get_name(), lambda: original(wrapper, buffer))
+
+
+def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
+    emitter = active(V.graph.scheduler)
+    if emitter is None or not emitter.write_stream_operation(node):
+        original(wrapper, node)
+
+
+def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:
+    raw = getattr(wrapper, "_overlay_raw_stream", None)
+    return original(wrapper, device_idx, graph_name) if raw is None else raw
+
+
+def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:
+    """The stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
+    memory = getattr(scheduler, "_overlay_memory", None)
+    if memory is None:
+        return original(scheduler, name)
+    return memory.get(scheduler.mutation_real_name.get(name, name), 0)
+
+
+def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name: str, node: BaseSchedulerNode) -> bool:
+    """True if `node` must not write in place over a buffer: it isn't its stream's, or another stream may still use it."""
+    emitter = active(scheduler)
+    if emitter is None:
+        return original(scheduler, name, node)
+    return not emitter.may_write_in_place(scheduler.mutation_real_name.get(name, name), node)
+
+
+def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_inference: bool) -> None:
+    planned = any(isinstance(line, BeginRegion) for line in wrapper.lines)
+    if not planned:
+        return original(wrapper, is_inference)
+    original(wrapper, False)  # pooling memory planning shares blocks between streams
+    wrapper.lines = switch_streams(wrapper.lines)
+
+
+__all__ = ["RegionEmitter", "switch_streams", "active", "stream_operation"]

@@ -1,0 +1,387 @@
+"""Which events order a schedule whose operations run on several streams.
+
+Note [Streams are placement, dependencies are order]
+----------------------------------------------------
+Inside one compiled region the graph is functional, so the only order that a program can observe is data dependence: a read
+after the write that it needs, a write after the reads and writes that it must not overtake. The stream of an operation says
+where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through the
+compiler as operations. They are read once, in program order, to find what the region owes to the outside (see
+`stream_placement`), and the events that the generated code needs are derived here, on the final schedule, after fusion and
+reordering, from the buffers that each operation reads and writes.
+
+What the outside owes and is owed are *boundary effects*, written as tokens on operations:
+
+    after = {"s0"}      this operation runs after the work that stream 0 held when the region was entered
+    after = {"e5"}      ... after the caller's event 5
+    before = {"s0"}     stream 0, when the region is left, is ordered after this operation
+    before = {"e5.0"}   record 0 of the user's event 5 is ordered after this operation
+    before = {"h2"}     host synchronisation 2 returns only after this operation has finished
+
+The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without any one of
+its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector clocks are exact here,
+because each stream is a total order; an event is emitted only where the clocks do not imply the order yet; and among the
+predecessors of one operation those that another one implies are dropped before any is emitted.
+
+The module is a pure function on plain data. It imports no torch, and prints what it decided as a table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+
+HOST = -1
+"""The stream of operations that the host runs itself, in program order (CPU kernels)."""
+
+ENTRY = -1
+"""Position of an event that is recorded before the first operation of the region."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One launch of the final schedule.
+
+    `stream` is a planner stream, `HOST`, or None for an operation that launches nothing and only names storage (a concatenation
+    of buffers that were written in place). `blocking` says that the host returns from the launch when the work is done.
+    `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it makes a boundary effect happen.
+    An operation of the host that `waits` does the waiting for them itself (it synchronises with the device or with an event).
+    """
+
+    name: str
+    stream: int | None
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+    before: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset()
+    blocking: bool = False
+    waits: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that the region is responsible for.
+
+    `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first write; the
+    rest came in as an input and is given back. `views` are the names under which parts of it are written one by one.
+    """
+
+    name: str
+    stream: int
+    fresh: bool = True
+    views: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Event:
+    """Recorded on `stream` right after operation `after` (or at `ENTRY`), waited on at each `(operation, stream)` of `waits`.
+
+    An operation index equal to the number of operations means the exit of the region; a wait on `HOST` blocks the host.
+    """
+
+    index: int
+    after: int
+    stream: int
+    waits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class BoundaryWait:
+    """Stream `stream` waits for the caller's event `token` before operation `before`."""
+
+    before: int
+    stream: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Events, waits on the caller's events, and when memory that several streams touched may be given back.
+
+    `release[buffer]` is the operation after whose waits the buffer's own stream is ordered behind every access; `len(ops)` means
+    not before the exit of the region. Buffers that are not listed may be freed right after their last use.
+    `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even there, because the user
+    never asked for it: they are given back as eager gives them back.
+    """
+
+    ops: tuple[Op, ...]
+    events: tuple[Event, ...] = ()
+    boundary_waits: tuple[BoundaryWait, ...] = ()
+    release: Mapping[str, int] = field(default_factory=dict)
+    unordered_at_exit: frozenset[str] = frozenset()
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_waits(self) -> int:
+        return sum(len(e.waits) for e in self.events) + len(self.boundary_waits)
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Planner streams in use, ascending, without the host."""
+        used = {op.stream for op in self.ops if op.stream is not None and op.stream != HOST}
+        for event in self.events:
+            used.add(event.stream)
+            used.update(stream for _, stream in event.waits if stream != HOST)
+        used.update(wait.stream for wait in self.boundary_waits if wait.stream != HOST)
+        return tuple(sorted(used))
+
+    def records_after(self, position: int) -> list[Event]:
+        return [e for e in self.events if e.after == position]
+
+    def waits_before(self, position: int) -> list[tuple[Event, int]]:
+        return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
+
+    def table(self) -> str:
+        """The plan as fixed-width text: one row an operation, with what is waited for before it and recorded after it."""
+        rows = [("", "stream", "operation", "waits before", "records after")]
+
+        def label(stream: int | None) -> str:
+            return "-" if stream is None else "host" if stream == HOST else str(stream)
+
+        def waits(position: int) -> str:
+            parts = [f"ev{e.index}@{label(s)}" for e, s in self.waits_before(position)]
+            parts += [f"{w.token}@{label(w.stream)}" for w in self.boundary_waits if w.before == position]
+            return " ".join(parts)
+
+        def records(position: int) -> str:
+            return " ".join(f"ev{e.index}@{label(e.stream)}" for e in self.records_after(position))
+
+        rows.append(("", "", "entry", "", records(ENTRY)))
+        for i, op in enumerate(self.ops):
+            rows.append((str(i), label(op.stream), op.name, waits(i), records(i)))
+        rows.append(("", "", "exit", waits(len(self.ops)), ""))
+        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        for name, position in sorted(self.release.items()):
+            where = "exit" if position >= len(self.ops) else f"waits of {position}"
+            lines.append(f"free {name} (stream {label(self.memory.get(name))}) after {where}")
+        return "\n".join(lines)
+
+
+class _Clock:
+    """What a point of a stream is ordered after: a position per stream, and boundary tokens."""
+
+    __slots__ = ("seen", "tokens")
+
+    def __init__(self, seen: dict[int, int] | None = None, tokens: set[str] | None = None) -> None:
+        self.seen = seen if seen is not None else {}
+        self.tokens = tokens if tokens is not None else set()
+
+    def copy(self) -> _Clock:
+        return _Clock(dict(self.seen), set(self.tokens))
+
+    def join(self, other: _Clock) -> None:
+        for stream, position in other.seen.items():
+            if self.seen.get(stream, -1) < position:
+                self.seen[stream] = position
+        self.tokens |= other.tokens
+
+    def covers(self, stream: int, position: int) -> bool:
+        return self.seen.get(stream, -1) >= position
+
+
+def entry_token(stream: int) -> str:
+    return f"s{stream}"
+
+
+def _token_stream(token: str) -> int | None:
+    return int(token[1:]) if token[0] == "s" else None
+
+
+class _Planner:
+    def __init__(self, ops: Sequence[Op], buffers: Sequence[Buffer]) -> None:
+        self.ops = tuple(ops)
+        self.buffers = tuple(buffers)
+        self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
+        self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
+        self.clocks: dict[int, _Clock] = {}
+        self.at: list[_Clock | None] = []  # clock of each operation, itself included
+        self.on_stream: dict[int, list[int]] = defaultdict(list)
+        self.writers: dict[str, list[int]] = defaultdict(list)
+        self.readers: dict[str, list[int]] = defaultdict(list)
+        self.members: dict[str, frozenset[str]] = {}
+        self.touched: dict[str, list[int]] = defaultdict(list)
+        self.carriers: dict[str, dict[int, int]] = defaultdict(dict)  # token -> stream -> its last carrier
+        self.waits: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (record position, stream) -> waits
+        self.boundary_waits: list[BoundaryWait] = []
+        self.exit_clocks: dict[int, _Clock] = {}
+
+    def clock(self, stream: int) -> _Clock:
+        clock = self.clocks.get(stream)
+        if clock is None:
+            clock = self.clocks[stream] = _Clock({}, {entry_token(stream)} if stream != HOST else set())
+        return clock
+
+    def storage(self, name: str) -> frozenset[str]:
+        return self.members.get(name, frozenset((name,)))
+
+    def order_after(self, here: int, stream: int, predecessors: Iterable[int], tokens: Iterable[str]) -> None:
+        """Make `stream`, just before position `here`, ordered after `predecessors` and boundary `tokens`."""
+        clock = self.clock(stream)
+        latest: dict[int, int] = {}
+        for i in predecessors:
+            p = self.ops[i].stream
+            if p is None or p == stream or clock.covers(p, i):
+                continue
+            if p == HOST:  # launched later than it was done
+                continue
+            latest[p] = max(latest.get(p, -1), i)
+
+        def implied(i: int) -> bool:
+            mine = self.ops[i].stream
+            assert mine is not None
+            for other in latest.values():
+                known = self.at[other]
+                if other != i and known is not None and known.covers(mine, i):
+                    return True
+            return False
+
+        needed = [i for i in latest.values() if not implied(i)]
+        for i in sorted(needed):
+            source = self.ops[i].stream
+            assert source is not None
+            self.waits.setdefault((i, source), []).append((here, stream))
+        for i in needed:
+            known = self.at[i]
+            assert known is not None
+            clock.join(known)
+        for token in sorted(set(tokens) - clock.tokens):
+            source = _token_stream(token)
+            if source is None:
+                self.boundary_waits.append(BoundaryWait(here, stream, token))
+            elif source != stream:
+                self.waits.setdefault((ENTRY, source), []).append((here, stream))
+            clock.tokens.add(token)
+
+    def predecessors(self, op: Op) -> set[int]:
+        found: set[int] = set()
+        for name in op.reads:
+            for part in self.storage(name):
+                found.update(self.writers[part])
+        for name in op.writes:
+            for part in self.storage(name):
+                found.update(self.writers[part])
+                found.update(self.readers[part])
+        if not op.waits:
+            for token in op.requires:
+                found.update(self.carriers[token].values())
+        return found
+
+    def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[str]]:
+        """A block taken from another stream's memory is this operation's only after what that stream did with it before."""
+        found: set[int] = set()
+        tokens: set[str] = set()
+        for name in op.writes:
+            buffer = self.fresh.get(name)
+            if buffer is None:
+                continue
+            if buffer.name not in self.taken:
+                own = self.on_stream[buffer.stream]
+                self.taken[buffer.name] = own[-1] if own else None
+            if buffer.stream == stream or self.touched[name]:
+                continue
+            before = self.taken[buffer.name]
+            tokens.add(entry_token(buffer.stream))
+            if before is not None:
+                found.add(before)
+        return found, tokens
+
+    def name_only(self, op: Op) -> None:
+        parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
+        for name in op.writes:
+            self.members[name] = parts
+        self.at.append(None)
+
+    def launch(self, here: int, op: Op) -> None:
+        stream = op.stream
+        assert stream is not None
+        clock = self.clock(stream)
+        if stream != HOST and HOST in self.clocks:
+            clock.join(self.clocks[HOST])
+        predecessors = self.predecessors(op)
+        tokens = set(op.after)
+        if stream != HOST:
+            extra, states = self.allocation_order(op, stream)
+            predecessors |= extra
+            tokens |= states
+        self.order_after(here, stream, predecessors, tokens)
+        if op.waits:
+            for token in op.requires:
+                for i in self.carriers[token].values():
+                    known = self.at[i]
+                    assert known is not None
+                    clock.join(known)
+        clock.seen[stream] = here
+        self.at.append(clock.copy())
+        self.on_stream[stream].append(here)
+        for token in op.before:
+            self.carriers[token][stream] = here
+        for name in op.reads:
+            for part in self.storage(name):
+                self.readers[part].append(here)
+                self.touched[part].append(here)
+        for name in op.writes:
+            for part in self.storage(name):
+                self.writers[part] = [here]
+                self.readers[part] = []
+                self.touched[part].append(here)
+        if op.blocking:
+            self.clock(HOST).join(clock)
+
+    def leave(self) -> None:
+        end = len(self.ops)
+        targets = sorted(s for token in self.carriers if (s := _token_stream(token)) is not None)
+        for stream in targets:
+            self.order_after(end, stream, self.carriers[entry_token(stream)].values(), ())
+
+    def releases(self) -> tuple[dict[str, int], frozenset[str]]:
+        end = len(self.ops)
+        release: dict[str, int] = {}
+        unordered: set[str] = set()
+        for buffer in self.buffers:
+            name, owner = buffer.name, buffer.stream
+            uses = {i for n in (name, *buffer.views) for part in self.storage(n) for i in self.touched[part]}
+            foreign = [(self.ops[i].stream, i) for i in uses if self.ops[i].stream not in (owner, HOST)]
+            if not foreign:
+                continue
+            last = max(uses)
+
+            def covered(clock: _Clock | None) -> bool:
+                return clock is not None and all(s is not None and clock.covers(s, i) for s, i in foreign)
+
+            own = self.on_stream[owner]
+            known = [i for i in own if i <= last]
+            if known and covered(self.at[known[-1]]):
+                continue
+            release[name] = next((i for i in own if i > last and covered(self.at[i])), end)
+            if release[name] == end and not covered(self.clocks.get(owner)):
+                unordered.add(name)
+        return release, frozenset(unordered)
+
+    def run(self) -> Plan:
+        for here, op in enumerate(self.ops):
+            if op.stream is None:
+                self.name_only(op)
+            else:
+                self.launch(here, op)
+        self.leave()
+        release, unordered = self.releases()
+        events = tuple(
+            Event(index, after, stream, tuple(waits))
+            for index, ((after, stream), waits) in enumerate(sorted(self.waits.items(), key=lambda item: item[0]))
+        )
+        return Plan(self.ops, events, tuple(self.boundary_waits), release, unordered, {b.name: b.stream for b in self.buffers})
+
+
+def plan_streams(ops: Sequence[Op], buffers: Sequence[Buffer] = ()) -> Plan:
+    """Derive the events that order `ops`, given in launch order.
+
+    `buffers` is the memory that the region allocates or gives back. What is not listed belongs to the caller.
+    """
+    return _Planner(ops, buffers).run()

@@ -1,0 +1,109 @@
+"""Which lists of nodes are planned on their own, and what joins them.
+
+Without CUDA graphs a compiled graph is one region: its boundary is the caller's. With CUDA graphs each partition is captured by itself, so
+it forks its side streams from the ambient stream and joins them again, and so do the nodes between partitions; the
+order that the caller's streams had before and expect afterwards is made once around all of them, outside every captured graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.virtualized import V
+from torch_overlay import config
+from torch_overlay._functorch.stream_placement import AFTER
+from torch_overlay._inductor.stream_codegen import _root, active, RegionEmitter, RUNTIME, StreamLine
+from torch_overlay._inductor.stream_schedule import _origins, needs_plan, plan_region, stream_operation, user_stream
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+CPP_WRAPPER = (
+    "torch_overlay: this graph uses CUDA streams or events, and the C++ wrapper (cpp_wrapper, AOTInductor) can't generate them yet. "
+    "Compile it with the Python wrapper (torch._inductor.config.cpp_wrapper = False), take the streams out of the exported function, or give "
+    "upstream's handling back with torch_overlay.config.streams = False."
+)
+
+
+class UnsupportedStreams(RuntimeError):
+    """A graph with streams that no wrapper can be generated for."""
+
+
+def _is_enclosed() -> bool:
+    """The region isn't the whole of what the caller calls."""
+    wrapper: Any = V.graph.wrapper_code
+    return inductor_config.triton.cudagraphs or hasattr(wrapper, "parent_wrapper") or V.graph.name is not None
+
+
+def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
+    if not config.streams or not needs_plan(scheduler, nodes):
+        return original(scheduler, nodes)
+    if V.graph.cpp_wrapper:
+        raise UnsupportedStreams(CPP_WRAPPER)
+    region = plan_region(scheduler, nodes, _is_enclosed())
+    emitter = RegionEmitter(scheduler, region)
+    memory = getattr(scheduler, "_overlay_memory", None)
+    scheduler._overlay_memory = {**(memory or {}), **region.plan.memory}
+    outer = active(scheduler)
+    scheduler._overlay_region = emitter
+    try:
+        emitter.begin()
+        original(scheduler, nodes)
+        emitter.end()
+    finally:
+        scheduler._overlay_region = outer
+
+
+def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
+    """The user's streams in the graph, and the caller's events that some node waits for."""
+    streams: dict[int, None] = {}
+    events: dict[int, None] = {}
+    for node in scheduler.nodes:
+        if stream := user_stream(scheduler, node):
+            streams[stream] = None
+        overload = stream_operation(node)
+        if overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream")):
+            if stream := node.node.constant_args[-1]:
+                streams[stream] = None
+        for origin in _origins(node):
+            for token in origin.meta.get("custom", {}).get(AFTER) or ():
+                if token[0] == "e":
+                    events[int(token[1:])] = None
+                elif token != "s0":
+                    streams[int(token[1:])] = None
+    return sorted(streams), sorted(events)
+
+
+def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
+    """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
+    if not (config.streams and inductor_config.triton.cudagraphs) or not needs_plan(scheduler, scheduler.nodes):
+        return original(scheduler)
+    streams, events = _outside(scheduler)
+    wrapper: Any = V.graph.wrapper_code
+    root: Any = _root(wrapper)
+    if not root.imports.contains(RUNTIME):
+        root.imports.writeline(RUNTIME)
+    pool = "_outer_events"
+    root.header.writeline(f"{pool} = []")
+    device = torch.accelerator.current_device_index()
+    lines = [f"outer0 = ambient({device})"]
+    lines += [f"outer{s} = get_object({s})" for s in streams]
+    names = [f"outer_ev{s}" for s in (0, *streams)]
+    lines.append(f"{', '.join(names)}, = outer_events = take({pool}, {len(names)})")
+    lines += [line for s in streams for line in (f"outer_ev{s}.record(outer{s})", f"outer_ev{s}.wait(outer0)")]
+    lines += [f"get_object({e}).wait(outer0)" for e in events]
+    for line in lines:
+        wrapper.writeline(StreamLine(line))
+    original(scheduler)
+    lines = ["outer_ev0.record(outer0)", *(f"outer_ev0.wait(outer{s})" for s in streams)] if streams else []
+    for line in [*lines, f"{pool}.append(outer_events)"]:
+        wrapper.writeline(StreamLine(line))
+
+
+__all__ = ["UnsupportedStreams", "codegen", "codegen_partitions"]

@@ -1,0 +1,271 @@
+"""From Inductor's final schedule to the planner's input.
+
+Reads what each scheduler node touches after fusion and reordering, where it was placed, and which boundary tokens its FX origins
+carry, and hands plain data to `plan_streams`. Names follow storage: a mutation writes the buffer that it mutates, a slice of a
+concatenation is a view of the buffer that owns the memory, an output of a multi-output kernel shares the kernel's storage.
+
+A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and whatever is launched after it
+is ordered behind it by being launched later. A node that reads device memory from the CPU side (a copy to the host, `.item()`) runs on
+its stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor import ir, scheduler as sched
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, REQUIRES
+from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+
+AMBIENT = 0
+_OTHER_DEVICE = 1_000_000
+"""Planner number of the ambient stream of a device that is not the current one: this plus the device's index."""
+
+
+def ambient_stream(device_index: int) -> int:
+    """Planner number of the stream that is current on a device when the region is entered."""
+    return AMBIENT if device_index == torch.accelerator.current_device_index() else _OTHER_DEVICE + device_index
+
+
+def ambient_device(stream: int) -> int | None:
+    """Device index of an ambient stream's planner number; None for a stream of the user."""
+    if stream == AMBIENT:
+        return torch.accelerator.current_device_index()
+    return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None
+
+
+def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
+    """Registry index of the stream that a node was placed on; 0 without a placement."""
+    return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), AMBIENT)
+
+
+def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
+    """The operation of the user's stream program that a node carries out on the host, if it is one."""
+    overload = getattr(node.node, "op_overload", None)
+    if isinstance(overload, torch._ops.OpOverload) and overload.namespace in ("streams", "streams_overlay"):
+        return overload
+    return None
+
+
+def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
+    for part in node.get_nodes():
+        if part.node is not None:
+            yield from (n for n in part.node.get_origins() if n.op == "call_function")
+
+
+def _is_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type not in ("cpu", "meta")
+
+
+@dataclass
+class _Tokens:
+    """Boundary tokens per stream, for nodes whose FX origins lost theirs in some pass: they get all of their stream's."""
+
+    after: dict[int, set[str]] = field(default_factory=dict)
+    before: dict[int, set[str]] = field(default_factory=dict)
+
+
+class RegionReader:
+    """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
+
+    `enclosed` regions order themselves against the ambient stream alone: each side stream forks from it at the entry and joins it at
+    the exit. So it must be inside a captured graph, and where the rest of the user's program runs in other regions.
+    """
+
+    def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:
+        self.scheduler = scheduler
+        self.nodes = nodes
+        self.enclosed = enclosed
+        self.ops: list[Op] = []
+        self.index: dict[BaseSchedulerNode, int] = {}
+        self.writer_streams: dict[str, list[int]] = {}
+        self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
+        self.fresh: dict[str, None] = {}
+        self.known = _Tokens()
+
+    # -- names
+
+    def storage(self, name: str) -> str:
+        return self.scheduler.mutation_real_name.get(name, name)
+
+    def device_of(self, name: str) -> torch.device | None:
+        buffer: Any = V.graph.try_get_buffer(name)
+        return buffer.get_device() if buffer is not None else None
+
+    def stream_of(self, node: BaseSchedulerNode, device: torch.device | None) -> int:
+        user = user_stream(self.scheduler, node)
+        if user != AMBIENT:
+            return user
+        return ambient_stream(device.index) if device is not None and device.index is not None else AMBIENT
+
+    # -- tokens
+
+    def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
+        found: set[str] | None = None
+        for origin in _origins(node):
+            tokens = origin.meta.get("custom", {}).get(key)
+            if tokens is not None:
+                found = (found or set()) | set(tokens)
+        return found
+
+    def collect_tokens(self) -> None:
+        for node in self.nodes:
+            stream = user_stream(self.scheduler, node)
+            self.known.after.setdefault(stream, set()).update(self.annotated(node, AFTER) or ())
+            self.known.before.setdefault(stream, set()).update(self.annotated(node, BEFORE) or ())
+
+    def tokens(self, node: BaseSchedulerNode, stream: int, gpu: bool) -> tuple[frozenset[str], frozenset[str]]:
+        if not gpu:
+            return frozenset(), frozenset()
+        if self.enclosed:
+            token = () if ambient_device(stream) is not None else ("s0",)
+            return frozenset(token), frozenset(token)
+        user = user_stream(self.scheduler, node)
+        after, before = self.annotated(node, AFTER), self.annotated(node, BEFORE)
+        after = self.known.after.get(user, set()) if after is None else after
+        before = self.known.before.get(user, set()) if before is None else before
+        return frozenset(after - {f"s{stream}"}), frozenset(before - {f"s{stream}"})
+
+    # -- operations
+
+    def note_outputs(self, node: BaseSchedulerNode, stream: int | None) -> None:
+        for output in node.get_outputs():
+            name, buffer = output.get_name(), output.node
+            if output.get_mutations() or buffer is None or not _is_gpu(buffer.get_device()):
+                continue
+            layout = buffer.layout if hasattr(buffer, "layout") else None
+            if isinstance(layout, ir.NoneLayout):
+                continue
+            owner = name
+            if isinstance(layout, ir.NonOwningLayout):
+                owner = layout.view.get_name()
+                self.owners[name] = owner
+            self.fresh[owner] = None
+            if stream is not None:
+                self.writer_streams.setdefault(owner, []).append(stream)
+
+    def launch(self, node: BaseSchedulerNode) -> Op:
+        reads = {self.storage(d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)}
+        writes = set()
+        for output in node.get_outputs():
+            writes.add(self.storage(output.get_name()))
+            if not output.is_ordering_only():
+                writes.update(self.storage(name) for name in output.get_mutations())
+        name, device = node.get_name(), node.get_device()
+        if isinstance(node, sched.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
+            return Op(name, None, frozenset(reads), frozenset(writes))
+        aliases = {self.storage(a) for o in node.get_outputs() for a in o.get_aliases()}
+        if aliases and node.is_extern():
+            self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
+        gpu_reads = any(_is_gpu(self.device_of(r)) for r in reads)
+        gpu = _is_gpu(device) or gpu_reads
+        blocking = False
+        if not gpu:
+            stream = HOST
+        elif _is_gpu(device):
+            stream = self.stream_of(node, device)
+        else:
+            stream = self.stream_of(node, next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r))))
+            blocking = isinstance(node.node, ir.DynamicScalar) or (
+                isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
+            )
+        after, before = self.tokens(node, stream, gpu)
+        return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
+
+    def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
+        """A record, synchronisation or query of the user's, carried out on the host at this place."""
+        writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
+        requires: set[str] = set()
+        for origin in _origins(node):
+            token = origin.meta.get("custom", {}).get(REQUIRES)
+            if token:
+                requires.add(token)
+        _, before = self.annotated(node, AFTER), self.annotated(node, BEFORE) or set()
+        arguments: Any = node.node.constant_args  # type: ignore[union-attr]
+        kind = overload._schema.name.partition("::")[2]
+        stream, blocking, waits = HOST, False, False
+        if kind == "record_event":
+            stream = arguments[1]
+        elif kind == "synchronize_stream":
+            stream, blocking = arguments[0], True
+        elif kind in ("synchronize_event", "synchronize_device"):
+            waits = True
+        if self.enclosed and stream not in (HOST, AMBIENT):
+            # What the user ordered before this lies in other regions, all of them joined into the ambient stream.
+            return Op(kind, stream, writes=writes, after=frozenset(("s0",)), requires=frozenset(requires), blocking=blocking)
+        return Op(
+            kind, stream, writes=writes, before=frozenset(before), requires=frozenset(requires), blocking=blocking, waits=waits
+        )
+
+    def buffers(self) -> list[Buffer]:
+        found: list[Buffer] = []
+        views: dict[str, set[str]] = {}
+        for view, owner in self.owners.items():
+            views.setdefault(owner, set()).add(view)
+        for name in self.fresh:
+            streams = [s for s in self.writer_streams.get(name, ()) if s != HOST]
+            if streams:
+                device = self.device_of(name)
+                shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
+                stream = streams[0] if len(set(streams)) == 1 else shared
+                found.append(Buffer(name, stream, views=frozenset(views.get(name, ()))))
+        local = {b.name for b in found}
+        for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):
+            device = self.device_of(name)
+            if _is_gpu(device) and device is not None:
+                found.append(Buffer(name, ambient_stream(device.index or 0), fresh=False))
+        return found
+
+    def read(self) -> None:
+        self.collect_tokens()
+        for node in self.nodes:
+            overload = stream_operation(node)
+            if overload is not None:
+                op = self.stream_program(node, overload)
+                self.note_outputs(node, None)
+            else:
+                op = self.launch(node)
+                self.note_outputs(node, op.stream)
+            self.index[node] = len(self.ops)
+            self.ops.append(op)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A planned list of scheduler nodes: its plan, and the plan's operation of each node."""
+
+    plan: Plan
+    index: dict[BaseSchedulerNode, int]
+    enclosed: bool
+
+
+def needs_plan(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> bool:
+    """True if any of the nodes runs on a side stream, carries a boundary token, or belongs to the user's stream program."""
+    if scheduler._has_multi_stream_nodes() and any(user_stream(scheduler, node) for node in nodes):
+        return True
+    for node in nodes:
+        if stream_operation(node) is not None:
+            return True
+        for origin in _origins(node):
+            custom = origin.meta.get("custom")
+            if custom and (custom.get(AFTER) or custom.get(BEFORE)):
+                return True
+    return False
+
+
+def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> Region:
+    """Plan the given nodes, in their order."""
+    reader = RegionReader(scheduler, nodes, enclosed)
+    reader.read()
+    return Region(plan_streams(reader.ops, reader.buffers()), reader.index, enclosed)

@@ -1,0 +1,71 @@
+"""The decorators that join upstream code to ours.
+
+Note [One text, two forms]
+The same change to PyTorch is kept in two forms. In the overlay form, `import torch_overlay` puts a hook around each
+upstream function in memory. In the patched form, the same hook is one decorator line above the upstream definition:
+
+    @wrapped_by("torch_overlay._inductor.emit:codegen_free")
+    def codegen_free(self, buffer): ...
+
+Both use the decorators below, so both behave alike. This module imports nothing but the standard library, and a hook
+imports its implementation at its first call: upstream files can therefore import this module at their top without
+making a cycle, and a program that never reaches a hook never loads what is behind it.
+
+An implementation of `wrapped_by` is called as `implementation(original, *args, **kwargs)`. `replaced_by` hands the
+upstream object to the implementation and puts the result in its place. `registered_by` calls the implementation with
+the upstream module, once, when that module is loaded, and gets back a callable that undoes the registration.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def resolve(reference: str) -> Callable[..., Any]:
+    """The object that a reference of the form "package.module:name.name" stands for."""
+    module_name, _, path = reference.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def wrapped_by(reference: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: calls of the function go to the implementation, which gets the original as its first argument."""
+
+    def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
+        implementation: Callable[..., Any] | None = None
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            nonlocal implementation
+            if implementation is None:
+                implementation = resolve(reference)
+            return implementation(original, *args, **kwargs)
+
+        hook.__overlay__ = reference  # type: ignore[attr-defined]
+        return hook
+
+    return decorate
+
+
+def replaced_by(reference: str) -> Callable[[Any], Any]:
+    """`name = replaced_by("module:make")(name)` at the end of a module rebinds the name to `make(name)`."""
+
+    def decorate(original: Any) -> Any:
+        return resolve(reference)(original)
+
+    return decorate
+
+
+def registered_by(reference: str, module_name: str) -> Callable[[], None]:
+    """`registered_by("module:register", __name__)` at the end of a module lets the implementation register what it
+    needs there. The result undoes the registration."""
+    return resolve(reference)(sys.modules[module_name])

@@ -1,0 +1,147 @@
+"""Seams: the named places where the overlay touches upstream code.
+
+A seam is a frozen record. It names an upstream object, our implementation, and the fingerprint of the upstream source
+that the implementation was written against; it says why it exists and what would let us drop it. All of them stand in
+one table, `seam_table.SEAMS`. The installer (`_engine/`) and the patch exporter (`tools/export_patches.py`) both read
+that table and nothing else, which is what keeps the two forms of the change equal.
+
+Kinds:
+    wrap      a function or method; a hook goes around it (hooks.wrapped_by)
+    replace   a module-level name; it is rebound to implementation(original) (hooks.replaced_by)
+    register  a module, written "torch.module:" with nothing after the colon; the implementation gets the module and
+              returns a callable that undoes what it did (hooks.registered_by)
+
+A fingerprint covers one definition, decorators included, and not its file: unrelated edits of the file don't matter.
+This module finds definitions in source text without importing them. `tools/fingerprint.py` prints fingerprints.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import textwrap
+from dataclasses import dataclass
+from typing import Literal, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Kind = Literal["wrap", "replace", "register"]
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
+FunctionNode = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+# Decorators that make a descriptor. A hook goes below them: it wraps the function, not the descriptor.
+DESCRIPTOR_DECORATORS = ("staticmethod", "classmethod", "property", "cached_property", "setter", "getter", "deleter")
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where upstream code calls ours."""
+
+    target: str
+    impl: str
+    kind: Kind
+    # Slug of the patch that carries the seam; None for a seam that only the overlay form needs.
+    patch: str | None
+    # First 16 hex digits of the SHA-256 of the upstream definition; empty for kind "register".
+    fingerprint: str
+    why: str
+    upstream: str = ""
+    ends: str = ""
+    # Objects, other than modules, that captured the function by value, as paths:
+    # "torch.module:Class.table[key].attribute".
+    holders: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        module, colon, name = self.target.partition(":")
+        if not module.startswith("torch") or not colon or bool(name) == (self.kind == "register"):
+            raise ValueError(f"{self.target!r} is not a target of kind {self.kind!r}")
+        if bool(self.fingerprint) == (self.kind == "register"):
+            raise ValueError(f"{self.target!r}: a {self.kind} seam has {'no' if self.fingerprint else 'a'} fingerprint")
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def qualname(self) -> str:
+        return self.target.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch of the series: a change that can be sent upstream on its own, on top of those before it."""
+
+    slug: str
+    subject: str
+    description: str
+    upstream: str = "not sent yet"
+
+
+class DefinitionNotFound(LookupError):
+    """The source text has no definition of that name."""
+
+
+def _definitions(body: Sequence[ast.stmt], name: str) -> Iterator[Definition]:
+    for node in body:
+        if isinstance(node, (*FunctionNode, ast.ClassDef)):
+            if node.name == name:
+                yield node
+        elif isinstance(node, ast.Assign):
+            if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+                yield node
+        elif isinstance(node, ast.AnnAssign):
+            if isinstance(node.target, ast.Name) and node.target.id == name:
+                yield node
+        elif isinstance(node, ast.ImportFrom):
+            if any((alias.asname or alias.name) == name for alias in node.names):
+                yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            for field in ("body", "orelse", "handlers", "finalbody"):
+                for inner in getattr(node, field, ()):
+                    yield from _definitions(inner.body if isinstance(inner, ast.ExceptHandler) else [inner], name)
+
+
+def find_definition(tree: ast.Module, qualname: str) -> Definition:
+    """The definition of a dotted name; where a name is defined more than once, the last one, as when it runs."""
+    body: Sequence[ast.stmt] = tree.body
+    found: Definition | None = None
+    for name in qualname.split("."):
+        found = None
+        for found in _definitions(body, name):
+            pass
+        if found is None:
+            raise DefinitionNotFound(qualname)
+        body = found.body if isinstance(found, ast.ClassDef) else ()
+    if found is None:
+        raise DefinitionNotFound(qualname)
+    return found
+
+
+def first_line(node: Definition) -> int:
+    """Line number, from 1, at which a definition starts, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def segment(source: str, node: Definition) -> str:
+    """The text of a definition, decorators included, dedented."""
+    lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines)) + "\n"
+
+
+def hook_line(node: Definition) -> int:
+    """Line number before which a decorator line goes: above all decorators but those that make a descriptor."""
+    for decorator in getattr(node, "decorator_list", []):
+        callee = decorator.func if isinstance(decorator, ast.Call) else decorator
+        name = callee.attr if isinstance(callee, ast.Attribute) else getattr(callee, "id", "")
+        if name not in DESCRIPTOR_DECORATORS:
+            return decorator.lineno
+    return node.lineno
+
+
+def fingerprint(source: str, qualname: str, tree: ast.Module | None = None) -> str:
+    """Fingerprint of the definition of `qualname` in a module's source text."""
+    node = find_definition(tree or ast.parse(source), qualname)
+    return hashlib.sha256(segment(source, node).encode()).hexdigest()[:16]

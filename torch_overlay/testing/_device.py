@@ -1,0 +1,266 @@
+"""Simulated devices, streams and events: what a program can ask of them, and a log of all that it did to them.
+
+Current device and current stream live where PyTorch keeps them, in the thread-local state of c10's FakeGuardImpl
+(`_native.py`), so that `with stream:`, autograd and `torch.accelerator` agree without help. This module adds what that
+guard lacks: stream pools, handles, events with an order, and the log.
+
+Stream ids are the ones a real device hands out: the n-th stream of a priority's pool is `n << 5 | (priority + 1) << 1 | 1`
+and the pool has 32 streams, so the 33rd `torch.cuda.Stream()` is the first one again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from torch_overlay.testing import _native
+
+
+_STREAMS_PER_POOL = 32
+_PRIORITIES = (0, -1, -2, -3)  # the range c10 keeps pools for; lower runs first
+_CUDA = 1  # c10::DeviceType::CUDA
+
+_stream_new = _native.native_new(torch.Stream)
+_event_new = _native.native_new(torch.Event)
+_cuda_event_new = _native.native_new(torch._C._CudaEventBase)
+_get_stream = torch._C._accelerator_getStream
+_set_stream = torch._C._accelerator_setStream
+_get_device = torch._C._accelerator_getDeviceIndex
+_exchange_device = torch._C._accelerator_exchangeDevice
+_enter, _exit = torch.Stream.__enter__, torch.Stream.__exit__
+
+
+@dataclasses.dataclass
+class _EventState:
+    number: int
+    timing: bool
+    device: int | None = None
+    recorded_at: int | None = None
+
+
+class DeviceLog(list[str]):
+    """What the program did to simulated streams, events and devices, one line each, in order."""
+
+    def during(self, fn: Callable[[], object]) -> list[str]:
+        """The lines that `fn()` adds."""
+        start = len(self)
+        fn()
+        return self[start:]
+
+
+def _name(stream: torch.Stream) -> str:
+    return f"stream {stream.stream_id}" + (f" of cuda:{stream.device_index}" if stream.device_index else "")
+
+
+class Devices:
+    """State of the simulated devices; its methods are what the mocks call."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.log = DeviceLog()
+        self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._events: weakref.WeakKeyDictionary[torch.Event, _EventState] = weakref.WeakKeyDictionary()
+        self._event_numbers = itertools.count(1)
+        self._clock = itertools.count(1)
+
+    # ---- devices
+
+    def get_device(self) -> int:
+        return _get_device()
+
+    def set_device(self, index: int) -> None:
+        self.exchange_device(index)
+
+    def exchange_device(self, index: int) -> int:
+        old = _get_device()
+        if index >= self.count:
+            raise RuntimeError(f"simulated_gpu has {self.count} device(s), asked for cuda:{index}")
+        if index >= 0 and index != old:
+            self.log.append(f"set device {index}")
+            _exchange_device(index)
+        return old
+
+    def maybe_exchange_device(self, index: int) -> int:
+        return self.exchange_device(index)
+
+    def synchronize(self, index: int | None = None) -> None:
+        self.log.append(f"synchronize cuda:{_get_device() if index is None else index}")
+
+    def has_context(self, index: int) -> bool:
+        return 0 <= index < self.count
+
+    # ---- streams
+
+    def make_stream(self, cls: type, stream_id: int, device: int) -> torch.Stream:
+        stream = _stream_new(cls, stream_id=stream_id, device_index=device, device_type=_CUDA)
+        assert isinstance(stream, torch.Stream)
+        if isinstance(stream, torch._C._CudaStreamBase):
+            _native.write_cuda_stream(stream, stream_id, device)
+        return stream
+
+    def _from_pool(self, priority: int, device: int) -> int:
+        priority = min(max(priority, _PRIORITIES[-1]), 0)
+        n = self._made[device, priority] % _STREAMS_PER_POOL
+        self._made[device, priority] += 1
+        return n << 5 | (1 - priority) << 1 | 1
+
+    def new_stream(self, cls: type, device: object = None, *, priority: int = 0, **kwargs: int) -> torch.Stream:
+        if "stream_id" in kwargs:
+            return self.make_stream(cls, kwargs["stream_id"], kwargs.get("device_index", 0))
+        index = _get_device() if device is None else torch._utils._get_device_index(device, optional=True)
+        if kwargs.get("stream_ptr"):
+            return self.make_stream(cls, kwargs["stream_ptr"], index)
+        stream = self.make_stream(cls, self._from_pool(priority, index), index)
+        self.log.append(f"new {_name(stream)}")
+        return stream
+
+    def handle(self, stream_id: int, device: int) -> int:
+        """The cudaStream_t of a stream: null for the default stream, made up for a pool stream, an external one's own."""
+        return 0x51000000 + (device << 20) + (stream_id << 4) if stream_id & 1 else stream_id
+
+    def stream_data(self, index: int) -> tuple[int, int, int]:
+        current = _get_stream(index)
+        return current.stream_id, current.device_index, _CUDA
+
+    def default_stream_data(self, index: int) -> tuple[int, int, int]:
+        return 0, index, _CUDA
+
+    def raw_stream(self, index: int) -> int:
+        return self.handle(_get_stream(index).stream_id, index)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        self.log.append(f"set {_name(stream)}")
+        _set_stream(stream)
+        _exchange_device(stream.device_index)
+
+    def set_stream_by_id(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.set_stream(self.make_stream(torch.Stream, stream_id, device_index))
+
+    def enter_stream(self, stream: torch.Stream) -> torch.Stream:
+        self.log.append(f"enter {_name(stream)}")
+        return _enter(stream)
+
+    def exit_stream(self, stream: torch.Stream, *exc: object) -> None:
+        self.log.append(f"exit {_name(stream)}")
+        _exit(stream, *exc)
+
+    def synchronize_stream(self, stream: torch.Stream) -> None:
+        self.log.append(f"synchronize {_name(stream)}")
+
+    def query_stream(self, stream: torch.Stream) -> bool:
+        self.log.append(f"query {_name(stream)}")
+        return True
+
+    def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
+        event = torch.Event(device=stream.device) if event is None else event
+        self.record(event, stream)
+        return event
+
+    def wait_stream(self, stream: torch.Stream, other: torch.Stream) -> None:
+        self.wait(self.record_event(other), stream)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        self.log.append(f"record_stream on {_name(stream)}")
+
+    # ---- events
+
+    def new_event(self, cls: type, device: object = None, *, enable_timing: bool = False, **kwargs: bool) -> torch.Event:
+        device = torch.device("cuda") if device is None else device
+        return self._remember(_event_new(cls, device=device, enable_timing=enable_timing, **kwargs), enable_timing)
+
+    def new_cuda_event(self, cls: type, enable_timing: bool = False, *args: bool, **kwargs: bool) -> torch.Event:
+        return self._remember(_cuda_event_new(cls, enable_timing, *args, **kwargs), enable_timing)
+
+    def _remember(self, event: object, timing: bool) -> torch.Event:
+        assert isinstance(event, torch.Event)
+        self._events[event] = _EventState(next(self._event_numbers), timing)
+        return event
+
+    def _state(self, event: torch.Event) -> _EventState:
+        if event not in self._events:  # made before the simulation began
+            self._remember(event, True)
+        return self._events[event]
+
+    def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
+        stream = _get_stream(_get_device()) if stream is None else stream
+        state = self._state(event)
+        state.device, state.recorded_at = stream.device_index, next(self._clock)
+        self.log.append(f"record event {state.number} on {_name(stream)}")
+
+    def wait(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
+        stream = _get_stream(_get_device()) if stream is None else stream
+        self.log.append(f"{_name(stream)} waits for event {self._state(event).number}")
+
+    def query_event(self, event: torch.Event) -> bool:
+        self.log.append(f"query event {self._state(event).number}")
+        return True
+
+    def synchronize_event(self, event: torch.Event) -> None:
+        self.log.append(f"synchronize event {self._state(event).number}")
+
+    def elapsed_time(self, event: torch.Event, end: torch.Event) -> float:
+        """Milliseconds: one for every record between the two, so that a result is not by chance what a test expects."""
+        first, second = self._state(event), self._state(end)
+        self.log.append(f"elapsed time from event {first.number} to event {second.number}")
+        if not (first.timing and second.timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if first.recorded_at is None or second.recorded_at is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return float(second.recorded_at - first.recorded_at)
+
+    def event_device(self, event: torch.Event) -> torch.device | None:
+        index = self._state(event).device
+        return None if index is None else torch.device("cuda", index)
+
+    # ---- what the C types get
+
+    def type_attributes(self) -> dict[type, dict[str, object]]:
+        """Attributes for `_native.type_attributes`. The Python classes in torch.cuda call these through super()."""
+
+        def static(fn: Callable[..., object]) -> staticmethod:
+            return staticmethod(functools.wraps(fn)(lambda *a, **k: fn(*a, **k)))
+
+        def method(fn: Callable[..., object]) -> Callable[..., object]:
+            return lambda *a, **k: fn(*a, **k)
+
+        stream = {
+            "__new__": static(self.new_stream),
+            "query": method(self.query_stream),
+            "synchronize": method(self.synchronize_stream),
+        }
+        events = {
+            "record": method(self.record),
+            "wait": method(self.wait),
+            "query": method(self.query_event),
+            "synchronize": method(self.synchronize_event),
+            "elapsed_time": method(self.elapsed_time),
+        }
+        return {
+            torch.Stream: {
+                **stream,
+                "__enter__": method(self.enter_stream),
+                "__exit__": method(self.exit_stream),
+                "record_event": method(self.record_event),
+                "wait_event": lambda s, event: self.wait(event, s),
+                "wait_stream": method(self.wait_stream),
+                "native_handle": property(lambda s: self.handle(s.stream_id, s.device_index)),
+            },
+            torch._C._CudaStreamBase: {
+                **stream,
+                "cuda_stream": property(lambda s: self.handle(s.stream_id, s.device_index)),
+                "priority": property(lambda s: 1 - (s.stream_id >> 1 & 15) if s.stream_id & 1 else 0),
+                "priority_range": staticmethod(lambda: (0, _PRIORITIES[-1])),
+            },
+            torch.Event: {**events, "__new__": static(self.new_event)},
+            torch._C._CudaEventBase: {
+                **events,
+                "__new__": static(self.new_cuda_event),
+                "device": property(self.event_device),
+            },
+        }

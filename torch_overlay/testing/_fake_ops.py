@@ -1,0 +1,48 @@
+"""The fake tensor mode of the simulated GPU: inputs of a program, pinned host memory and `record_stream` included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_overlay.testing._device import Devices
+
+
+aten = torch.ops.aten
+
+
+class SimulatedTensorMode(FakeTensorMode):
+    """Fake tensors that know whether they are pinned. Stock fake tensors refuse to be pinned, and answer is_pinned from
+    a cache keyed by shape; `record_stream` they pass on to the CUDA runtime."""
+
+    def __init__(self, devices: Devices) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._devices = devices
+        self._pinned = WeakTensorKeyDictionary()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is aten.is_pinned.default:
+            return args[0] in self._pinned
+        if func is aten._pin_memory.default:
+            return self._pin(super().dispatch(aten.clone.default, types, args[:1]))
+        if func is aten.record_stream.default:
+            return self._devices.record_stream(*args)
+        pin = kwargs.pop("pin_memory", False)
+        out = super().dispatch(func, types, args, kwargs)
+        return self._pin(out) if pin and isinstance(out, torch.Tensor) else out
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+        self._pinned[tensor] = True
+        return tensor
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop the weak reference to a tensor from the memo of tensors that were made fake."""
+        memo = self.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [k for k, ref in memo.items() if ref() is tensor]:
+            del memo[key]

@@ -1,0 +1,223 @@
+"""Every mock of the simulated GPU, each with its reason. `simulated_gpu` enters the table and leaves it in reverse.
+
+A mock is an attribute for which something else stands in. The lower the level the fewer are needed: Python's
+`torch.cuda.*` functions stay what they are (Dynamo also knows them by identity) and only the C functions under them are
+exchanged. Streams, events and guards are in `_native.py` and `_device.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_overlay.testing import _hardware
+from torch_overlay.testing._device import Devices
+from torch_overlay.testing._fake_ops import SimulatedTensorMode
+from torch_overlay.testing._stub_module import stub_module
+
+
+@dataclasses.dataclass(frozen=True)
+class Mock:
+    target: str
+    replacement: Any
+    why: str
+    create: bool = False
+
+    def patch(self) -> contextlib.AbstractContextManager[Any]:
+        return mock.patch(self.target, self.replacement, create=self.create)
+
+
+def _calls(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for every mock: Dynamo keeps its handlers in a table keyed by the function object."""
+    return lambda *args, **kwargs: fn(*args, **kwargs)
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def device_mocks(d: Devices) -> list[Mock]:
+    """What PyTorch asks the CUDA runtime for."""
+    current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
+    streams = "streams of this thread are kept by c10's fake guard, not by c10::cuda"
+    properties = _returns(_hardware.H200)
+    return [
+        Mock("torch._C._cuda_getDeviceCount", _returns(d.count), "asks the runtime, which asks the driver"),
+        Mock("torch.cuda._cached_device_count", d.count, "device_count() would ask NVML; this is its own cache"),
+        Mock("torch.cuda._initialized", True, "initialising asks the driver; nothing here needs it"),
+        Mock("torch.cuda._get_device_properties", properties, "set by the C initialisation", create=True),
+        Mock(
+            "torch.cuda.default_generators",
+            tuple(_hardware.Generator(i) for i in range(d.count)),
+            "set by the C initialisation; Dynamo and AOTAutograd save and restore their state",
+        ),
+        Mock("torch._C._cuda_getDevice", _calls(d.get_device), current),
+        Mock("torch._C._cuda_setDevice", _calls(d.set_device), current),
+        Mock("torch._C._cuda_exchangeDevice", exchange := _calls(d.exchange_device), current),
+        Mock("torch._C._cuda_maybeExchangeDevice", maybe_exchange := _calls(d.maybe_exchange_device), current),
+        Mock("torch.cuda._exchange_device", exchange, "alias taken at import"),
+        Mock("torch.cuda._maybe_exchange_device", maybe_exchange, "alias taken at import"),
+        Mock("torch._dynamo.device_interface.CudaInterface.exchange_device", staticmethod(exchange), "alias, too"),
+        Mock(
+            "torch._dynamo.device_interface.CudaInterface.maybe_exchange_device", staticmethod(maybe_exchange), "alias"
+        ),
+        Mock("torch._dynamo.variables.ctx_manager.CUDADeviceVariable._exchange_fn", staticmethod(exchange), "alias"),
+        Mock(
+            "torch._dynamo.variables.ctx_manager.CUDADeviceVariable._maybe_exchange_fn",
+            staticmethod(maybe_exchange),
+            "alias",
+        ),
+        Mock("torch._C._cuda_hasPrimaryContext", _calls(d.has_context), "asks the driver"),
+        Mock("torch._C._cuda_getCurrentStream", _calls(d.stream_data), streams),
+        Mock("torch._C._cuda_getDefaultStream", _calls(d.default_stream_data), streams),
+        Mock("torch._C._cuda_getCurrentRawStream", raw := _calls(d.raw_stream), streams),
+        Mock("torch._dynamo.device_interface.CudaInterface.get_raw_stream", staticmethod(raw), "alias taken at import"),
+        Mock("torch._C._cuda_setStream", _calls(d.set_stream_by_id), streams),
+        Mock("torch._C._accelerator_setStream", _calls(d.set_stream), "native, but it must be logged"),
+        Mock("torch._C._cuda_memoryStats", _returns({}), "asks c10's allocator, which has no such device"),
+        Mock("torch._C._cuda_resetPeakMemoryStats", _returns(None), "asks c10's allocator"),
+        Mock("torch._C._cuda_isCurrentStreamCapturing", _returns(False), "asks the runtime"),
+        Mock("torch.cuda.graphs._cuda_isCurrentStreamCapturing", _returns(False), "alias taken at import"),
+        Mock("torch._C._cuda_synchronize", _calls(d.synchronize), "asks the runtime, and must be logged"),
+        Mock("torch._C._accelerator_synchronizeDevice", _calls(d.synchronize), "the fake guard can't; logged"),
+        Mock("torch.accelerator.device_count", _returns(d.count), "counts devices through c10::cuda"),
+    ]
+
+
+def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
+    """Where fake tensors alone do not stand in for real ones."""
+    swap = torch.utils.swap_tensors
+
+    def swap_fakes(first: torch.Tensor, second: torch.Tensor) -> None:
+        mode.forget(first)
+        mode.forget(second)
+        swap(first, second)
+
+    return [
+        Mock(
+            "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
+            True,
+            "what every fake mode finds by itself on a machine without a GPU: never copy a constant to the device",
+        ),
+        Mock("torch.utils.swap_tensors", swap_fakes, "module.cuda(): the mode's memo holds fake parameters weakly, which forbids it"),
+    ]
+
+
+def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
+    """Where the compiler would execute something on the device."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+    fold = UniformValueConstantFolder.run
+    return [
+        Mock(
+            "torch._inductor.graph.GraphLowering.compile_to_module",
+            lambda graph: stub_module(graph),
+            "importing the generated module compiles kernels and calling it launches them",
+        ),
+        Mock(
+            "torch._inductor.compile_fx.cudagraphify",
+            lambda *args, **kwargs: record_cudagraph(*args, **kwargs),
+            "recording a CUDA graph executes it; what it was given is kept",
+        ),
+        Mock(
+            "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder.run",
+            lambda folder: _on_cpu(fold, folder),
+            "folds by executing constant nodes on their device, with all modes off",
+        ),
+        Mock("torch._inductor.utils.copy_misaligned_inputs", lambda *a, **k: ([], []), "reads addresses at run time"),
+        Mock("torch._inductor.compile_fx.copy_misaligned_inputs", lambda *a, **k: ([], []), "imported by value"),
+        Mock(
+            "torch._inductor.select_algorithm.AlgorithmSelectorCache.benchmark",
+            _first_triton_template,
+            "times kernels; in their place the first Triton template wins, which is the same on every machine",
+        ),
+        Mock(
+            "torch._inductor.select_algorithm.AlgorithmSelectorCache.make_precompile_fn",
+            _returns(lambda: None),
+            "compiles every candidate kernel",
+        ),
+        Mock("triton.runtime.driver.driver._active", _hardware.TritonDriver(), "Triton would load libcuda to know its target"),
+    ]
+
+
+class _OnCpu(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def _on_cpu(fn: Callable[..., Any], *args: Any) -> Any:
+    with _OnCpu():
+        return fn(*args)
+
+
+def _first_triton_template(self: Any, choices: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
+    from torch._inductor.select_algorithm import ExternKernelCaller
+
+    return {c: float(i + len(choices) * isinstance(c, ExternKernelCaller)) for i, c in enumerate(choices)}
+
+
+def inductor_config() -> dict[str, Any]:
+    return {
+        "fx_graph_cache": False,  # nothing simulated may be found by a later real compile
+        "fx_graph_remote_cache": False,
+        "autotune_local_cache": False,
+        "autotune_remote_cache": False,
+        "bundle_triton_into_fx_graph_cache": False,
+        "compile_threads": 1,  # no pool of processes, which would inherit half a simulation
+        "triton.autotune_at_compile_time": False,  # runs kernels
+        "benchmark_template_fusion": False,  # times kernels
+        "cpp.vec_isa_ok": True,  # tries the C++ compiler out, seconds, for kernels that are never built
+    }
+
+
+@contextlib.contextmanager
+def forgotten_caches() -> Iterator[None]:
+    """Functions that remember what device there is: emptied on the way in and on the way out."""
+    from torch._dynamo import device_interface
+    from torch._inductor import codecache, utils
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    remembering = [
+        fn
+        for module in (_triton, utils)
+        for fn in vars(module).values()
+        if hasattr(fn, "cache_clear") and getattr(fn, "__module__", None) == module.__name__
+    ]
+    remembering += [DeviceProperties.create, codecache.CacheBase.get_system]
+
+    def clear() -> None:
+        for fn in remembering:
+            fn.cache_clear()
+
+    clear()
+    try:
+        with (
+            mock.patch.dict(device_interface.caching_worker_device_properties, clear=True),
+            mock.patch.dict(device_interface.caching_worker_current_devices, clear=True),
+        ):
+            yield
+    finally:
+        clear()
+
+
+@contextlib.contextmanager
+def private_cache_dir() -> Iterator[None]:
+    """Template sources are written to Inductor's cache directory while code is generated: not to the user's."""
+    import tempfile
+
+    with (
+        tempfile.TemporaryDirectory(prefix="simulated_gpu_", ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}),
+    ):
+        yield

@@ -1,0 +1,112 @@
+"""`simulated_gpu()`: inside it PyTorch has CUDA devices, as far as compiling goes; outside nothing has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+
+from torch_overlay.testing import _fake_ops, _mocks, _native
+from torch_overlay.testing._device import DeviceLog, Devices
+
+
+class Simulation:
+    """The simulated machine: what `with simulated_gpu() as gpu` yields."""
+
+    def __init__(self, devices: int) -> None:
+        self.devices = Devices(devices)
+        self.fake_mode = _fake_ops.SimulatedTensorMode(self.devices)
+        self.cudagraphs: list[dict[str, Any]] = []
+
+    @property
+    def device_log(self) -> DeviceLog:
+        return self.devices.log
+
+    def _record_cudagraph(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.cudagraphs.append({k: v for k, v in kwargs.items() if k != "stack_traces"})
+        return model
+
+    @contextlib.contextmanager
+    def _entered(self) -> Any:
+        import torch._inductor.codecache
+        import torch._inductor.compile_fx
+        import torch._inductor.select_algorithm
+
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            enter(_native.fake_device_guard())
+            enter(_native.primary_context(self.devices.has_context))
+            for cls, attributes in self.devices.type_attributes().items():
+                enter(_native.type_attributes(cls, attributes))
+            for mock in (*_mocks.device_mocks(self.devices), *_mocks.tensor_mocks(self.fake_mode), *_mocks.compiler_mocks(self._record_cudagraph)):
+                enter(mock.patch())
+            enter(_mocks.forgotten_caches())
+            enter(_mocks.private_cache_dir())
+            enter(torch._inductor.config.patch(_mocks.inductor_config()))
+            enter(torch._functorch.config.patch(enable_autograd_cache=False))
+            # The engine starts its device threads once per process, as many as there were devices then.
+            enter(torch.autograd.set_multithreading_enabled(False))
+            stack.callback(torch._dynamo.reset)
+            torch._dynamo.reset()
+            stack.callback(self._rewind)
+            enter(self.fake_mode)
+            yield
+
+    def _rewind(self) -> None:
+        """Leave this thread's state of the fake guard as a new thread has it."""
+        for index in range(self.devices.count):
+            self.devices.set_stream_by_id(0, index, 1)
+        self.devices.set_device(0)
+
+
+_lock = threading.RLock()
+_active: list[Simulation] = []
+
+
+class simulated_gpu(contextlib.ContextDecorator):
+    """Context manager and decorator: `devices` simulated H200s, on any machine, with or without a GPU.
+
+    Inside, `device="cuda"` makes fake tensors, streams and events are recorded in `device_log`, `torch.compile` runs in
+    full down to the text of the generated wrapper, and calling the compiled function returns fake tensors of the layout
+    that the graph promised. No kernel is compiled or launched, and no compile cache is read or written.
+
+    A machine with a GPU is simulated all the same, so the results do not depend on the machine. The simulation belongs
+    to the process; entering it again inside gives the same simulation.
+    """
+
+    def __init__(self, devices: int = 1) -> None:
+        if not 1 <= devices <= 8:
+            raise ValueError(f"simulated_gpu: devices must be 1 to 8, got {devices}")
+        self._count = devices
+        self._stacks: list[contextlib.ExitStack] = []
+
+    def _recreate_cm(self) -> simulated_gpu:
+        return simulated_gpu(self._count)
+
+    def __enter__(self) -> Simulation:
+        with _lock, contextlib.ExitStack() as stack:
+            if _active:
+                simulation = _active[-1]
+                if simulation.devices.count < self._count:
+                    raise RuntimeError(
+                        f"simulated_gpu({self._count}) inside a simulation of {simulation.devices.count} device(s): "
+                        "ask for the devices in the outer one"
+                    )
+            else:
+                simulation = Simulation(self._count)
+                stack.enter_context(simulation._entered())
+                _active.append(simulation)
+                stack.callback(_active.pop)
+            self._stacks.append(stack.pop_all())
+            return simulation
+
+    def __exit__(self, *exc: Any) -> None:
+        with _lock:
+            self._stacks.pop().__exit__(*exc)
+
+
+def active() -> Simulation | None:
+    """The simulation that the process is in, if any."""
+    return _active[-1] if _active else None

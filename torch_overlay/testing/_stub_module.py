@@ -1,0 +1,98 @@
+"""The module that stands in for a generated wrapper: it is never executed, it hands back tensors of the right layout.
+
+Inductor's code generation runs in full and its text is kept. What the caller then gets is a callable with the calling
+convention of a generated module (a boxed argument list, `recursively_apply_fns` for CUDA graph partitions), whose outputs
+are fake tensors with the sizes, strides, dtype and device that the graph promised. Symbolic sizes are evaluated with the
+arguments of that very call. So the code after a graph break, the backward and a second compiled function all run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor.virtualized import V
+
+
+_UNKNOWN_SIZE = 8  # stands for a size that only the data could tell (an unbacked symbol)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TensorOutput:
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self, value: Callable[[Any], int]) -> torch.Tensor:
+        size, stride = [value(s) for s in self.size], [value(s) for s in self.stride]
+        return torch.empty_strided(size, stride, dtype=self.dtype, device=self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScalarOutput:
+    expr: Any
+
+    def make(self, value: Callable[[Any], int]) -> int | float:
+        return value(self.expr)
+
+
+class _NoOutput:
+    def make(self, value: Callable[[Any], int]) -> None:
+        return None
+
+
+def _describe(output: Any) -> _TensorOutput | _ScalarOutput | _NoOutput:
+    from torch._inductor import ir
+
+    if isinstance(output, ir.NoneAsConstantBuffer):
+        return _NoOutput()
+    if isinstance(output, ir.ShapeAsConstantBuffer):
+        return _ScalarOutput(output.expr)
+    if isinstance(output, sympy.Basic | int | float):
+        return _ScalarOutput(output)
+    device = output.get_device()
+    return _TensorOutput(tuple(output.get_size()), tuple(output.get_stride()), output.get_dtype(), device)
+
+
+def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[sympy.Symbol, int]) -> None:
+    """Read the values of symbols off one call's arguments: a symbol is an argument itself, or a tensor's size or stride."""
+    for expected, arg in zip(names, args):
+        if isinstance(expected, sympy.Symbol) and isinstance(arg, int | torch.SymInt):
+            given[expected] = int(arg)
+        elif isinstance(arg, torch.Tensor) and hasattr(expected, "get_size"):
+            for expr, size in zip((*expected.get_size(), *expected.get_stride()), (*arg.size(), *arg.stride())):
+                if isinstance(expr, sympy.Symbol):
+                    given.setdefault(expr, int(size))
+
+
+def stub_module(graph: Any) -> Any:
+    """What `GraphLowering.compile_to_module` returns in the simulation, after the real code generation."""
+    graph.codegen()
+    inputs = list(graph.graph_inputs.values())
+    outputs = [_describe(o) for o in graph.graph_outputs]
+    hints = dict(V.graph.sizevars.backed_var_to_val)
+
+    def call(args: list[Any]) -> tuple[Any, ...]:
+        given = dict(hints)
+        _bind(inputs, args, given)
+        args.clear()
+
+        def value(expr: Any) -> int:
+            result = sympy.sympify(expr).subs(given)
+            return int(result.subs(dict.fromkeys(result.free_symbols, _UNKNOWN_SIZE)))
+
+        return tuple(o.make(value) for o in outputs)
+
+    def recursively_apply_fns(wrap: Sequence[Callable[[Any], Any]]) -> None:
+        for fn in wrap:
+            fn(call)
+
+    runner = types.SimpleNamespace(partitions=[], recursively_apply_fns=recursively_apply_fns)
+    return types.SimpleNamespace(
+        call=call, __file__=__file__, recursively_apply_fns=recursively_apply_fns, runner=runner
+    )

@@ -1,0 +1,22 @@
+"""Version of this package, and a digest of its text: both enter the compile cache keys."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+
+__version__ = "0.1.0"
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every source file of the package: an edited implementation never meets code compiled by another."""
+    root = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".c", ".h", ".json"):
+            digest.update(path.relative_to(root).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
