@@ -98,6 +98,12 @@ def pass_on(original, *args, **kwargs):
 def more(original):
     return original + 1
 
+def replacement(original):
+    return lambda x: "replaced"
+
+def subclass(original):
+    return type(original.__name__, (original,), {"ours": True})
+
 def register(module):
     module.REGISTERED.append("ours")
     return lambda: module.REGISTERED.remove("ours")
@@ -249,6 +255,29 @@ class TestKinds(FakeUpstream):
         self.assertEqual({id(place) for place in places}, {id(upstream.plain)})
         self.assertEqual(upstream.plain(1), 2)
         self.assertEqual(upstream.Thing.table["method"].function(None, 1), 8)
+
+    def test_replacing_a_name_leaves_equal_objects_of_other_modules_alone(self) -> None:
+        upstream, holder = self.load(), self.load("holder")
+        holder.LIMIT = upstream.LIMIT
+        imported = Seam("torchfake.holder:plain", "torchfake_ours:replacement", "replace", None, "0" * 16, "a test")
+        installer = self.installer(self.seam("LIMIT", "more", "replace"), imported)
+        with mock.patch.object(verify, "check_files", return_value=[]):
+            installer.enable()
+        self.assertEqual((upstream.LIMIT, holder.LIMIT), (9, 8))
+        self.assertEqual((upstream.plain(1), holder.plain(1), holder.other_name(1)), (2, "replaced", 2))
+        installer.disable()
+        self.assertIs(holder.plain, upstream.plain)
+
+    def test_replacing_a_class_reaches_those_who_imported_it(self) -> None:
+        self.write("torchfake/holder.py", "from torchfake.upstream import Child\n")
+        upstream, holder = self.load(), self.load("holder")
+        original = upstream.Child
+        installer = self.installer(self.seam("Child", "subclass", "replace"))
+        installer.enable()
+        self.assertIs(upstream.Child, holder.Child)
+        self.assertEqual((holder.Child.ours, issubclass(holder.Child, original)), (True, True))
+        installer.disable()
+        self.assertEqual((upstream.Child, holder.Child), (original, original))
 
     def import_late_holder(self):
         self.write("torchfake/late.py", HOLDER)
@@ -492,12 +521,12 @@ class TestProcesses(unittest.TestCase):
     def test_importing_twice(self) -> None:
         self.run_ok("""
 import torch_overlay, importlib, torch._inductor.codecache as c
-hook = c.FxGraphHashDetails.__init__
+kept = [c.FxGraphHashDetails.__init__]
 import torch_overlay
 importlib.reload(torch_overlay)
-assert c.FxGraphHashDetails.__init__ is hook and torch_overlay.status().enabled
+assert c.FxGraphHashDetails.__init__ is kept[0] and torch_overlay.status().enabled
 torch_overlay.disable()
-assert c.FxGraphHashDetails.__init__ is hook.__wrapped__
+assert c.FxGraphHashDetails.__init__ is kept[0].__wrapped__
 """)
 
     def test_python_with_optimization(self) -> None:

@@ -40,10 +40,14 @@ def print_status(status: Status) -> None:
     features = Table("feature", "", "why", "what it is", title="Features", title_justify="left")
     for feature in status.features:
         features.add_row(feature.name, "on" if feature.on else "off", feature.why, feature.description)
-    seams = Table("state", "kind", "target", "patch", "why", title="Seams", title_justify="left")
-    for entry in status.seams:
-        seam = entry.seam
-        seams.add_row(entry.state, seam.kind, seam.target, seam.patch or "(overlay form only)", seam.why)
+    seams = Table("state", "kind", title="Seams, by patch", title_justify="left")
+    seams.add_column("target", no_wrap=True, overflow="ignore")
+    for patch in dict.fromkeys(entry.seam.patch for entry in status.seams):
+        seams.add_row("", "", f"[bold]{patch or 'overlay form only'}[/bold]")
+        for entry in status.seams:
+            if entry.seam.patch == patch:
+                seams.add_row(entry.state, entry.seam.kind, entry.seam.target)
+        seams.add_section()
     for table in (versions, features, seams):
         console.print(table)
     for name in status.edited_files:

@@ -43,15 +43,9 @@ def call_class(
     """Around the call of a class: ours are the stream and event classes of CUDA and the device-agnostic ones."""
     cls = variable.value  # type: ignore[attr-defined]
     make = _MAKERS.get(cls) if isinstance(cls, type) else None
-    if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda or _one_rank():
+    if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
         return original(variable, tx, args, kwargs)
     return make(tx, cls, args, kwargs)
-
-
-def _one_rank() -> bool:
-    from torch.fx.experimental.proxy_tensor import _coor_enabled
-
-    return _coor_enabled()
 
 
 def make_stream(

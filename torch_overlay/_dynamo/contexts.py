@@ -29,6 +29,7 @@ from torch_overlay._dynamo.state import handled
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph, StackLocalsMetadata
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -50,6 +51,22 @@ def make_context(tx: InstructionTranslatorBase, stream: VariableTracker, **kwarg
     return StreamContextVariable(stream, **kwargs)
 
 
+class _StreamBlock(StreamContextVariable):
+    """The context of one `with s:` block. A stream may be entered again inside its own block."""
+
+    def __init__(self, stream: StreamVariable) -> None:
+        self.overlay_stream = stream
+        super().__init__(stream)
+
+
+def setup_or_before_with(original: Callable[..., None], tx: InstructionTranslatorBase, inst: Instruction) -> None:
+    """Around the instruction that begins a with block."""
+    context = tx.stack[-1].realize()
+    if isinstance(context, StreamVariable) and handled(tx):
+        tx.stack[-1] = _StreamBlock(context)
+    original(tx, inst)
+
+
 def create(
     original: Callable[..., VariableTracker], tx: InstructionTranslatorBase, stream: VariableTracker, **kwargs: Any
 ) -> VariableTracker:
@@ -64,12 +81,6 @@ def enter(
 ) -> VariableTracker:
     if not handled(tx):
         return original(context, tx, *args)
-    if isinstance(context, StreamVariable):
-        # A stream may be entered again inside its own block, so each entry gets a context of its own.
-        own = StreamContextVariable(context)
-        _open_contexts(context).append(own)
-        own.enter(tx)
-        return context
     stream = context.get_stream()
     state = tx.symbolic_stream_state
     context.overlay_stream_now = stream
@@ -79,7 +90,7 @@ def enter(
         context.overlay_device_context.enter(tx)
     result = original(context, tx, *args)
     state.levels[-1].context = context
-    return result
+    return context.overlay_stream if isinstance(context, _StreamBlock) else result
 
 
 def exit(
@@ -90,32 +101,20 @@ def exit(
 ) -> VariableTracker:
     if not handled(tx):
         return original(context, tx, *args)
-    if isinstance(context, StreamVariable):
-        return _open_contexts(context).pop().exit(tx, *args)
     result = original(context, tx, *args)
     if context.overlay_device_context is not None:
         context.overlay_device_context.exit(tx)
+    if not tx.output.should_exit:
+        # The block has ended. At a graph break it goes on, and what set_stream did in it is needed to enter it again.
+        context.overlay_stream_now = None
     return result if result is not None else ConstantVariable.create(None)
 
 
-def _open_contexts(stream: StreamVariable) -> list[StreamContextVariable]:
-    contexts = stream.__dict__.get("overlay_contexts")
-    if contexts is None:
-        contexts = stream.overlay_contexts = []  # type: ignore[attr-defined]
-    return contexts
-
-
-def reconstruct_type(
-    original: Callable[..., None], context: VariableTracker, codegen: PyCodegen
-) -> None:
+def reconstruct_type(original: Callable[..., None], context: VariableTracker, codegen: PyCodegen) -> None:
     """Pushes a callable that returns this context; see Note [Graph breaks in stream contexts]."""
     if not isinstance(context, StreamContextVariable) or not handled(codegen.tx):
         return original(context, codegen)
-    if isinstance(context, StreamVariable):
-        contexts = _open_contexts(context)
-        stream = contexts[-1].overlay_stream_now if contexts else context
-    else:
-        stream = getattr(context, "overlay_stream_now", None) or context.get_stream()
+    stream = context.__dict__.get("overlay_stream_now") or context.get_stream()
     codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
     codegen.load_import_from("torch.cuda", "StreamContext")
     codegen(stream)
@@ -140,5 +139,7 @@ def stack_values_to_restore(
     keep = [is_context(tx.stack[index]) for index in meta.stack_ctx_idxes_orig]
     meta.stack_ctx_args[:] = [one for one, kept in zip(meta.stack_ctx_args, keep) if kept]
     meta.stack_ctx_idxes_orig[:] = [one for one, kept in zip(meta.stack_ctx_idxes_orig, keep) if kept]
-    meta.locals_ctx_args[:] = [(name, args) for name, args in meta.locals_ctx_args if is_context(tx.symbolic_locals[name])]
+    meta.locals_ctx_args[:] = [
+        (name, args) for name, args in meta.locals_ctx_args if is_context(tx.symbolic_locals[name])
+    ]
     return values, meta

@@ -14,7 +14,6 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
-from torch_overlay._dynamo.construct import make_external_stream
 from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.state import handled
 
@@ -70,6 +69,7 @@ def default_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **k
     index = state.device_index() if index is None else index
     found = state.default_streams.get(index)
     if found is None:
+        tx.output.bypass_package("the object of a default stream lives with the compiled code")
         value = torch.cuda.default_stream(index)
         source = GlobalSource(tx.output.install_global_by_id("__default_stream", value))
         number = register_user_object(value, source)
@@ -104,13 +104,6 @@ def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwar
     return ConstantVariable.create(None)
 
 
-def external_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
-    """torch.cuda.get_stream_from_external(data_ptr, device) names a stream as ExternalStream does."""
-    if "data_ptr" in kwargs:
-        kwargs["stream_ptr"] = kwargs.pop("data_ptr")
-    return make_external_stream(tx, torch.cuda.ExternalStream, args, kwargs)
-
-
 def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker]]:
     return {
         torch.cuda.current_stream: current_stream,
@@ -121,7 +114,6 @@ def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker]]:
         torch.cuda.stream: stream_context,
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
-        torch.cuda.get_stream_from_external: external_stream,
     }
 
 

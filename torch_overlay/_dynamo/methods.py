@@ -22,7 +22,7 @@ from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, S
 
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
-from torch_overlay._dynamo.ops import runtime_scalar
+from torch_overlay._dynamo.ops import runtime_bool, runtime_scalar
 from torch_overlay._dynamo.state import AmbientStreamVariable, handled
 
 
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-Handler = "Callable[[Any, InstructionTranslatorBase, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]"
+Handler = (
+    "Callable[[Any, InstructionTranslatorBase, list[VariableTracker], dict[str, VariableTracker]], VariableTracker]"
+)
 
 
 def _argument(
@@ -104,7 +106,7 @@ def stream_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, An
 
 
 def stream_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return runtime_scalar(tx, ops.query_stream, self.user_object_index)
+    return runtime_bool(tx, ops.query_stream, self.user_object_index)
 
 
 def event_wait(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -122,7 +124,7 @@ def event_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any
 
 
 def event_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    return runtime_scalar(tx, ops.query_event, self.user_object_index)
+    return runtime_bool(tx, ops.query_event, self.user_object_index)
 
 
 def event_elapsed_time(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -173,7 +175,7 @@ def stream_device_index(self: StreamVariable, tx: InstructionTranslatorBase) -> 
 
 
 def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    if not handled(tx):
+    if not handled(tx) or not issubclass(self.python_type(), torch.cuda.Stream):
         return None
     if not _is_made_here(self):
         return _guarded(self, "priority")
@@ -185,9 +187,9 @@ def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> Vari
     return ConstantVariable.create(max(greatest, min(least, requested)))
 
 
-def stream_hash(original: Callable[..., Any], self: StreamVariable, tx: InstructionTranslatorBase) -> tuple[int, bool]:
-    if not handled(tx) or not isinstance(self, StreamVariable):
-        return original(self, tx)
+def stream_hash(self: StreamVariable, tx: InstructionTranslatorBase) -> tuple[int, bool]:
+    if not handled(tx):
+        return VariableTracker.hash_impl(self, tx)
     if _is_made_here(self):
         return id(self.value), True
     _guard_identity(self)
@@ -222,7 +224,7 @@ def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslato
     if left.user_object_index == right.user_object_index:
         return True
     if _is_made_here(left) or _is_made_here(right):
-        return runtime_scalar(tx, ops.same_stream, left.user_object_index, right.user_object_index)  # type: ignore[arg-type]
+        return runtime_bool(tx, ops.same_stream, left.user_object_index, right.user_object_index)  # type: ignore[arg-type]
     left_ambient, right_ambient = isinstance(left, AmbientStreamVariable), isinstance(right, AmbientStreamVariable)
     value = torch.Stream.__eq__(left.value, right.value)
     if left_ambient and right_ambient:
@@ -286,9 +288,14 @@ def register(streams: ModuleType) -> Callable[[], None]:
         },
     )
     upstream_getter = streams.CudaStreamVariable.tp_getset["cuda_stream"].getter
-    update(streams.CudaStreamVariable.tp_getset, {"cuda_stream": GetSet(_cuda_stream(upstream_getter), readonly_setter)})
+    update(
+        streams.CudaStreamVariable.tp_getset, {"cuda_stream": GetSet(_cuda_stream(upstream_getter), readonly_setter)}
+    )
+
+    streams.StreamVariable.hash_impl = stream_hash
 
     def undo() -> None:
+        del streams.StreamVariable.hash_impl
         for table, contents in reversed(saved):
             table.clear()
             table.update(contents)

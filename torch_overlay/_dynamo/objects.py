@@ -3,13 +3,15 @@
 Streams and events can't be inputs of an FX graph, so Dynamo numbers those that a frame uses, and the graph holds the
 numbers. At each call the compiled frame hands over the objects in the order of their numbers:
 
-    previous = enter(ambient(0), s, event, ...)    # before the graph is called
-    leave(previous)                                # after it has returned
+    leave = enter(ambient(0), s, event, ...)
+    try:
+        ...                                        # the graph
+    finally:
+        leave()
 
 Note [Lifetime of stream objects]
-1. The table belongs to the thread and to the innermost running graph. `enter` returns the table that it covers and
-   `leave` puts it back, so calls nest, and threads don't see each other's objects. After an exception the table of the
-   failed call stays until the next compiled call of the thread puts its own in place.
+1. The table belongs to the thread and to the innermost running graph: calls nest, threads don't see each other's
+   objects, and outside calls there is no table.
 2. Index 0 is the stream that was current when the frame was entered, as a torch.cuda.Stream; it does not follow
    `torch.cuda.stream` blocks inside the graph.
 3. Objects of the caller are held by the table during the call, never longer.
@@ -27,6 +29,7 @@ so that nothing which runs in between can disturb it.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, TYPE_CHECKING
 
@@ -62,15 +65,19 @@ class Owned(threading.local):
         return self.made
 
 
-def enter(*objects: object) -> Sequence[object] | None:
-    """Makes `objects` the table of this thread; the result is for `leave`."""
+def install(table: Sequence[object] | None) -> None:
+    _thread.objects = table
+
+
+def _leave_outermost() -> None:
+    _thread.objects = None
+
+
+def enter(*objects: object) -> Callable[[], None]:
+    """Makes `objects` the table of this thread; the result puts back what was there."""
     previous = _thread.objects
     _thread.objects = objects
-    return previous
-
-
-def leave(previous: Sequence[object] | None) -> None:
-    _thread.objects = previous
+    return _leave_outermost if previous is None else functools.partial(install, previous)
 
 
 def current() -> Sequence[object] | None:
@@ -100,6 +107,8 @@ def put(index: int, value: object) -> None:
 
 def ambient(device_index: int = -1) -> torch.Stream:
     """The current CUDA stream of a device, or of the current device."""
+    if device_index < 0:
+        device_index = torch._C._cuda_getDevice()
     key = torch._C._cuda_getCurrentStream(device_index)
     stream = _stream_objects.get(key)
     if stream is None:
@@ -112,9 +121,7 @@ def ambient(device_index: int = -1) -> torch.Stream:
 
 def as_base(stream: torch.Stream) -> torch.Stream:
     """The same stream as a plain torch.Stream, the type that torch.accelerator.current_stream returns."""
-    return torch.Stream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class Snapshot:

@@ -7,17 +7,20 @@ the graph with PyTorch's usual message about data-dependent control flow.
 They read host-visible state, so each is a side effect that passes keep and don't reorder, merge or recompute. Arguments
 are indices (objects.py). They look at, and must stay behind, the syncs that precede them in the program:
 
-    query_event(int event) -> bool          Event.query()
-    query_stream(int stream) -> bool        Stream.query()
-    elapsed_time(int start, int end) -> float64
-    stream_handle(int stream) -> int64      Stream.cuda_stream
-    stream_id(int stream) -> int64          Stream.stream_id
-    same_stream(int left, int right) -> bool
+    query_event(int event)                  Event.query(), as 0 or 1
+    query_stream(int stream)                Stream.query(), as 0 or 1
+    elapsed_time(int start, int end)        Event.elapsed_time(end), float64
+    stream_handle(int stream)               Stream.cuda_stream
+    stream_id(int stream)                   Stream.stream_id
+    same_stream(int left, int right)        whether two streams are equal, as 0 or 1
+
+The truth values are integers because an unbacked bool brings range assertions into the graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -49,12 +52,12 @@ def _define(name: str, schema: str, dtype: torch.dtype, read: Callable[..., obje
     return overload
 
 
-query_event = _define("query_event", _ONE_INDEX, torch.bool, lambda event: event.query())
-query_stream = _define("query_stream", _ONE_INDEX, torch.bool, lambda stream: stream.query())
+query_event = _define("query_event", _ONE_INDEX, torch.int64, lambda event: event.query())
+query_stream = _define("query_stream", _ONE_INDEX, torch.int64, lambda stream: stream.query())
 elapsed_time = _define("elapsed_time", _TWO_INDICES, torch.float64, lambda start, end: start.elapsed_time(end))
 stream_handle = _define("stream_handle", _ONE_INDEX, torch.int64, lambda stream: stream.cuda_stream)
 stream_id = _define("stream_id", _ONE_INDEX, torch.int64, lambda stream: stream.stream_id)
-same_stream = _define("same_stream", _TWO_INDICES, torch.bool, lambda left, right: left == right)
+same_stream = _define("same_stream", _TWO_INDICES, torch.int64, lambda left, right: left == right)
 
 HOST_READS = (query_event, query_stream, elapsed_time, stream_handle, stream_id, same_stream)
 
@@ -63,6 +66,7 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
     """Calls the operator in the graph; the result is a number or bool that the run provides."""
     from torch._dynamo import config
     from torch._dynamo.variables.builder import wrap_fx_proxy
+    from torch._dynamo.variables.tensor import SymNodeVariable
 
     shape_env = tx.output.shape_env
     if shape_env is not None and not shape_env.allow_scalar_outputs:
@@ -70,4 +74,15 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
         shape_env.settings = dataclasses.replace(shape_env.settings, allow_scalar_outputs=True)
     result = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", op, indices, {}))
     with config.patch(capture_scalar_outputs=True):
-        return result.call_method(tx, "item", [], {})
+        number = result.call_method(tx, "item", [], {})
+    if isinstance(number, SymNodeVariable) and number.python_type() is float:
+        number._tensor_var = result  # a float leaves the graph as a tensor; here is one already
+    return number
+
+
+def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
+    """As runtime_scalar, for the operators that return 0 or 1."""
+    from torch._dynamo.variables.base import VariableTracker
+
+    number = runtime_scalar(tx, op, *indices)
+    return VariableTracker.build(tx, operator.ne).call_function(tx, [number, VariableTracker.build(tx, 0)], {})

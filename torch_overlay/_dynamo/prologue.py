@@ -1,17 +1,19 @@
 """The bytecode around the call of a compiled graph that hands it its streams and events.
 
 Upstream rebuilds every object at each call, keeps all of them for ever, and stores them in a table of the process.
-Ours is one call with the objects, and one after the graph that puts the previous table back (objects.py). Streams that
-the frame made current with `set_stream` become current right after the graph's call, before anything else runs.
+Ours is one call with the objects, and one after the graph that puts the previous table back, also if the graph raises
+(objects.py). Streams that the frame made current with `set_stream` become current right after the graph's call, before
+anything else runs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_bytecode_inputs as upstream
 from torch._dynamo.bytecode_transformation import create_dup_top
+from torch._dynamo.resume_execution import _bytecode_from_template_with_split
 
 from torch_overlay._dynamo import objects, registry
 
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
 def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
     """Replaces the name that OutputGraph asks whether to emit upstream's prologue."""
     return lambda: False
+
+
+def _leave_in_any_case(leave: Any, dummy: Any) -> None:
+    """The template of the bytecode around the call, which takes the place of `dummy`."""
+    try:
+        dummy
+    finally:
+        leave()
 
 
 def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
@@ -44,15 +54,13 @@ def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen
             codegen.append_output(create_dup_top())
             codegen.store(frame.locals[index])
     codegen.call_function(len(constructors), False)
-    previous = output.new_var("stream_objects")
-    codegen.store(previous)
-
+    leave = output.new_var("leave_stream_objects")
+    codegen.store(leave)
+    # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
+    before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
+    codegen.extend_output(before)
     original(codegen, fn_name)
-
-    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "leave"))
-    codegen.append_output(codegen.create_load(previous))
-    codegen.call_function(1, False)
-    codegen.pop_top()
+    codegen.extend_output(after)
     for index in frame.set_streams.values():
         codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
         codegen.append_output(codegen.create_load(frame.locals[index]))

@@ -112,6 +112,7 @@ def add_owned(
     def emit(index: int, codegen: PyCodegen) -> None:
         output = codegen.tx.output
         if index in _frame.locals or output.package is not None:
+            # In a package there is no place for an object that outlives the call.
             _emit_make(codegen, make, args, kwargs)
             return
         name = output.install_global_by_id("__stream_object", objects.Owned(make, args, kwargs))
@@ -166,7 +167,7 @@ def local_of(output: OutputGraph, index: int) -> str:
 
 
 def reset_user_object_tracking(original: Callable[[], None]) -> None:
-    objects.leave(None)
+    objects.install(None)
     reset()
     original()
 
@@ -195,11 +196,11 @@ def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     lists = (upstream.index_to_bytecode_constructor, upstream.index_to_external_object_weakref, upstream.keep_alive)
     saved = [list(one) for one in lists]
     outer, running = _frame, objects.current()
-    objects.leave(None)
+    objects.install(None)
     try:
         return original(*args, **kwargs)
     finally:
         _frame = outer
-        objects.leave(running)
+        objects.install(running)
         for one, contents in zip(lists, saved):
             one[:] = contents

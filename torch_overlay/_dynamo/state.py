@@ -20,7 +20,12 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.source import CurrentStreamSource
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable, SymbolicStreamState
+from torch._dynamo.variables.streams import (
+    CudaStreamVariable,
+    StreamContextVariable,
+    StreamVariable,
+    SymbolicStreamState,
+)
 
 from torch_overlay import config
 from torch_overlay._dynamo import objects, registry
@@ -71,11 +76,11 @@ class _Level:
 
 
 class StreamState(SymbolicStreamState):
-    """Takes the place of upstream's SymbolicStreamState on CUDA."""
+    """Takes the place of upstream's SymbolicStreamState, but for other accelerators and for compile_on_one_rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cuda = torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"  # type: ignore[union-attr]
+        self.cuda = torch.accelerator.is_available()
         self.levels = [_Level({}, None)]
         self.default_streams: dict[int, StreamVariable] = {}
         self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
@@ -86,7 +91,9 @@ class StreamState(SymbolicStreamState):
         """The current device at this point of the program. Dynamo executes device contexts while it traces them."""
         return torch.accelerator.current_device_index()
 
-    def current(self, tx: InstructionTranslatorBase, device_index: int | None = None, base: bool = False) -> StreamVariable:
+    def current(
+        self, tx: InstructionTranslatorBase, device_index: int | None = None, base: bool = False
+    ) -> StreamVariable:
         """The current stream of a device."""
         if device_index is None:
             device_index = self.device_index()
@@ -181,7 +188,14 @@ class StreamState(SymbolicStreamState):
 
 def make_state(original: type[SymbolicStreamState]) -> Callable[[], SymbolicStreamState]:
     """Replaces the class that the translator makes its stream state from."""
-    return lambda: StreamState() if config.streams else original()
+    return lambda: StreamState() if _applies() else original()
+
+
+def _applies() -> bool:
+    from torch.fx.experimental.proxy_tensor import _coor_enabled
+
+    accelerator = torch.accelerator.current_accelerator()
+    return config.streams and (accelerator is None or accelerator.type == "cuda") and not _coor_enabled()
 
 
 def handled(tx: InstructionTranslatorBase) -> bool:

@@ -31,7 +31,7 @@ from torch_overlay.errors import OverlayError
 from torch_overlay.hooks import registered_by, resolve, wrapped_by
 
 from . import verify
-from .holders import check_holder, Holder, modules_since, rebind
+from .holders import check_holder, Holder, rebind
 from .late_import import is_importing, LateImportFinder
 
 
@@ -54,6 +54,14 @@ class Change:
     raw_hook: Any = None
     holders: list[Holder] = field(default_factory=list)
     undo: Callable[[], None] | None = None
+
+    @property
+    def is_global(self) -> bool:
+        """Does the change hold wherever modules imported the object by value? As in the patched form: what replaces
+        a name that a module imported from another one holds in that module only."""
+        if self.place is None:
+            return False
+        return self.seam.kind == "wrap" or getattr(self.place.original, "__module__", None) == self.seam.module
 
 
 class Installer:
@@ -117,7 +125,7 @@ class Installer:
                 for name in loaded:
                     if is_importing(sys.modules[name]):
                         raise importing(name)
-                self._install([seam for seam in seams if seam.module in loaded], list(sys.modules.values()))
+                self._install([seam for seam in seams if seam.module in loaded])
             except BaseException:
                 sys.meta_path.remove(finder)  # type: ignore[arg-type]
                 raise
@@ -158,7 +166,7 @@ class Installer:
                 return
             self._forget(module.__name__)
             try:
-                self._install(seams, modules_since(module.__name__))
+                self._install(seams)
             except OverlayError as error:
                 self.disable(because=f"{module.__name__} was imported: {error}")
                 raise
@@ -168,13 +176,13 @@ class Installer:
         for target in [target for target, change in self.changes.items() if change.seam.module == module_name]:
             del self.changes[target]
 
-    def _install(self, seams: Sequence[Seam], modules: Iterable[ModuleType]) -> None:
+    def _install(self, seams: Sequence[Seam]) -> None:
         changes = [self._prepare(seam) for seam in seams]
         try:
             for change in changes:
                 if change.place is not None:
                     setattr(change.place.owner, change.place.name, change.raw_hook)
-            rebind({id(c.place.original): (c.place.original, c.hook) for c in changes if c.place}, modules)
+            rebind((c.place.original, c.hook) for c in changes if c.place is not None and c.is_global)
             for change in changes:
                 for holder in change.holders:
                     holder.set(change.hook)
@@ -230,10 +238,7 @@ class Installer:
             if change.place is not None:
                 setattr(change.place.owner, change.place.name, change.place.raw)
             self.changes.pop(change.seam.target, None)
-        rebind(
-            {id(c.hook): (c.hook, c.place.original) for c in changes if c.place is not None},
-            list(sys.modules.values()),
-        )
+        rebind((c.hook, c.place.original) for c in changes if c.place is not None)
 
     def _say_what_is_compiled(self, event: str, effect: str) -> None:
         convert_frame = sys.modules.get("torch._dynamo.convert_frame")

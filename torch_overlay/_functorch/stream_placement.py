@@ -7,6 +7,9 @@ once, in program order, writes on every node what the outside can tell (see Note
 - forward: which states of the caller had each stream waited for when this node was issued? -> `custom["stream_after"]`
 - backward: which streams, events and host synchronisations had the user ordered behind this node by the end? -> `custom["stream_before"]`
 
+- the forward walk's last state: which of the caller's states is each stream ordered after at the end? -> `custom["stream_leave"]`, the
+  same on every node, because it belongs to the graph
+
 Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5; "e5.0" the first
 record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data dependence and needs no token.
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 
-AFTER, BEFORE, REQUIRES = "stream_after", "stream_before", "stream_requires"
+AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 AMBIENT = 0
 
 _streams = torch.ops.streams
@@ -112,8 +115,8 @@ class _Program:
             return node.args[0] in self.observed
         return node.target not in (*_WAITS, _DEALLOC)
 
-    def after(self) -> dict[Node, frozenset[str]]:
-        """What each node's stream has waited for of the caller's states, when the node is issued."""
+    def after(self) -> tuple[dict[Node, frozenset[str]], dict[int, frozenset[str]]]:
+        """What each node's stream has waited for of the caller's states, when the node is issued; and each stream in the end."""
         clock: dict[int, frozenset[str]] = defaultdict(frozenset)
         events: dict[int, frozenset[str]] = {}
         found: dict[Node, frozenset[str]] = {}
@@ -134,7 +137,7 @@ class _Program:
                 clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
             elif node.op == "call_function":
                 found[node] = clock[node_stream(node)]
-        return found
+        return found, clock
 
     def before(self) -> dict[Node, frozenset[str]]:
         """What the user has ordered behind each node by the end of the graph."""
@@ -226,7 +229,8 @@ def place_streams(gm: GraphModule) -> None:
     if not any(is_stream_op(n) or node_stream(n) for n in nodes):
         return
     program = _Program(gm)
-    after, before = program.after(), program.before()
+    (after, last), before = program.after(), program.before()
+    leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
     for node in nodes:
         if node.op != "call_function":
             continue
@@ -234,9 +238,12 @@ def place_streams(gm: GraphModule) -> None:
             inside = ("s0",) if node_stream(node) else ()
             _annotate(node, stream=node_stream(node) or None, **{AFTER: inside, BEFORE: inside})
             continue
-        tokens = {AFTER: tuple(sorted(after.get(node, ()))), BEFORE: tuple(sorted(before.get(node, ())))}
-        if node in program.tokens:
-            tokens[REQUIRES] = program.tokens[node]  # type: ignore[assignment]
+        tokens: dict[str, Any] = {
+            AFTER: tuple(sorted(after.get(node, ()))),
+            BEFORE: tuple(sorted(before.get(node, ()))),
+            LEAVE: leave or None,
+            REQUIRES: program.tokens.get(node),
+        }
         _annotate(node, stream=node_stream(node) or None, **tokens)
     for node in program.ops:
         if not program.keeps(node):

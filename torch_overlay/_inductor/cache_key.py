@@ -6,7 +6,9 @@ see node metadata, and therefore not the stream that a node was placed on: `x * 
 either: code compiled with the overlay could be served to a process without it, and the other way round.
 
 Both keys are hashes over the attributes of a details object whose class for AOTAutograd derives from the one for
-Inductor, so one more attribute, set by that one constructor, enters both.
+Inductor, so one more attribute, set by that one constructor, enters both. AOTAutograd's key is that of Dynamo's graph,
+before our passes: there it also depends on what Dynamo knows of the streams and events that the graph's indices
+stand for. Inductor's key sees what the passes made of that, on the nodes.
 """
 
 from __future__ import annotations
@@ -20,11 +22,17 @@ if TYPE_CHECKING:
 
     import torch
 
-# (name of the graph module, position of the node, stream index) of every node that is not on the ambient stream
-Placement = tuple[tuple[str, int, int], ...]
+# (name of the graph module, position of the node, what its metadata says of streams), for each node with such metadata
+Placement = tuple[tuple[str, int, str], ...]
 
-# GraphModule.meta[GRAPH_META] may hold what else about a graph changes its code; its repr enters the key.
-GRAPH_META = "torch_overlay"
+
+def stream_notes(node: torch.fx.Node) -> str:
+    """The node's stream, and the tokens of its boundary effects; empty for a node of a program without streams."""
+    custom = node.meta.get("custom") or {}
+    notes = {key: value for key, value in custom.items() if key.startswith("stream_")}
+    if custom.get("stream"):  # index 0 is the ambient stream, as is no index
+        notes["stream"] = custom["stream"]
+    return repr(sorted(notes.items())) if notes else ""
 
 
 def placement(gm: torch.fx.GraphModule) -> Placement:
@@ -35,21 +43,17 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
     for name, module in gm.named_modules():
         if isinstance(module, GraphModule):
             for position, node in enumerate(module.graph.nodes):
-                stream = (node.meta.get("custom") or {}).get("stream")
-                if stream:
-                    found.append((name, position, stream))
+                if notes := stream_notes(node):
+                    found.append((name, position, notes))
     return tuple(found)
 
 
-def graph_notes(gm: torch.fx.GraphModule) -> tuple[tuple[str, str], ...]:
-    """The notes that our passes left on a graph and on the graphs nested in it."""
-    from torch.fx import GraphModule
+def stream_objects() -> tuple[str, ...]:
+    """What Dynamo knows of the streams and events of the frame; empty if it uses the ambient stream alone."""
+    from torch_overlay._dynamo import registry
 
-    return tuple(
-        (name, repr(module.meta[GRAPH_META]))
-        for name, module in gm.named_modules()
-        if isinstance(module, GraphModule) and GRAPH_META in module.meta
-    )
+    objects = tuple(map(repr, registry.describe()))
+    return objects if len(objects) > 1 else ()
 
 
 def config_digest() -> str:
@@ -59,15 +63,18 @@ def config_digest() -> str:
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()[:16]
 
 
-def overlay_key(gm: torch.fx.GraphModule | None) -> tuple[Any, ...]:
+def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple[Any, ...]:
     """Everything of ours that the code compiled for a graph depends on. Upstream adds the version of torch."""
     from torch_overlay.version import __version__, source_digest
 
     own = (__version__, source_digest(), config_digest())
-    return own if gm is None else (*own, placement(gm), graph_notes(gm))
+    if gm is None:
+        return own
+    return (*own, placement(gm), stream_objects() if is_dynamo_graph else ())
 
 
 def hash_details_init(original: Callable[..., None], self: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     """Seam of FxGraphHashDetails.__init__."""
     original(self, gm, *args, **kwargs)
-    self.torch_overlay = overlay_key(gm)
+    # AOTAutograd's class sets this attribute before it calls the constructor of its base.
+    self.torch_overlay = overlay_key(gm, is_dynamo_graph=hasattr(self, "aot_config"))

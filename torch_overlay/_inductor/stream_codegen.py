@@ -221,13 +221,11 @@ class RegionEmitter:
         self.release(here)
         op = self.plan.ops[here]
         if op.stream is not None:
-            device = node.get_device()
             if op.stream == HOST:
                 self.scheduler.flush()
                 self.wrapper.writeline(OnStream(self, None, None))
             else:
-                index = device.index if device is not None and device.index is not None else ambient_device(op.stream)
-                self.wrapper.writeline(OnStream(self, op.stream, index))
+                self.wrapper.writeline(OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream))))
 
     def end(self) -> None:
         last = len(self.plan.ops)
@@ -424,6 +422,12 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
     emitter = active(V.graph.scheduler)
     if emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
+
+
+def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
+    """A copy to pinned memory stays asynchronous: the plan makes the host wait where the host reads it, and only there."""
+    if active(V.graph.scheduler) is None:
+        original(wrapper, name)
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:

@@ -158,7 +158,10 @@ class Plan:
         rows.append(("", "", "exit", waits(len(self.ops)), ""))
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        written = {name for op in self.ops for name in op.writes}
         for name, position in sorted(self.release.items()):
+            if name not in written:
+                continue
             where = "exit" if position >= len(self.ops) else f"waits of {position}"
             lines.append(f"free {name} (stream {label(self.memory.get(name))}) after {where}")
         return "\n".join(lines)
@@ -334,11 +337,12 @@ class _Planner:
         if op.blocking:
             self.clock(HOST).join(clock)
 
-    def leave(self) -> None:
+    def leave(self, promised: Mapping[int, frozenset[str]]) -> None:
         end = len(self.ops)
-        targets = sorted(s for token in self.carriers if (s := _token_stream(token)) is not None)
-        for stream in targets:
-            self.order_after(end, stream, self.carriers[entry_token(stream)].values(), ())
+        targets = {s for token in self.carriers if (s := _token_stream(token)) is not None} | set(promised)
+        for stream in sorted(targets):
+            carriers = self.carriers[entry_token(stream)].values()
+            self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
 
     def releases(self) -> tuple[dict[str, int], frozenset[str]]:
         end = len(self.ops)
@@ -364,13 +368,13 @@ class _Planner:
                 unordered.add(name)
         return release, frozenset(unordered)
 
-    def run(self) -> Plan:
+    def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
         for here, op in enumerate(self.ops):
             if op.stream is None:
                 self.name_only(op)
             else:
                 self.launch(here, op)
-        self.leave()
+        self.leave(promised)
         release, unordered = self.releases()
         events = tuple(
             Event(index, after, stream, tuple(waits))
@@ -379,9 +383,12 @@ class _Planner:
         return Plan(self.ops, events, tuple(self.boundary_waits), release, unordered, {b.name: b.stream for b in self.buffers})
 
 
-def plan_streams(ops: Sequence[Op], buffers: Sequence[Buffer] = ()) -> Plan:
+def plan_streams(
+    ops: Sequence[Op], buffers: Sequence[Buffer] = (), promised: Mapping[int, frozenset[str]] | None = None
+) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
-    `buffers` is the memory that the region allocates or gives back. What is not listed belongs to the caller.
+    `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller. `promised` says which
+    of the caller's states (tokens) a stream must be ordered after when the region is left, whether or not an operation needs them.
     """
-    return _Planner(ops, buffers).run()
+    return _Planner(ops, buffers).run(promised or {})

@@ -42,7 +42,7 @@ def _is_enclosed() -> bool:
 
 
 def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
-    if not config.streams or not needs_plan(scheduler, nodes):
+    if not config.streams or not needs_plan(scheduler):
         return original(scheduler, nodes)
     if V.graph.cpp_wrapper:
         raise UnsupportedStreams(CPP_WRAPPER)
@@ -82,7 +82,7 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
-    if not (config.streams and inductor_config.triton.cudagraphs) or not needs_plan(scheduler, scheduler.nodes):
+    if not (config.streams and inductor_config.triton.cudagraphs) or not needs_plan(scheduler):
         return original(scheduler)
     streams, events = _outside(scheduler)
     wrapper: Any = V.graph.wrapper_code
@@ -106,4 +106,12 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         wrapper.writeline(StreamLine(line))
 
 
-__all__ = ["UnsupportedStreams", "codegen", "codegen_partitions"]
+def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:
+    """Records that the caller can see, host synchronisation and queries happen at each call: never inside a captured graph."""
+    reason = original(scheduler, node)
+    if reason is None and config.streams and (overload := stream_operation(node)) is not None:
+        return f"stream operation {overload}"
+    return reason
+
+
+__all__ = ["UnsupportedStreams", "codegen", "codegen_partitions", "should_partition"]

@@ -18,7 +18,7 @@ import torch
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, REQUIRES
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, REQUIRES
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
 
@@ -59,9 +59,11 @@ def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
 
 
 def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
+    """FX nodes of this graph that a scheduler node computes; in a subgraph, without the node that calls it."""
+    graph = V.graph.module.graph
     for part in node.get_nodes():
         if part.node is not None:
-            yield from (n for n in part.node.get_origins() if n.op == "call_function")
+            yield from (n for n in part.node.get_origins() if n.op == "call_function" and n.graph is graph)
 
 
 def _is_gpu(device: torch.device | None) -> bool:
@@ -93,6 +95,7 @@ class RegionReader:
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
+        self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
 
     # -- names
 
@@ -137,6 +140,20 @@ class RegionReader:
         before = self.known.before.get(user, set()) if before is None else before
         return frozenset(after - {f"s{stream}"}), frozenset(before - {f"s{stream}"})
 
+    def promised(self) -> dict[int, frozenset[str]]:
+        """Per stream, the caller's states that it must be ordered after when the region is left."""
+        if self.enclosed:
+            return {}
+        for node in self.nodes:
+            for origin in _origins(node):
+                leave = origin.meta.get("custom", {}).get(LEAVE)
+                if leave:
+                    return {stream: frozenset(tokens) for stream, tokens in leave}
+        return {}
+
+    def touches_caller_memory(self, names: set[str]) -> bool:
+        return any(name in V.graph.graph_inputs or name in V.graph.constants for name in names)
+
     # -- operations
 
     def note_outputs(self, node: BaseSchedulerNode, stream: int | None) -> None:
@@ -173,14 +190,17 @@ class RegionReader:
         blocking = False
         if not gpu:
             stream = HOST
-        elif _is_gpu(device):
-            stream = self.stream_of(node, device)
         else:
-            stream = self.stream_of(node, next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r))))
-            blocking = isinstance(node.node, ir.DynamicScalar) or (
-                isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
-            )
+            if not _is_gpu(device):
+                device = next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r)))
+            stream = self.stream_of(node, device)
+            self.devices[len(self.ops)] = device.index or 0
+            if not _is_gpu(node.get_device()):
+                copies = isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
+                blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
+        if not self.enclosed and not self.touches_caller_memory(reads | writes):
+            after = frozenset()  # memory of the region: its stream's own order and the data edges are enough
         return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
@@ -191,7 +211,7 @@ class RegionReader:
             token = origin.meta.get("custom", {}).get(REQUIRES)
             if token:
                 requires.add(token)
-        _, before = self.annotated(node, AFTER), self.annotated(node, BEFORE) or set()
+        after, before = self.annotated(node, AFTER) or set(), self.annotated(node, BEFORE) or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
         stream, blocking, waits = HOST, False, False
@@ -201,11 +221,18 @@ class RegionReader:
             stream, blocking = arguments[0], True
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
-        if self.enclosed and stream not in (HOST, AMBIENT):
-            # What the user ordered before this lies in other regions, all of them joined into the ambient stream.
-            return Op(kind, stream, writes=writes, after=frozenset(("s0",)), requires=frozenset(requires), blocking=blocking)
+        if self.enclosed:
+            # What the user ordered before this lies in other regions, and all of them join the ambient stream.
+            after, before = ({"s0"} if stream not in (HOST, AMBIENT) else set()), set()
         return Op(
-            kind, stream, writes=writes, before=frozenset(before), requires=frozenset(requires), blocking=blocking, waits=waits
+            kind,
+            stream,
+            writes=writes,
+            after=frozenset(after) if stream != HOST else frozenset(),
+            before=frozenset(before),
+            requires=frozenset(requires),
+            blocking=blocking,
+            waits=waits,
         )
 
     def buffers(self) -> list[Buffer]:
@@ -247,20 +274,25 @@ class Region:
 
     plan: Plan
     index: dict[BaseSchedulerNode, int]
+    devices: dict[int, int]
     enclosed: bool
 
 
-def needs_plan(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> bool:
-    """True if any of the nodes runs on a side stream, carries a boundary token, or belongs to the user's stream program."""
-    if scheduler._has_multi_stream_nodes() and any(user_stream(scheduler, node) for node in nodes):
+def needs_plan(scheduler: Scheduler) -> bool:
+    """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream program."""
+    known = getattr(scheduler, "_overlay_needs_plan", None)
+    if known is None:
+        known = scheduler._overlay_needs_plan = any(_concerns_streams(scheduler, node) for node in scheduler.nodes)  # type: ignore[attr-defined]
+    return known
+
+
+def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
+    if user_stream(scheduler, node) or stream_operation(node) is not None:
         return True
-    for node in nodes:
-        if stream_operation(node) is not None:
+    for origin in _origins(node):
+        custom = origin.meta.get("custom")
+        if custom and (custom.get(AFTER) or custom.get(BEFORE) or custom.get(LEAVE)):
             return True
-        for origin in _origins(node):
-            custom = origin.meta.get("custom")
-            if custom and (custom.get(AFTER) or custom.get(BEFORE)):
-                return True
     return False
 
 
@@ -268,4 +300,4 @@ def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclos
     """Plan the given nodes, in their order."""
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
-    return Region(plan_streams(reader.ops, reader.buffers()), reader.index, enclosed)
+    return Region(plan_streams(reader.ops, reader.buffers(), reader.promised()), reader.index, reader.devices, enclosed)

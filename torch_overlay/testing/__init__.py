@@ -1,15 +1,26 @@
 """Testing programs with streams without a GPU: `simulated_gpu()` and `compile_only()`.
 
-    from torch_overlay.testing import compile_only, simulated_gpu
+from torch_overlay.testing import compile_only, simulated_gpu
 
-    with simulated_gpu():
-        x = torch.randn(64, 64, device="cuda", requires_grad=True)
-        result = compile_only(fn, x, backward=True)
-    print(result.graphs[0], result.wrappers[0])
+with simulated_gpu():
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    result = compile_only(fn, x, backward=True)
+print(result.graphs[0], result.wrappers[0])
 """
 
-from torch_overlay.testing._compile import Compiled, GraphBreak, compile_only, observe
-from torch_overlay.testing._simulate import Simulation, active, simulated_gpu
+from torch_overlay.testing._compile import compile_only
+from torch_overlay.testing._observe import Compiled, Frame, GraphBreak, observe, Region
+from torch_overlay.testing._simulate import active, simulated_gpu, Simulation
 
 
-__all__ = ["Compiled", "GraphBreak", "Simulation", "active", "compile_only", "observe", "simulated_gpu"]
+__all__ = [
+    "Compiled",
+    "Frame",
+    "GraphBreak",
+    "Region",
+    "Simulation",
+    "active",
+    "compile_only",
+    "observe",
+    "simulated_gpu",
+]

@@ -29,6 +29,7 @@ _CUDA = 1  # c10::DeviceType::CUDA
 _stream_new = _native.native_new(torch.Stream)
 _event_new = _native.native_new(torch.Event)
 _cuda_event_new = _native.native_new(torch._C._CudaEventBase)
+_generator_new = _native.native_new(torch.Generator)
 _get_stream = torch._C._accelerator_getStream
 _set_stream = torch._C._accelerator_setStream
 _get_device = torch._C._accelerator_getDeviceIndex
@@ -45,13 +46,20 @@ class _EventState:
 
 
 class DeviceLog(list[str]):
-    """What the program did to simulated streams, events and devices, one line each, in order."""
+    """What the program did to simulated streams, events and devices, one line each, in order.
 
-    def during(self, fn: Callable[[], object]) -> list[str]:
-        """The lines that `fn()` adds."""
-        start = len(self)
-        fn()
-        return self[start:]
+    `while_compiling` has those lines once more that came while Dynamo or a backend was at work, switches of the current
+    device left out: a compiler that leaves the program's streams and events alone leaves it empty.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.while_compiling: list[str] = []
+
+    def note(self, line: str, *, of_program: bool = True) -> None:
+        self.append(line)
+        if of_program and torch._guards.CompileContext.try_get() is not None:
+            self.while_compiling.append(line)
 
 
 def _name(stream: torch.Stream) -> str:
@@ -66,6 +74,7 @@ class Devices:
         self.log = DeviceLog()
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._events: weakref.WeakKeyDictionary[torch.Event, _EventState] = weakref.WeakKeyDictionary()
+        self._generators: weakref.WeakKeyDictionary[torch.Generator, torch.device] = weakref.WeakKeyDictionary()
         self._event_numbers = itertools.count(1)
         self._clock = itertools.count(1)
 
@@ -82,15 +91,21 @@ class Devices:
         if index >= self.count:
             raise RuntimeError(f"simulated_gpu has {self.count} device(s), asked for cuda:{index}")
         if index >= 0 and index != old:
-            self.log.append(f"set device {index}")
+            self.log.note(f"set device {index}", of_program=False)
             _exchange_device(index)
         return old
+
+    def rewind(self) -> None:
+        """Leave this thread's state of the fake guard as a new thread finds it."""
+        for index in range(self.count):
+            _set_stream(self.make_stream(torch.Stream, 0, index))
+        _exchange_device(0)
 
     def maybe_exchange_device(self, index: int) -> int:
         return self.exchange_device(index)
 
     def synchronize(self, index: int | None = None) -> None:
-        self.log.append(f"synchronize cuda:{_get_device() if index is None else index}")
+        self.log.note(f"synchronize cuda:{_get_device() if index is None else index}")
 
     def has_context(self, index: int) -> bool:
         return 0 <= index < self.count
@@ -117,7 +132,7 @@ class Devices:
         if kwargs.get("stream_ptr"):
             return self.make_stream(cls, kwargs["stream_ptr"], index)
         stream = self.make_stream(cls, self._from_pool(priority, index), index)
-        self.log.append(f"new {_name(stream)}")
+        self.log.note(f"new {_name(stream)}")
         return stream
 
     def handle(self, stream_id: int, device: int) -> int:
@@ -135,7 +150,7 @@ class Devices:
         return self.handle(_get_stream(index).stream_id, index)
 
     def set_stream(self, stream: torch.Stream) -> None:
-        self.log.append(f"set {_name(stream)}")
+        self.log.note(f"set {_name(stream)}")
         _set_stream(stream)
         _exchange_device(stream.device_index)
 
@@ -143,18 +158,18 @@ class Devices:
         self.set_stream(self.make_stream(torch.Stream, stream_id, device_index))
 
     def enter_stream(self, stream: torch.Stream) -> torch.Stream:
-        self.log.append(f"enter {_name(stream)}")
+        self.log.note(f"enter {_name(stream)}")
         return _enter(stream)
 
     def exit_stream(self, stream: torch.Stream, *exc: object) -> None:
-        self.log.append(f"exit {_name(stream)}")
+        self.log.note(f"exit {_name(stream)}")
         _exit(stream, *exc)
 
     def synchronize_stream(self, stream: torch.Stream) -> None:
-        self.log.append(f"synchronize {_name(stream)}")
+        self.log.note(f"synchronize {_name(stream)}")
 
     def query_stream(self, stream: torch.Stream) -> bool:
-        self.log.append(f"query {_name(stream)}")
+        self.log.note(f"query {_name(stream)}")
         return True
 
     def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
@@ -166,11 +181,13 @@ class Devices:
         self.wait(self.record_event(other), stream)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        self.log.append(f"record_stream on {_name(stream)}")
+        self.log.note(f"record_stream on {_name(stream)}")
 
     # ---- events
 
-    def new_event(self, cls: type, device: object = None, *, enable_timing: bool = False, **kwargs: bool) -> torch.Event:
+    def new_event(
+        self, cls: type, device: object = None, *, enable_timing: bool = False, **kwargs: bool
+    ) -> torch.Event:
         device = torch.device("cuda") if device is None else device
         return self._remember(_event_new(cls, device=device, enable_timing=enable_timing, **kwargs), enable_timing)
 
@@ -191,23 +208,23 @@ class Devices:
         stream = _get_stream(_get_device()) if stream is None else stream
         state = self._state(event)
         state.device, state.recorded_at = stream.device_index, next(self._clock)
-        self.log.append(f"record event {state.number} on {_name(stream)}")
+        self.log.note(f"record event {state.number} on {_name(stream)}")
 
     def wait(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
         stream = _get_stream(_get_device()) if stream is None else stream
-        self.log.append(f"{_name(stream)} waits for event {self._state(event).number}")
+        self.log.note(f"{_name(stream)} waits for event {self._state(event).number}")
 
     def query_event(self, event: torch.Event) -> bool:
-        self.log.append(f"query event {self._state(event).number}")
+        self.log.note(f"query event {self._state(event).number}")
         return True
 
     def synchronize_event(self, event: torch.Event) -> None:
-        self.log.append(f"synchronize event {self._state(event).number}")
+        self.log.note(f"synchronize event {self._state(event).number}")
 
     def elapsed_time(self, event: torch.Event, end: torch.Event) -> float:
         """Milliseconds: one for every record between the two, so that a result is not by chance what a test expects."""
         first, second = self._state(event), self._state(end)
-        self.log.append(f"elapsed time from event {first.number} to event {second.number}")
+        self.log.note(f"elapsed time from event {first.number} to event {second.number}")
         if not (first.timing and second.timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if first.recorded_at is None or second.recorded_at is None:
@@ -217,6 +234,21 @@ class Devices:
     def event_device(self, event: torch.Event) -> torch.device | None:
         index = self._state(event).device
         return None if index is None else torch.device("cuda", index)
+
+    # ---- generators
+
+    def new_generator(self, cls: type, device: object = "cpu") -> torch.Generator:
+        """A CUDA generator is a host generator that says it is on the device: fake tensors draw no numbers."""
+        device = torch.device(device)
+        generator = _generator_new(cls)
+        assert isinstance(generator, torch.Generator)
+        if device.type == "cuda":
+            index = _get_device() if device.index is None else device.index
+            self._generators[generator] = torch.device("cuda", index)
+        return generator
+
+    def generator_device(self, generator: torch.Generator) -> torch.device:
+        return self._generators.get(generator, torch.device("cpu"))
 
     # ---- what the C types get
 
@@ -258,6 +290,7 @@ class Devices:
                 "priority_range": staticmethod(lambda: (0, _PRIORITIES[-1])),
             },
             torch.Event: {**events, "__new__": static(self.new_event)},
+            torch.Generator: {"__new__": static(self.new_generator), "device": property(self.generator_device)},
             torch._C._CudaEventBase: {
                 **events,
                 "__new__": static(self.new_cuda_event),

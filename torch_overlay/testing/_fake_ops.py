@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch_overlay.testing._device import Devices
 
 
 aten = torch.ops.aten
+
+_MADE_UP = 1.0  # what `.item()` of a device tensor returns between compiled regions, so that the program can go on
 
 
 class SimulatedTensorMode(FakeTensorMode):
@@ -29,6 +34,8 @@ class SimulatedTensorMode(FakeTensorMode):
             return args[0] in self._pinned
         if func is aten._pin_memory.default:
             return self._pin(super().dispatch(aten.clone.default, types, args[:1]))
+        if func is aten._local_scalar_dense.default and args[0].is_cuda:
+            return _MADE_UP if args[0].is_floating_point() else int(_MADE_UP)
         if func is aten.record_stream.default:
             return self._devices.record_stream(*args)
         pin = kwargs.pop("pin_memory", False)
@@ -44,5 +51,31 @@ class SimulatedTensorMode(FakeTensorMode):
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the weak reference to a tensor from the memo of tensors that were made fake."""
         memo = self.fake_tensor_converter.meta_converter.tensor_memo
-        for key in [k for k, ref in memo.items() if ref() is tensor]:
+        for key in [k for k, known in memo.items() if known is tensor]:
             del memo[key]
+
+
+@contextlib.contextmanager
+def allocations(mode: SimulatedTensorMode) -> Iterator[None]:
+    """Allocations on the device give fake tensors even where no mode is active.
+
+    Dynamo switches all modes off while it traces, and runs a few things for real there: an optimizer's `_init_group`, the
+    meta functions of `torch._prims`. They end up in these two operators.
+    """
+    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+
+    def fake(op: Any) -> Any:
+        def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with mode:
+                return op(*args, **kwargs)
+
+        return allocate
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")
+        for op in (aten.empty.memory_format, aten.empty_strided.default):
+            library.impl(op, fake(op), "CUDA", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()

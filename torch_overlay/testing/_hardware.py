@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +99,11 @@ class Generator:
         self._offset = offset
 
     def get_state(self) -> torch.Tensor:
-        words = [self._seed.to_bytes(8, "little"), self._offset.to_bytes(8, "little")]
-        return torch.tensor(list(b"".join(words)), dtype=torch.uint8)
+        words = self._seed.to_bytes(8, "little") + self._offset.to_bytes(8, "little")
+        with _disable_current_modes():  # a fake tensor would forget the bytes
+            return torch.tensor(list(words), dtype=torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> None:
-        data = bytes(state.tolist())
-        self._seed, self._offset = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little")
+        with _disable_current_modes():
+            data = bytes(state.tolist())
+        self._seed, self._offset = (int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little"))

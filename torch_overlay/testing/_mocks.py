@@ -100,18 +100,34 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
         mode.forget(second)
         swap(first, second)
 
+    engine = torch.autograd.graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return engine(*args, **kwargs)
+
     return [
         Mock(
             "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init",
             True,
             "what every fake mode finds by itself on a machine without a GPU: never copy a constant to the device",
         ),
-        Mock("torch.utils.swap_tensors", swap_fakes, "module.cuda(): the mode's memo holds fake parameters weakly, which forbids it"),
+        Mock(
+            "torch.autograd._engine_run_backward",
+            run_backward,
+            "the engine has as many device threads as there were devices when it started: use the calling thread",
+        ),
+        Mock(
+            "torch.utils.swap_tensors",
+            swap_fakes,
+            "module.cuda(): the mode's memo holds fake parameters weakly, which forbids it",
+        ),
     ]
 
 
 def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
     """Where the compiler would execute something on the device."""
+    from torch._inductor import cpu_vec_isa
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
     fold = UniformValueConstantFolder.run
@@ -143,7 +159,17 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             _returns(lambda: None),
             "compiles every candidate kernel",
         ),
-        Mock("triton.runtime.driver.driver._active", _hardware.TritonDriver(), "Triton would load libcuda to know its target"),
+        Mock(
+            "torch._inductor.cpu_vec_isa.pick_vec_isa",
+            lambda: cpu_vec_isa.VecAVX2(),
+            "tries the C++ compiler out on this machine's instruction sets, which takes seconds; host kernels stay text",
+        ),
+        Mock("torch._inductor.select_algorithm.PRINT_AUTOTUNE", False, "would print times that nobody measured"),
+        Mock(
+            "triton.runtime.driver.driver._active",
+            _hardware.TritonDriver(),
+            "Triton would load libcuda to know its target",
+        ),
     ]
 
 
@@ -176,7 +202,7 @@ def inductor_config() -> dict[str, Any]:
         "compile_threads": 1,  # no pool of processes, which would inherit half a simulation
         "triton.autotune_at_compile_time": False,  # runs kernels
         "benchmark_template_fusion": False,  # times kernels
-        "cpp.vec_isa_ok": True,  # tries the C++ compiler out, seconds, for kernels that are never built
+        "cpp.vec_isa_ok": True,  # the picked instruction set is not tried out either
     }
 
 

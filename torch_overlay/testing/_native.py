@@ -31,12 +31,12 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 _DEVICE_COUNT_ENTRY = 15  # DeviceGuardImplInterface: the entry that ensureCUDADeviceGuardSet asks
 _HAS_CONTEXT_ENTRY = 4  # AcceleratorHooksInterface::hasPrimaryContext
 _VTABLE_WORDS = 96  # more than either interface declares; the words behind it are never called
-_TP_FLAGS, _TP_NEW = 168, 312  # offsets in PyTypeObject on 64-bit CPython, both checked before use
+_TP_FLAGS, _TP_NEW = (168, 312)  # offsets in PyTypeObject on 64-bit CPython, both checked before use
 _IMMUTABLE = 1 << 8
 _PY_TP_NEW = 65  # typeslots.h
 
 _get_slot = ctypes.pythonapi.PyType_GetSlot
-_get_slot.restype, _get_slot.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_int]
+_get_slot.restype, _get_slot.argtypes = (ctypes.c_void_p, [ctypes.py_object, ctypes.c_int])
 _NEWFUNC = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
 
 

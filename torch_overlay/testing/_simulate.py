@@ -40,25 +40,29 @@ class Simulation:
             enter(_native.primary_context(self.devices.has_context))
             for cls, attributes in self.devices.type_attributes().items():
                 enter(_native.type_attributes(cls, attributes))
-            for mock in (*_mocks.device_mocks(self.devices), *_mocks.tensor_mocks(self.fake_mode), *_mocks.compiler_mocks(self._record_cudagraph)):
+            for mock in (
+                *_mocks.device_mocks(self.devices),
+                *_mocks.tensor_mocks(self.fake_mode),
+                *_mocks.compiler_mocks(self._record_cudagraph),
+            ):
                 enter(mock.patch())
+            enter(_fake_ops.allocations(self.fake_mode))
             enter(_mocks.forgotten_caches())
             enter(_mocks.private_cache_dir())
-            enter(torch._inductor.config.patch(_mocks.inductor_config()))
-            enter(torch._functorch.config.patch(enable_autograd_cache=False))
-            # The engine starts its device threads once per process, as many as there were devices then.
-            enter(torch.autograd.set_multithreading_enabled(False))
             stack.callback(torch._dynamo.reset)
             torch._dynamo.reset()
-            stack.callback(self._rewind)
-            enter(self.fake_mode)
+            stack.callback(self.devices.rewind)
             yield
 
-    def _rewind(self) -> None:
-        """Leave this thread's state of the fake guard as a new thread has it."""
-        for index in range(self.devices.count):
-            self.devices.set_stream_by_id(0, index, 1)
-        self.devices.set_device(0)
+    @contextlib.contextmanager
+    def _entered_by_thread(self) -> Any:
+        """The part that belongs to a thread: its fake mode and its configuration."""
+        with (
+            torch._inductor.config.patch(_mocks.inductor_config()),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+            self.fake_mode,
+        ):
+            yield
 
 
 _lock = threading.RLock()
@@ -73,7 +77,8 @@ class simulated_gpu(contextlib.ContextDecorator):
     that the graph promised. No kernel is compiled or launched, and no compile cache is read or written.
 
     A machine with a GPU is simulated all the same, so the results do not depend on the machine. The simulation belongs
-    to the process; entering it again inside gives the same simulation.
+    to the process; entering it again inside gives the same simulation, and a thread that makes tensors of its own
+    enters it for itself.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -99,10 +104,11 @@ class simulated_gpu(contextlib.ContextDecorator):
                 stack.enter_context(simulation._entered())
                 _active.append(simulation)
                 stack.callback(_active.pop)
+            stack.enter_context(simulation._entered_by_thread())
             self._stacks.append(stack.pop_all())
             return simulation
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         with _lock:
             self._stacks.pop().__exit__(*exc)
 

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import torch
 
 
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node of a graph as text, its stream (None: the ambient one), and the user's line that it comes from."""
+
+    text: str
+    stream: int | None
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+
+def nodes(gm: torch.fx.GraphModule) -> tuple[Node, ...]:
+    return tuple(Node(_node(n), _stream(n), *_user_line(n)) for n in gm.graph.nodes)
+
+
 def graph(gm: torch.fx.GraphModule) -> str:
     """One node a line: name, type, call, and the stream that the node is placed on (none: the ambient stream)."""
-    return "\n".join(_node(n) for n in gm.graph.nodes)
+    return "\n".join(n.text if n.stream is None else f"{n.text}  # stream {n.stream}" for n in nodes(gm))
+
+
+def _stream(node: torch.fx.Node) -> int | None:
+    return (node.meta.get("custom") or {}).get("stream")
+
+
+def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
+    frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', node.stack_trace or "")
+    return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else ("", 0, "")
 
 
 def _node(node: torch.fx.Node) -> str:
@@ -18,13 +43,10 @@ def _node(node: torch.fx.Node) -> str:
         return f"return {_args(node)}"
     kind = _type(node.meta.get("val"))
     if node.op == "placeholder":
-        line = f"{node.name}{kind}"
-    elif node.op == "get_attr":
-        line = f"{node.name}{kind} = self.{node.target}"
-    else:
-        line = f"{node.name}{kind} = {_target(node)}({_args(node)})"
-    stream = (node.meta.get("custom") or {}).get("stream")
-    return line if stream is None else f"{line}  # stream {stream}"
+        return f"{node.name}{kind}"
+    if node.op == "get_attr":
+        return f"{node.name}{kind} = self.{node.target}"
+    return f"{node.name}{kind} = {_target(node)}({_args(node)})"
 
 
 def _target(node: torch.fx.Node) -> str:

@@ -1,0 +1,1665 @@
+"""Streams and events in Dynamo: what traces, what the graph says, and what the run sees.
+
+The graphs are Dynamo's, one node a line. `@n` is the stream that a node is placed on, by index; index 0 is the stream
+that is current when the function is called. Lines that only look an object up are left out. The backend runs them as
+they are, on a simulated GPU that logs what is done to streams and events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import form  # noqa: F401
+
+import torch
+import torch._dynamo
+import torch._dynamo.test_case
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_overlay._dynamo import objects, registry
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GLOBAL_STREAMS: dict[Any, Any] = {}
+GLOBAL_EVENT: Any = None
+
+
+def text(gm: torch.fx.GraphModule) -> str:
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or "get_external_object" in node.name:
+            continue
+        name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+        arguments = ", ".join(map(str, node.args))
+        stream = node.meta.get("custom", {}).get("stream")
+        place = "" if stream is None else f" @{stream}"
+        if node.op == "output":
+            lines.append(f"return {', '.join(map(str, node.args[0]))}")
+        else:
+            lines.append(f"{node.name} = {name}({arguments}){place}")
+    return "\n".join(lines)
+
+
+class Graphs:
+    """A backend that keeps Dynamo's graphs, and what the registry knew about their objects, and runs them."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.texts: list[str] = []
+        self.objects: list[tuple[registry.ObjectInfo, ...]] = []
+        self.traced_at = 0
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if not self.texts:
+            self.traced_at = len(self.log)
+        self.texts.append(text(gm))
+        self.objects.append(registry.describe())
+        return lambda *inputs: Run(gm).run(*inputs)
+
+    def __str__(self) -> str:
+        return "\n----\n".join(self.texts)
+
+
+class Run(torch.fx.Interpreter):
+    """Runs a graph on fake tensors, but operators on streams and events for real."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if str(target).startswith("streams") and not any(isinstance(one, torch.Tensor) for one in args):
+            with _disable_current_modes():
+                return target(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target == "item":
+            with _disable_current_modes():
+                return args[0].item()
+        return super().call_method(target, args, kwargs)
+
+
+class StreamTestCase(torch._dynamo.test_case.TestCase):
+    devices = 1
+
+    def setUp(self) -> None:
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.gpu = stack.enter_context(simulated_gpu(self.devices))
+        self.log = self.gpu.device_log
+        self.x = torch.empty(8, device="cuda")
+        self.s, self.s2 = torch.cuda.Stream(), torch.cuda.Stream()
+        counters.clear()
+
+    def tearDown(self) -> None:
+        self.assertIsNone(objects.current(), "a table of stream objects was left")
+        objects.install(None)
+        super().tearDown()
+
+    def compile(self, fn: Callable[..., Any], fullgraph: bool = True) -> tuple[Callable[..., Any], Graphs]:
+        graphs = Graphs(self.log)
+        return torch.compile(fn, backend=graphs, fullgraph=fullgraph), graphs
+
+    def trace(self, fn: Callable[..., Any], *args: Any, fullgraph: bool = True) -> tuple[Any, Graphs]:
+        """Compiles and calls; tracing the first graph must not have touched a stream, an event or the device."""
+        compiled, graphs = self.compile(fn, fullgraph)
+        before = len(self.log)
+        result = compiled(*args)
+        self.assertEqual(self.log[before : graphs.traced_at], [])
+        return result, graphs
+
+    def during(self, fn: Callable[[], object]) -> list[str]:
+        """What `fn()` does to streams and events."""
+        before = len(self.log)
+        fn()
+        return self.log[before:]
+
+
+class TestContexts(StreamTestCase):
+    def test_with_stream_places_the_block(self) -> None:
+        s = self.s
+
+        def fn(x):
+            y = x + 1
+            with s:
+                y = y * 2
+            return y - 3
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+mul = mul(add, 2) @1
+sub = sub(mul, 3)
+return sub""",
+        )
+
+    def test_stream_context_function_and_class(self) -> None:
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            with torch.cuda.stream(s):
+                y = x * 2
+            with torch.cuda.StreamContext(s2):
+                return y - 3
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+mul = mul(l_x_, 2) @1
+sub = sub(mul, 3) @2
+return sub""",
+        )
+
+    def test_stream_none_does_nothing(self) -> None:
+        s = self.s
+
+        def fn(x):
+            with torch.cuda.stream(None):
+                y = x + 1
+            with s, torch.cuda.StreamContext(None):
+                return y * 2
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+mul = mul(add, 2) @1
+return mul""",
+        )
+
+    def test_nested_streams_restore_the_outer_one(self) -> None:
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            with s:
+                y = x + 1
+                with torch.cuda.stream(s2):
+                    y = y * 2
+                y = y - 3
+            return y / 4
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2) @2
+sub = sub(mul, 3) @1
+truediv = truediv(sub, 4)
+return truediv""",
+        )
+
+    def test_stream_entered_inside_its_own_block(self) -> None:
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            with s:
+                with s2:
+                    with s:
+                        y = x + 1
+                    y = y * 2
+                y = y - 3
+            return y / 4
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2) @2
+sub = sub(mul, 3) @1
+truediv = truediv(sub, 4)
+return truediv""",
+        )
+
+    def test_entering_the_current_stream_is_index_0(self) -> None:
+        def fn(x):
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                return x + 1
+
+        _, graphs = self.trace(fn, self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @0
+return add""",
+        )
+        self.assertEqual([info.index for info in graphs.objects[0]], [0])
+
+    def test_with_stream_as_gives_the_stream(self) -> None:
+        s = self.s
+
+        def fn(x):
+            with s as inner:
+                y = x + 1
+            inner.synchronize()
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+synchronize_stream = synchronize_stream(1)
+return add""",
+        )
+
+    def test_context_made_before_the_function(self) -> None:
+        context = torch.cuda.stream(self.s)
+
+        def fn(x):
+            with context:
+                return x + 1
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+return add""",
+        )
+
+    def test_context_used_twice(self) -> None:
+        s = self.s
+
+        def fn(x):
+            context = torch.cuda.stream(s)
+            with context:
+                y = x + 1
+            y = y * 2
+            with context:
+                return y - 3
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2)
+sub = sub(mul, 3) @1
+return sub""",
+        )
+
+    def test_context_in_an_inlined_function(self) -> None:
+        s = self.s
+
+        def side(y):
+            with torch.cuda.stream(s):
+                return y * 2
+
+        def fn(x):
+            return side(x + 1) - 3
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+mul = mul(add, 2) @1
+sub = sub(mul, 3)
+return sub""",
+        )
+
+    def test_exception_in_the_block_leaves_it(self) -> None:
+        s = self.s
+
+        def fn(x):
+            try:
+                with s:
+                    y = x + 1
+                    raise ValueError
+            except ValueError:
+                return y * 2
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2)
+return mul""",
+        )
+
+    def test_annotations_end_with_the_frame(self) -> None:
+        s = self.s
+
+        def fails(x):
+            with s:
+                torch.cuda.set_stream(self.s2)
+                y = x + 1
+                torch._dynamo.graph_break()
+                return y
+
+        def plain(x):
+            return x + 1
+
+        with self.assertRaises(torch._dynamo.exc.Unsupported):
+            self.trace(fails, self.x)
+        self.assertExpectedInline(
+            str(self.trace(plain, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+return add""",
+        )
+
+
+class TestCurrentStream(StreamTestCase):
+    def test_default_stream(self) -> None:
+        s = self.s
+
+        def fn(x):
+            default = torch.cuda.default_stream()
+            s.wait_stream(default)
+            with s:
+                y = x + 1
+            torch.cuda.default_stream().wait_stream(s)
+            return y, default
+
+        (_, default), graphs = self.trace(fn, self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+wait_stream = wait_stream(2, 1)
+add = add(l_x_, 1) @2
+wait_stream_1 = wait_stream(1, 2)
+return add""",
+        )
+        self.assertEqual(default, torch.cuda.default_stream())
+
+    def test_current_stream_follows_contexts(self) -> None:
+        s = self.s
+
+        def fn(x):
+            before = torch.cuda.current_stream()
+            with s:
+                inside = torch.cuda.current_stream()
+            after = torch.cuda.current_stream()
+            return x + 1, before, inside, after
+
+        (_, before, inside, after), _ = self.trace(fn, self.x)
+        self.assertEqual((before, inside, after), (torch.cuda.default_stream(), s, torch.cuda.default_stream()))
+        self.assertIs(type(before), torch.cuda.Stream)
+
+    def test_accelerator_current_stream_has_the_plain_type(self) -> None:
+        def fn(x):
+            return x + 1, torch.accelerator.current_stream(), torch.cuda.current_stream()
+
+        (_, plain, cuda), _ = self.trace(fn, self.x)
+        self.assertIs(type(plain), torch.Stream)
+        self.assertEqual(plain, torch.accelerator.current_stream())
+        self.assertEqual(cuda, torch.cuda.current_stream())
+
+    def test_index_0_is_the_stream_of_the_call(self) -> None:
+        """The caller's current stream may differ at each call; the code is compiled once."""
+        event = torch.cuda.Event()
+
+        def fn(x):
+            event.record()
+            return x + 1, torch.cuda.current_stream()
+
+        compiled, graphs = self.compile(fn)
+        compiled(self.x)
+        for stream in (self.s, self.s2):
+            with stream:
+                log = self.during(lambda: self.assertEqual(compiled(self.x)[1], stream))
+            self.assertEqual(
+                [line.split(" on ")[-1] for line in log if "record" in line], [f"stream {stream.stream_id}"]
+            )
+        self.assertEqual(len(graphs.texts), 1)
+
+    def test_comparison_with_the_current_stream_is_guarded(self) -> None:
+        def fn(x, s):
+            cur = torch.cuda.current_stream()
+            return x + 1, cur == s, cur == torch.cuda.default_stream(), cur != s
+
+        compiled, graphs = self.compile(fn)
+        self.assertEqual(compiled(self.x, self.s)[1:], fn(self.x, self.s)[1:])
+        compiled(self.x, self.s2)
+        self.assertEqual(len(graphs.texts), 1, "another stream that is not current either needs no new code")
+        for current in (self.s, self.s2, torch.cuda.default_stream()):
+            with torch.cuda.stream(current):
+                self.assertEqual(compiled(self.x, self.s)[1:], fn(self.x, self.s)[1:])
+
+    def test_handle_of_the_current_stream_is_that_of_the_call(self) -> None:
+        """pytorch#173172, #180179: the id, or the handle at compile time, in place of the handle."""
+
+        def fn(x):
+            inner = torch.cuda.current_stream().cuda_stream
+            with self.s2:
+                return x + 1, inner, torch.cuda.current_stream().cuda_stream
+
+        compiled, _ = self.compile(fn)
+        for current in (torch.cuda.default_stream(), self.s, self.s2):
+            with torch.cuda.stream(current):
+                self.assertEqual(compiled(self.x)[1:], (current.cuda_stream, self.s2.cuda_stream))
+
+    def test_set_stream_places_what_follows_and_lasts(self) -> None:
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            y = x + 1
+            torch.cuda.set_stream(s)
+            y = y * 2
+            with s2:
+                y = y - 3
+            y = y / 4
+            return y, torch.cuda.current_stream()
+
+        (_, current), graphs = self.trace(fn, self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1)
+mul = mul(add, 2) @1
+sub = sub(mul, 3) @2
+truediv = truediv(sub, 4) @1
+return truediv""",
+        )
+        self.assertEqual(current, s)
+        self.assertEqual(torch.cuda.current_stream(), s)
+
+    def test_set_stream_in_a_context_ends_with_it(self) -> None:
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            with s:
+                torch.accelerator.set_stream(s2)
+                y = x + 1
+            return y * 2
+
+        _, graphs = self.trace(fn, self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @2
+mul = mul(add, 2)
+return mul""",
+        )
+        self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
+
+    def test_set_stream_in_an_inlined_function_lasts(self) -> None:
+        def use(stream):
+            torch.cuda.set_stream(stream)
+
+        def fn(x, s):
+            use(s)
+            return x + 1
+
+        _, graphs = self.trace(fn, self.x, self.s)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+return add""",
+        )
+        self.assertEqual(torch.cuda.current_stream(), self.s)
+
+    def test_set_stream_back_leaves_the_caller_where_it_was(self) -> None:
+        s = self.s
+
+        def fn(x):
+            before = torch.cuda.current_stream()
+            torch.cuda.set_stream(s)
+            y = x + 1
+            torch.cuda.set_stream(before)
+            return y * 2
+
+        with self.s2:
+            _, graphs = self.trace(fn, self.x)
+            self.assertEqual(torch.cuda.current_stream(), self.s2)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2) @0
+return mul""",
+        )
+
+    def test_set_stream_without_other_work(self) -> None:
+        def fn(x, s):
+            torch.cuda.set_stream(s)
+            return x
+
+        self.trace(fn, self.x, self.s)
+        self.assertEqual(torch.cuda.current_stream(), self.s)
+
+    def test_set_stream_none(self) -> None:
+        def fn(x):
+            torch.cuda.set_stream(None)
+            return x + 1
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+return add""",
+        )
+
+
+class TestSyncs(StreamTestCase):
+    def test_fork_and_join_by_wait_stream(self) -> None:
+        s = self.s
+
+        def fn(x):
+            s.wait_stream(torch.cuda.current_stream())
+            with s:
+                y = x + 1
+            torch.cuda.current_stream().wait_stream(stream=s)
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+wait_stream = wait_stream(1, 0)
+add = add(l_x_, 1) @1
+wait_stream_1 = wait_stream(0, 1)
+return add""",
+        )
+
+    def test_event_methods(self) -> None:
+        s = self.s
+
+        def fn(x, event):
+            event.record()
+            event.wait(s)
+            with s:
+                y = x + 1
+                event.record(stream=None)
+            event.wait()
+            event.record(stream=s)
+            s.wait_event(event)
+            event.synchronize()
+            s.synchronize()
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x, torch.cuda.Event())[1]),
+            """\
+record_event = record_event(1, 0)
+wait_event = wait_event(1, 2)
+add = add(l_x_, 1) @2
+record_event_1 = record_event(1, 2) @2
+wait_event_1 = wait_event(1, 0)
+record_event_2 = record_event(1, 2)
+wait_event_2 = wait_event(1, 2)
+synchronize_event = synchronize_event(1)
+synchronize_stream = synchronize_stream(2)
+return add""",
+        )
+
+    def test_record_event_makes_an_event_and_records_nothing_while_tracing(self) -> None:
+        s = self.s
+
+        def fn(x):
+            with s:
+                y = x + 1
+                done = s.record_event()
+            done.wait()
+            return y, done
+
+        (_, done), graphs = self.trace(fn, self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+record_event = record_event(2, 1) @1
+wait_event = wait_event(2, 0)
+return add""",
+        )
+        self.assertIs(type(done), torch.cuda.Event)
+
+    def test_record_event_with_an_event(self) -> None:
+        s = self.s
+
+        def fn(x, event):
+            same = s.record_event(event)
+            s.record_event(event=same)
+            return x + 1, same
+
+        event = torch.cuda.Event()
+        (_, same), graphs = self.trace(fn, self.x, event)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+record_event = record_event(2, 1)
+record_event_1 = record_event(2, 1)
+add = add(l_x_, 1)
+return add""",
+        )
+        self.assertIs(same, event)
+
+    def test_event_recorded_after_an_input_mutation(self) -> None:
+        """Upstream refuses (pytorch#195573). The order of the write-back is the lower layers' business."""
+        s = self.s
+
+        def fn(x):
+            with s:
+                x.add_(1)
+                done = s.record_event()
+            done.wait()
+            return x * 2
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add_ = add_(l_x_, 1) @1
+record_event = record_event(2, 1) @1
+wait_event = wait_event(2, 0)
+mul = mul(l_x_, 2)
+return mul""",
+        )
+
+    def test_synchronize_functions(self) -> None:
+        def fn(x):
+            y = x + 1
+            torch.cuda.synchronize()
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(device="cuda:0")
+            torch.accelerator.synchronize()
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+synchronize_device = synchronize_device(cuda, None)
+synchronize_device_1 = synchronize_device(cuda, 0)
+synchronize_device_2 = synchronize_device(cuda, 0)
+synchronize_device_3 = synchronize_device(cuda, None)
+return add""",
+        )
+
+    def test_record_stream(self) -> None:
+        s = self.s
+
+        def fn(x):
+            y = x + 1
+            y.record_stream(s)
+            y.record_stream(torch.cuda.current_stream())
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+record_stream = record_stream(add, 1)
+record_stream_1 = record_stream(add, 0)
+return add""",
+        )
+
+    def test_deleting_a_tensor_of_two_streams_adds_no_sync(self) -> None:
+        s = self.s
+
+        def fn(x):
+            with s:
+                y = x + 1
+            z = y * 2
+            del y
+            return z
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+mul = mul(add, 2)
+return mul""",
+        )
+
+    def test_wrong_argument_is_refused(self) -> None:
+        def fn(x, s):
+            s.wait_stream(3)
+            return x
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "wait_stream takes a stream"):
+            self.trace(fn, self.x, self.s)
+
+    def test_method_without_a_trace_says_so(self) -> None:
+        def fn(x, event):
+            return x, event.ipc_handle()
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "ipc_handle"):
+            self.trace(fn, self.x, torch.cuda.Event())
+
+
+class TestRunTimeValues(StreamTestCase):
+    def graph(self, fn: Callable[..., Any], *args: Any, fullgraph: bool = True) -> str:
+        self.result, graphs = self.trace(fn, *args, fullgraph=fullgraph)
+        return str(graphs)
+
+    def recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def test_query_comes_from_the_run(self) -> None:
+        def fn(x, s, event):
+            return x + 1, s.query(), event.query()
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.s, torch.cuda.Event()),
+            """\
+add = add(l_x_, 1)
+query_stream_default = query_stream(1)
+item = item(query_stream_default)
+ne = ne(item, 0)
+query_event_default = query_event(2)
+item_1 = item(query_event_default)
+ne_1 = ne(item_1, 0)
+return add, ne, ne_1""",
+        )
+
+    def test_elapsed_time_comes_from_the_run(self) -> None:
+        def fn(x):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)
+            start.record()
+            y = x + 1
+            end.record()
+            end.synchronize()
+            return y, start.elapsed_time(end_event=end)
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x),
+            """\
+record_event = record_event(1, 0)
+add = add(l_x_, 1)
+record_event_1 = record_event(2, 0)
+synchronize_event = synchronize_event(2)
+elapsed_time_default = elapsed_time(1, 2)
+return add, elapsed_time_default""",
+        )
+
+    def test_elapsed_time_is_a_number_one_can_compute_with(self) -> None:
+        def fn(x, start, end):
+            return x * (start.elapsed_time(end) / 1000)
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.recorded(), self.recorded()),
+            """\
+elapsed_time_default = elapsed_time(1, 2)
+item = item(elapsed_time_default)
+truediv = truediv(item, 1000)
+mul = mul(l_x_, truediv)
+return mul""",
+        )
+
+    def test_query_twice_asks_twice(self) -> None:
+        def fn(x, s):
+            first = s.query()
+            return x + 1, first, s.query()
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.s),
+            """\
+query_stream_default = query_stream(1)
+add = add(l_x_, 1)
+item = item(query_stream_default)
+ne = ne(item, 0)
+query_stream_default_1 = query_stream(1)
+item_1 = item(query_stream_default_1)
+ne_1 = ne(item_1, 0)
+return add, ne, ne_1""",
+        )
+
+    def test_query_without_fullgraph_stays_in_the_graph(self) -> None:
+        def fn(x, s):
+            return x + 1, s.query()
+
+        self.assertEqual(self.graph(fn, self.x, self.s, fullgraph=False).count("----"), 0)
+        self.assertEqual(dict(counters["graph_break"]), {})
+
+    def test_branch_on_query_breaks_the_graph(self) -> None:
+        def fn(x, s):
+            y = x + 1
+            if s.query():
+                return y * 2
+            return y - 3
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.s, fullgraph=False),
+            """\
+add = add(l_x_, 1)
+query_stream_default = query_stream(1)
+item = item(query_stream_default)
+ne = ne(item, 0)
+return ne, add
+----
+mul = mul(l_y_, 2)
+return mul""",
+        )
+
+    def test_branch_on_query_under_fullgraph_is_an_error_that_names_the_line(self) -> None:
+        def fn(x, s):
+            if s.query():
+                return x + 1
+            return x
+
+        with self.assertRaisesRegex(Exception, "(?s)data-dependent.*if s.query"):
+            self.graph(fn, self.x, self.s)
+
+    def test_handle_of_a_stream_of_the_frame_comes_from_the_run(self) -> None:
+        def fn(x):
+            s = torch.cuda.Stream()
+            return x + 1, s.cuda_stream, s.stream_id
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x),
+            """\
+add = add(l_x_, 1)
+stream_handle_default = stream_handle(1)
+item = item(stream_handle_default)
+stream_id_default = stream_id(1)
+item_1 = item(stream_id_default)
+return add, item, item_1""",
+        )
+
+    def test_comparison_of_a_stream_of_the_frame_comes_from_the_run(self) -> None:
+        """After 32 streams of a device PyTorch hands out the first one again."""
+
+        def fn(x, other):
+            s = torch.cuda.Stream()
+            return x + 1, s == other, s != other, s == s
+
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.s),
+            """\
+add = add(l_x_, 1)
+same_stream_default = same_stream(1, 2)
+item = item(same_stream_default)
+ne = ne(item, 0)
+same_stream_default_1 = same_stream(1, 2)
+item_1 = item(same_stream_default_1)
+ne_1 = ne(item_1, 0)
+sym_not = sym_not(ne_1)
+return add, ne, sym_not""",
+        )
+
+    def test_users_own_item_still_breaks_the_graph(self) -> None:
+        """Asking for a run-time value of ours does not make Dynamo capture Tensor.item() as well."""
+
+        def fn(x, s, scale):
+            done = s.query()
+            return x * scale.item(), done
+
+        with contextlib.suppress(Exception):  # a fake tensor has no item
+            self.graph(fn, self.x, self.s, torch.ones(()), fullgraph=False)
+        self.assertIn("Tensor.item()", str(counters["graph_break"]))
+
+
+class TestObjects(StreamTestCase):
+    def test_objects_in_containers_globals_and_modules(self) -> None:
+        global GLOBAL_EVENT
+        GLOBAL_STREAMS["a"], GLOBAL_EVENT = self.s, torch.cuda.Event()
+        self.addCleanup(GLOBAL_STREAMS.clear)
+
+        class Module(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stream = torch.cuda.Stream()
+                self.events = [torch.cuda.Event()]
+
+            def forward(self, x):
+                with self.stream:
+                    y = x + 1
+                    self.events[0].record()
+                with GLOBAL_STREAMS["a"]:
+                    self.events[0].wait()
+                    y = y * 2
+                    GLOBAL_EVENT.record()
+                GLOBAL_EVENT.wait()
+                return y
+
+        self.assertExpectedInline(
+            str(self.trace(Module(), self.x)[1]),
+            """\
+add = add(l_x_, 1) @1
+record_event = record_event(2, 1) @1
+wait_event = wait_event(2, 3) @3
+mul = mul(add, 2) @3
+record_event_1 = record_event(4, 3) @3
+wait_event_1 = wait_event(4, 0)
+return mul""",
+        )
+
+    def test_another_stream_as_argument_needs_no_new_code(self) -> None:
+        def fn(x, s, event):
+            with s:
+                y = x + 1
+                event.record()
+            return y
+
+        compiled, graphs = self.compile(fn)
+        for stream in (self.s, self.s2):
+            log = self.during(lambda: compiled(self.x, stream, torch.cuda.Event()))
+            self.assertEqual([line.split(" on ")[-1] for line in log], [f"stream {stream.stream_id}"])
+        self.assertEqual(len(graphs.texts), 1)
+
+    def test_event_reached_by_two_names_has_one_index(self) -> None:
+        event = torch.cuda.Event()
+
+        def fn(x, other):
+            event.record()
+            other.wait()
+            return x + 1
+
+        compiled, graphs = self.compile(fn)
+        compiled(self.x, event)
+        self.assertExpectedInline(
+            graphs.texts[0],
+            """\
+record_event = record_event(1, 0)
+wait_event = wait_event(1, 0)
+add = add(l_x_, 1)
+return add""",
+        )
+        compiled(self.x, torch.cuda.Event())
+        self.assertExpectedInline(
+            graphs.texts[1],
+            """\
+record_event = record_event(1, 0)
+wait_event = wait_event(2, 0)
+add = add(l_x_, 1)
+return add""",
+        )
+
+    def test_event_returned_is_the_one_recorded(self) -> None:
+        def fn(x):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            y = x + 1
+            end.record()
+            return y, start, end
+
+        compiled, _ = self.compile(fn)
+        _, start, end = compiled(self.x)
+        self.assertGreater(start.elapsed_time(end), 0)
+        self.assertIsNot(compiled(self.x)[1], start, "each call returns its own event")
+        self.assertGreater(start.elapsed_time(end), 0)
+
+    def test_event_stored_in_a_module_is_the_one_recorded(self) -> None:
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                self.done = torch.cuda.Event(enable_timing=True)
+                self.done.record()
+                return x + 1
+
+        module = Module()
+        self.trace(module, self.x)
+        first = module.done
+        self.assertEqual(first.elapsed_time(first), 0)
+
+    def test_stream_of_the_frame_is_made_at_run_time_and_once(self) -> None:
+        def fn(x):
+            s = torch.cuda.Stream(priority=-1)
+            with s:
+                return x + 1
+
+        (_), graphs = self.trace(fn, self.x)
+        info = graphs.objects[0][1]
+        self.assertEqual((info.origin, info.escapes, info.priority), ("frame", False, -1))
+        compiled, _ = self.compile(fn)
+        first = self.during(lambda: compiled(self.x))
+        self.assertEqual(len([line for line in first if line.startswith("new")]), 1)
+        self.assertEqual(self.during(lambda: compiled(self.x)), [])
+
+    def test_stream_returned_is_new_at_each_call(self) -> None:
+        def fn(x):
+            s = torch.cuda.Stream()
+            return x + 1, s
+
+        compiled, graphs = self.compile(fn)
+        first, second = compiled(self.x)[1], compiled(self.x)[1]
+        self.assertNotEqual(first, second)
+        self.assertTrue(graphs.objects[0][1].escapes)
+
+    def test_constructor_arguments(self) -> None:
+        def fn(x):
+            made = [
+                torch.cuda.Event(True),
+                torch.cuda.Event(True, False),
+                torch.cuda.Event(enable_timing=True, blocking=True),
+                torch.Event(enable_timing=True),
+                torch.Event(device="cuda"),
+                torch.cuda.Stream(0, -1),
+                torch.cuda.Stream(device="cuda:0"),
+                torch.cuda.Stream(torch.device("cuda")),
+                torch.Stream(device="cuda"),
+                torch.Stream("cuda:0", priority=-1),
+            ]
+            return x + 1, made
+
+        (_, made), _ = self.trace(fn, self.x)
+        self.assertEqual([type(one) for one in made], [type(one) for one in fn(self.x)[1]])
+        made[0].record()
+        self.assertEqual(made[0].elapsed_time(made[0]), 0)
+        self.assertEqual([made[index].priority for index in (5, 6)], [-1, 0])
+
+    def test_constructor_that_fails_fails_as_in_eager(self) -> None:
+        def fn(x):
+            return x + 1, torch.cuda.Event(colour="red")
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "The constructor fails"):
+            self.trace(fn, self.x)
+        with self.assertRaisesRegex(TypeError, "colour"):
+            self.trace(fn, self.x, fullgraph=False)
+
+    def test_external_stream(self) -> None:
+        outside = torch.cuda.ExternalStream(0x5550)
+
+        def fn(x, pointer):
+            inside = torch.cuda.ExternalStream(pointer)
+            with outside:
+                y = x + 1
+            with inside:
+                return y * 2, inside, inside.cuda_stream
+
+        compiled, graphs = self.compile(fn)
+        for pointer in (0x1110, 0x2220):
+            _, stream, handle = compiled(self.x, pointer)
+            self.assertEqual((stream.cuda_stream, type(stream)), (pointer, torch.cuda.ExternalStream))
+            self.assertEqual(handle, pointer)
+        self.assertExpectedInline(
+            graphs.texts[0],
+            """\
+add = add(l_x_, 1) @2
+mul = mul(add, 2) @1
+stream_handle_default = stream_handle(1) @1
+item = item(stream_handle_default) @1
+return mul, item""",
+        )
+
+    def test_attributes(self) -> None:
+        def fn(x, s):
+            return (
+                x + 1,
+                (s.device, s.device_index, s.device_type, s.priority, s.cuda_stream, s.stream_id),
+                (isinstance(s, torch.cuda.Stream), isinstance(s, torch.Stream), s is s),
+                torch.cuda.Stream(priority=-9).priority,
+                torch.cuda.Stream(device=0).device,
+                torch.cuda.current_stream().device,
+                hash(s),
+            )
+
+        compiled, _ = self.compile(fn)
+        for stream in (self.s, self.s2, torch.cuda.Stream(priority=-1)):
+            self.assertEqual(compiled(self.x, stream)[1:], fn(self.x, stream)[1:])
+
+    def test_streams_and_events_as_keys(self) -> None:
+        table = {self.s: 1, self.s2: 2}
+
+        def fn(x, s):
+            event = torch.cuda.Event()
+            local = {s: 10, event: 30, torch.cuda.current_stream(): 40, torch.cuda.Stream(): 50}
+            return x + 1, table[s], local[s], local[event], len(local), len({s, s, torch.cuda.current_stream()})
+
+        compiled, _ = self.compile(fn)
+        for stream in (self.s, self.s2):
+            self.assertEqual(compiled(self.x, stream)[1:], fn(self.x, stream)[1:])
+
+    def test_comparison_of_two_streams_is_guarded(self) -> None:
+        def fn(x, a, b):
+            return x + 1, a == b, a != b, a is b
+
+        compiled, _ = self.compile(fn)
+        for a, b in ((self.s, self.s), (self.s, self.s2), (self.s2, self.s2)):
+            self.assertEqual(compiled(self.x, a, b)[1:], fn(self.x, a, b)[1:])
+
+    def test_prefetch_loop(self) -> None:
+        """The usual double buffering: copy the next batch on a stream of its own while this one is used."""
+
+        class Prefetcher:
+            def __init__(self, batches, stream):
+                self.batches = batches
+                self.stream = stream
+                self.position = 0
+                self.preload()
+
+            def preload(self):
+                if self.position == len(self.batches):
+                    self.next = None
+                    return
+                with torch.cuda.stream(self.stream):
+                    self.next = self.batches[self.position].to("cuda", non_blocking=True)
+                self.position += 1
+
+            def take(self):
+                torch.cuda.current_stream().wait_stream(self.stream)
+                batch = self.next
+                batch.record_stream(torch.cuda.current_stream())
+                self.preload()
+                return batch
+
+        def fn(batches, w):
+            prefetcher = Prefetcher(batches, torch.cuda.Stream())
+            total = w * 0
+            while prefetcher.next is not None:
+                total = total + prefetcher.take() * w
+            return total
+
+        batches = [torch.empty(8, device="cpu") for _ in range(2)]
+        self.assertExpectedInline(str(self.trace(fn, batches, self.x)[1]), """\
+mul = mul(l_w_, 0)
+to = to(l_batches_0_, cuda) @1
+wait_stream = wait_stream(0, 1)
+record_stream = record_stream(to, 0)
+mul_1 = mul(to, l_w_)
+add = add(mul, mul_1)
+to_1 = to(l_batches_1_, cuda) @1
+wait_stream_1 = wait_stream(0, 1)
+record_stream_1 = record_stream(to_1, 0)
+mul_2 = mul(to_1, l_w_)
+add_1 = add(add, mul_2)
+return add_1""")
+
+
+class TestLifetime(StreamTestCase):
+    def test_calls_keep_nothing_alive(self) -> None:
+        """Upstream keeps two objects alive for each call."""
+
+        def fn(x):
+            s, event = torch.cuda.Stream(), torch.cuda.Event()
+            with s:
+                y = x + 1
+                event.record()
+            event.wait()
+            return y, torch.cuda.Event()
+
+        compiled, _ = self.compile(fn)
+        compiled(self.x)
+        gc.collect()
+        before = sum(isinstance(one, (torch.Stream, torch.Event)) for one in gc.get_objects())
+        for _ in range(10):
+            compiled(self.x)
+        gc.collect()
+        after = sum(isinstance(one, (torch.Stream, torch.Event)) for one in gc.get_objects())
+        self.assertEqual(before, after)
+        self.assertEqual(torch._dynamo.graph_bytecode_inputs.keep_alive, [])
+
+    def test_callers_objects_are_released_after_the_call(self) -> None:
+        def fn(x, event):
+            event.record()
+            return x + 1
+
+        compiled, _ = self.compile(fn)
+        compiled(self.x, torch.cuda.Event())
+        event = torch.cuda.Event()
+        alive = weakref.ref(event)
+        compiled(self.x, event)
+        del event
+        self.assertIsNone(alive())
+        self.assertIsNone(objects.current())
+
+    def test_objects_of_the_frame_go_with_the_code(self) -> None:
+        def make():
+            def fn(x):
+                event = torch.cuda.Event()
+                event.record()
+                return x + 1
+
+            return fn
+
+        compiled, _ = self.compile(make())
+        compiled(self.x)
+        owned = [one for one in gc.get_objects() if type(one) is objects.Owned]
+        self.assertEqual(len(owned), 1)
+        alive = weakref.ref(owned.pop())
+        torch._dynamo.reset()
+        del compiled
+        gc.collect()
+        self.assertIsNone(alive())
+
+    def test_nested_call_does_not_disturb_the_outer_graph(self) -> None:
+        """While a graph runs, a function is called that is compiled then and there."""
+        outer_event, inner_event = torch.cuda.Event(), torch.cuda.Event()
+
+        def inner(x):
+            inner_event.record()
+            return x + 1
+
+        inner_compiled, inner_graphs = self.compile(inner)
+        seen: list[object] = []
+
+        def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            def run(*inputs: Any) -> Any:
+                seen.append(objects.get(1))
+                inner_compiled(self.x)
+                seen.append(objects.get(1))
+                return gm.forward(*inputs)
+
+            return run
+
+        def outer(x):
+            outer_event.record()
+            return x * 2, torch.cuda.Event()
+
+        torch.compile(outer, backend=backend, fullgraph=True)(self.x)
+        self.assertEqual(len(inner_graphs.texts), 1)
+        self.assertIs(seen[0], outer_event)
+        self.assertIs(seen[1], outer_event)
+
+    def test_failing_nested_call_puts_the_outer_table_back(self) -> None:
+        def fn(x, event):
+            event.record()
+            return x + 1
+
+        def fails(*inputs: Any) -> Any:
+            raise ZeroDivisionError
+
+        leave = objects.enter(self.s)
+        with self.assertRaises(ZeroDivisionError):
+            torch.compile(fn, backend=lambda gm, inputs: fails)(self.x, torch.cuda.Event())
+        self.assertIs(objects.get(0), self.s)
+        leave()
+
+    def test_graph_break_between_two_compiled_functions(self) -> None:
+        a, b = torch.cuda.Event(), torch.cuda.Event()
+
+        def inner(x):
+            b.record(self.s2)
+            return x * 2
+
+        inner_compiled = torch.compile(inner, backend="eager")
+        uncompiled = torch._dynamo.disable(inner_compiled, recursive=False)
+
+        def outer(x):
+            y = x + 1
+            a.record(self.s)
+            y = uncompiled(y)
+            a.record(self.s)
+            return y
+
+        compiled, _ = self.compile(outer, fullgraph=False)
+        log = self.during(lambda: compiled(self.x))
+        self.assertEqual(
+            [line.split(" on ")[-1] for line in log if "record" in line],
+            [f"stream {s.stream_id}" for s in (self.s, self.s2, self.s)],
+        )
+
+    def test_threads_do_not_share_the_table(self) -> None:
+        barrier = threading.Barrier(2, timeout=30)
+        failures: list[str] = []
+
+        def worker(stream: torch.cuda.Stream, number: int) -> None:
+            leave = objects.enter(stream, number)
+            for _ in range(50):
+                barrier.wait()
+                if objects.get(0) is not stream or objects.get(1) != number:
+                    failures.append(f"thread {number} saw {objects.get(1)}")
+            leave()
+
+        threads = [threading.Thread(target=worker, args=(s, n)) for n, s in enumerate((self.s, self.s2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+    def test_each_thread_has_its_own_event_of_the_frame(self) -> None:
+        owned = objects.Owned(torch.cuda.Event, (), {})
+        made = [owned.resolve(), owned.resolve()]
+        thread = threading.Thread(target=lambda: made.append(owned.resolve()))
+        thread.start()
+        thread.join()
+        self.assertIs(made[0], made[1])
+        self.assertIsNot(made[0], made[2])
+
+    def test_backward_uses_the_objects_of_its_forward(self) -> None:
+        """Two forwards before one backward; upstream gives it the objects of the first frame of the process."""
+        leave = objects.enter(objects.ambient(), self.s)
+        snapshot = objects.snapshot()
+        leave()
+        leave = objects.enter(objects.ambient(), self.s2)
+        with self.s2:
+            for index, value in snapshot.items():
+                objects.put(index, value)
+        self.assertEqual([objects.get(0), objects.get(1)], [self.s2, self.s])
+        leave()
+
+    def test_look_up_outside_a_call_is_an_error(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "outside the call"):
+            objects.get(0)
+
+
+class TestGraphBreaks(StreamTestCase):
+    def test_break_in_a_block_keeps_both_halves_compiled(self) -> None:
+        """Upstream runs the whole frame eagerly."""
+        s = self.s
+        seen = []
+
+        @torch._dynamo.disable
+        def look():
+            seen.append(torch.cuda.current_stream())
+
+        def fn(x):
+            with torch.cuda.stream(s):
+                y = x + 1
+                look()
+                y = y * 2
+            return y - 3
+
+        _, graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+return add
+----
+mul = mul(l_y_, 2) @1
+sub = sub(mul, 3)
+return sub""",
+        )
+        self.assertEqual(seen, [s])
+        self.assertEqual(torch.cuda.current_stream(), torch.cuda.default_stream())
+
+    def test_break_in_a_block_compiles_once(self) -> None:
+        def fn(x, s):
+            with torch.cuda.stream(s):
+                y = x + 1
+                torch._dynamo.graph_break()
+                y = y * 2
+            return y - 3
+
+        compiled, graphs = self.compile(fn, fullgraph=False)
+        for stream in (self.s, self.s2, torch.cuda.Stream()):
+            log = self.during(lambda: compiled(self.x, stream))
+            self.assertIn(f"set stream {stream.stream_id}", log)
+        self.assertEqual(len(graphs.texts), 2)
+
+    def test_break_in_nested_blocks(self) -> None:
+        s, s2 = self.s, self.s2
+        seen = []
+
+        @torch._dynamo.disable
+        def look():
+            seen.append(torch.cuda.current_stream())
+
+        def fn(x):
+            with s:
+                y = x + 1
+                with torch.cuda.stream(s2), s:
+                    look()
+                    y = y * 2
+                look()
+                y = y - 3
+            look()
+            return y / 4
+
+        _, graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+return add
+----
+mul = mul(l_y_, 2) @1
+return mul
+----
+sub = sub(l_y_, 3) @1
+return sub
+----
+truediv = truediv(l_y_, 4)
+return truediv""",
+        )
+        self.assertEqual(seen, [s, s, torch.cuda.default_stream()])
+
+    def test_break_in_a_block_of_a_stream_of_the_frame(self) -> None:
+        def fn(x):
+            s = torch.cuda.Stream()
+            with s:
+                y = x + 1
+                torch._dynamo.graph_break()
+                y = y * 2
+            return y, s
+
+        _, graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+return add
+----
+mul = mul(l_y_, 2) @1
+return mul""",
+        )
+
+    def test_stream_alive_across_a_break_stays_a_stream(self) -> None:
+        """pytorch#187472, #184487: it became a StreamContext, and waits after the break were left out."""
+
+        def fn(x, s):
+            local = s
+            event = torch.cuda.Event()
+            with local:
+                y = x + 1
+                event.record()
+            torch._dynamo.graph_break()
+            event.wait()
+            y.record_stream(local)
+            return y * 2, local
+
+        (_, local), graphs = self.trace(fn, self.x, self.s, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @2
+record_event = record_event(1, 2) @2
+return add
+----
+wait_event = wait_event(1, 0)
+record_stream = record_stream(l_y_, 2)
+mul = mul(l_y_, 2)
+return mul""",
+        )
+        self.assertIs(local, self.s)
+
+    def test_context_made_before_a_break_and_entered_after(self) -> None:
+        s = self.s
+
+        def fn(x):
+            context = torch.cuda.stream(s)
+            y = x + 1
+            torch._dynamo.graph_break()
+            with context:
+                return y * 2
+
+        _, graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1)
+return add
+----
+mul = mul(l_y_, 2) @1
+return mul""",
+        )
+
+    def test_set_stream_before_a_break_holds_for_it_and_after(self) -> None:
+        s = self.s
+        seen = []
+
+        @torch._dynamo.disable
+        def look():
+            seen.append(torch.cuda.current_stream())
+
+        def fn(x):
+            torch.cuda.set_stream(s)
+            y = x + 1
+            look()
+            return y * 2, torch.cuda.current_stream()
+
+        (_, current), graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+return add
+----
+mul = mul(l_y_, 2)
+return mul""",
+        )
+        self.assertEqual([*seen, current, torch.cuda.current_stream()], [s, s, s])
+
+    def test_set_stream_inside_a_block_holds_across_a_break(self) -> None:
+        s, s2 = self.s, self.s2
+        seen = []
+
+        @torch._dynamo.disable
+        def look():
+            seen.append(torch.cuda.current_stream())
+
+        def fn(x):
+            with s:
+                torch.cuda.set_stream(s2)
+                y = x + 1
+                look()
+                y = y * 2
+            return y - 3
+
+        _, graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @2
+return add
+----
+mul = mul(l_y_, 2) @1
+sub = sub(mul, 3)
+return sub""",
+        )
+        self.assertEqual([*seen, torch.cuda.current_stream()], [s2, torch.cuda.default_stream()])
+
+    def test_data_dependent_branch_in_a_block(self) -> None:
+        s = self.s
+
+        def fn(x, event):
+            with s:
+                y = x + 1
+                if event.query():
+                    y = y * 2
+                else:
+                    y = y * 3
+                y = y - 4
+            return y
+
+        _, graphs = self.trace(fn, self.x, torch.cuda.Event(), fullgraph=False)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+add = add(l_x_, 1) @1
+query_event_default = query_event(2) @1
+item = item(query_event_default) @1
+ne = ne(item, 0) @1
+return ne, add
+----
+mul = mul(l_y_, 2) @1
+sub = sub(mul, 4) @1
+return sub""",
+        )
+
+
+class TestTwoDevices(StreamTestCase):
+    devices = 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.x1 = torch.empty(8, device="cuda:1")
+        self.t = torch.cuda.Stream(device=1)
+
+    def test_current_stream_of_the_other_device_is_not_index_0(self) -> None:
+        def fn(x):
+            here, there = torch.cuda.current_stream(), torch.cuda.current_stream(1)
+            there.wait_stream(here)
+            return x + 1, there, torch.cuda.current_stream(torch.device("cuda:1")) == there, here == there
+
+        compiled, graphs = self.compile(fn)
+        _, there, same, equal = compiled(self.x)
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+wait_stream = wait_stream(1, 0)
+add = add(l_x_, 1)
+return add""",
+        )
+        self.assertEqual((there, same, equal), (torch.cuda.current_stream(1), True, False))
+        with torch.cuda.stream(self.t):
+            pass
+        with torch.cuda.device(1):
+            torch.cuda.set_stream(self.t)
+        self.assertEqual(compiled(self.x)[1], self.t)
+
+    def test_entering_a_stream_of_the_other_device_makes_it_current(self) -> None:
+        t = self.t
+
+        def fn(x, x1):
+            with torch.cuda.stream(t):
+                y1 = x1 + 1
+                z1 = torch.ones(8, device="cuda")
+                inside = torch.cuda.current_stream()
+                other = torch.cuda.current_stream(0)
+            return y1, z1, inside, other, torch.cuda.current_stream()
+
+        compiled, _ = self.compile(fn)
+        _, z1, inside, other, after = compiled(self.x, self.x1)
+        self.assertEqual(z1.device, torch.device("cuda:1"))
+        self.assertEqual((inside, other, after), (t, torch.cuda.default_stream(0), torch.cuda.default_stream(0)))
+        self.assertEqual(torch.cuda.current_device(), 0)
+
+    def test_device_context_changes_what_is_current(self) -> None:
+        def fn(x):
+            with torch.cuda.device(1):
+                event = torch.cuda.current_stream().record_event()
+                torch.cuda.synchronize()
+                default = torch.cuda.default_stream()
+            event.wait()
+            torch.cuda.synchronize()
+            return x + 1, default
+
+        (_, default), graphs = self.trace_loosely(fn, self.x)
+        self.assertIn("record_event = record_event(2, 1)", str(graphs))
+        self.assertIn("synchronize_device(cuda, 1)", str(graphs))
+        self.assertIn("synchronize_device(cuda, None)", str(graphs))
+        self.assertEqual(default, torch.cuda.default_stream(1))
+
+    def trace_loosely(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Graphs]:
+        """Dynamo executes device contexts while it traces, so the log is not empty."""
+        compiled, graphs = self.compile(fn)
+        return compiled(*args), graphs
+
+    def test_set_stream_of_the_other_device_is_refused(self) -> None:
+        def fn(x, t):
+            torch.cuda.set_stream(t)
+            return x + 1
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "set_stream also changes the current device"):
+            self.trace(fn, self.x, self.t)
+        torch.compile(fn, backend="eager")(self.x, self.t)
+        self.assertEqual((torch.cuda.current_device(), torch.cuda.current_stream()), (1, self.t))
+
+
+class TestSwitch(StreamTestCase):
+    def test_off_gives_upstreams_handling_back(self) -> None:
+        from torch_overlay import config
+
+        def fn(x):
+            with torch.cuda.stream(None):
+                return x + 1
+
+        with config.patch(streams=False):
+            with self.assertRaises(Exception):
+                self.trace(fn, self.x)
+        torch._dynamo.reset()
+        self.trace(fn, self.x)
+
+    def test_program_without_streams_has_no_trace_of_them(self) -> None:
+        counter = CompileCounter()
+
+        def fn(x):
+            return x + 1
+
+        torch.compile(fn, backend=counter, fullgraph=True)(self.x)
+        self.assertEqual((counter.frame_count, counter.op_count), (1, 1))
+
+
+if __name__ == "__main__":
+    from torch._dynamo.test_case import run_tests
+
+    run_tests()

@@ -1,0 +1,390 @@
+"""Properties of the stream planner, checked against brute force, and the plans of small schedules as tables.
+
+The planner imports no torch, and neither do these tests: they run in milliseconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+import unittest
+from pathlib import Path
+
+import expecttest
+from hypothesis import given, settings, strategies as st
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form  # noqa: E402, F401
+
+from torch_overlay._inductor import stream_planner as planner  # noqa: E402
+
+
+Buffer, Op, plan_streams = planner.Buffer, planner.Op, planner.plan_streams
+ENTRY, HOST = planner.ENTRY, planner.HOST
+
+
+def happens_before(plan, events):
+    """Reachability over the launches, the entry and exit of each stream, and the caller's events, as sets of predecessors.
+
+    Points: ("op", i), ("entry", stream), ("exit", stream), ("token", name). Works on the events alone, not on clocks.
+    """
+    count = len(plan.ops)
+    waits = {}  # (position, stream) -> records
+    for e in events:
+        for position, stream in e.waits:
+            waits.setdefault((position, stream), []).append((e.after, e.stream))
+    boundary = {}
+    for w in plan.boundary_waits:
+        boundary.setdefault((w.before, w.stream), []).append(w.token)
+    streams = set(plan.streams) | {int(t[1:]) for op in plan.ops for t in op.before if t[0] == "s"}
+    state = {s: {("entry", s)} for s in streams}
+    state[HOST] = set()
+    done = {}
+    entry_state = {s: frozenset(state[s]) for s in streams}
+
+    def arrive(position, stream):
+        for after, source in waits.get((position, stream), ()):
+            state[stream] |= entry_state[source] if after == ENTRY else done[after]
+        for token in boundary.get((position, stream), ()):
+            state[stream].add(("token", token))
+
+    for i, op in enumerate(plan.ops):
+        if op.stream is None:
+            continue
+        state.setdefault(op.stream, {("entry", op.stream)})
+        if op.stream != HOST:
+            state[op.stream] |= state[HOST]
+        arrive(i, op.stream)
+        if op.waits:
+            for j in range(i):
+                if set(plan.ops[j].before) & set(op.requires) and j in done:
+                    state[op.stream] |= done[j]
+        state[op.stream].add(("op", i))
+        done[i] = frozenset(state[op.stream])
+        if op.blocking:
+            state[HOST] |= done[i]
+    for s in sorted(streams):
+        arrive(count, s)
+        done[("exit", s)] = frozenset(state[s])
+    return done
+
+
+def obligations(plan, buffers):
+    """Every (earlier point, later point) that must be ordered, found by looking at all pairs."""
+    members = {}
+    taken = {}
+    accesses = []
+    found = set()
+    fresh = {v: b for b in buffers if b.fresh for v in (b.name, *b.views)}
+    last_on = {}
+    for i, op in enumerate(plan.ops):
+        if op.stream is None:
+            parts = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.reads | op.writes))
+            for n in op.writes:
+                members[n] = parts
+            continue
+        reads = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.reads))
+        writes = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.writes))
+        for j, r, w in accesses:
+            if (w & reads) or (w & writes) or (r & writes):
+                found.add((("op", j), i))
+        for name in op.writes:
+            b = fresh.get(name)
+            if b is None:
+                continue
+            taken.setdefault(b.name, last_on.get(b.stream))
+            first = not any(members.get(name, frozenset((name,))) & (r | w) for _, r, w in accesses)
+            if op.stream not in (HOST, b.stream) and first:
+                found.add((("entry", b.stream), i))
+                if taken[b.name] is not None:
+                    found.add((("op", taken[b.name]), i))
+        for token in op.requires:
+            if not op.waits:
+                found |= {(("op", j), i) for j in range(i) if token in plan.ops[j].before}
+        for token in op.after:
+            found.add(((("entry", int(token[1:])) if token[0] == "s" else ("token", token)), i))
+        accesses.append((i, reads, writes))
+        last_on[op.stream] = i
+    for i, op in enumerate(plan.ops):
+        for token in op.before:
+            if token[0] == "s":
+                found.add((("op", i), ("exit", int(token[1:]))))
+    return found
+
+
+def missing(plan, events, buffers):
+    done = happens_before(plan, events)
+    return {
+        (a, b)
+        for a, b in obligations(plan, buffers)
+        if a not in done[b] and not (a[0] == "op" and plan.ops[a[1]].stream == HOST)
+    }
+
+
+NAMES = [f"b{i}" for i in range(6)]
+
+
+@st.composite
+def schedules(draw):
+    """Random schedules: up to five streams, the host, blocking copies, mutations, foreign memory, boundary effects."""
+    streams = draw(st.integers(2, 5))
+    ops = []
+    count = draw(st.integers(1, 14))
+    kept = 0
+    for i in range(count):
+        stream = draw(st.sampled_from([*range(streams), *range(streams), HOST]))
+        reads = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=3)))
+        writes = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=2)))
+        after = before = requires = frozenset()
+        blocking = False
+        if stream != HOST:
+            others = [f"s{s}" for s in range(streams) if s != stream]
+            after = frozenset(draw(st.lists(st.sampled_from([*others, "e9"]), max_size=2)))
+            before = frozenset(draw(st.lists(st.sampled_from([*others, "e7.0", "h0"]), max_size=2)))
+            blocking = draw(st.integers(0, 9)) == 0
+            if kept < 2 and draw(st.integers(0, 5)) == 0:
+                kept += 1
+                requires, before = frozenset(("e7.0" if kept == 1 else "h0",)), frozenset()
+                reads = writes = frozenset()
+        ops.append(Op(f"op{i}", stream, reads, writes, after, before, requires, blocking))
+    buffers = [
+        Buffer(n, draw(st.integers(0, streams - 1)), fresh=draw(st.booleans()))
+        for n in draw(st.lists(st.sampled_from(NAMES), unique=True))
+    ]
+    return ops, buffers
+
+
+class TestStreamPlannerProperties(unittest.TestCase):
+    @settings(max_examples=600, deadline=None)
+    @given(schedules())
+    def test_every_conflicting_pair_and_boundary_effect_is_ordered(self, schedule):
+        ops, buffers = schedule
+        plan = plan_streams(ops, buffers)
+        self.assertEqual(missing(plan, plan.events, buffers), set(), plan.table())
+
+    @settings(max_examples=400, deadline=None)
+    @given(schedules())
+    def test_without_any_one_wait_something_is_unordered(self, schedule):
+        ops, buffers = schedule
+        plan = plan_streams(ops, buffers)
+        for event in plan.events:
+            for wait in event.waits:
+                rest = tuple(w for w in event.waits if w != wait)
+                events = [
+                    planner.Event(e.index, e.after, e.stream, rest) if e.index == event.index else e for e in plan.events
+                ]
+                self.assertTrue(missing(plan, events, buffers), f"ev{event.index} wait {wait} is redundant\n{plan.table()}")
+        for boundary in plan.boundary_waits:
+            others = tuple(w for w in plan.boundary_waits if w != boundary)
+            smaller = planner.Plan(plan.ops, plan.events, others)
+            self.assertTrue(missing(smaller, plan.events, buffers), f"{boundary} is redundant\n{plan.table()}")
+
+    @settings(max_examples=400, deadline=None)
+    @given(schedules())
+    def test_memory_is_given_back_behind_every_access(self, schedule):
+        """At the release point the buffer's stream is ordered after each access, and the point before was too early."""
+        ops, buffers = schedule
+        plan = plan_streams(ops, buffers)
+        done = happens_before(plan, plan.events)
+        for buffer in buffers:
+            uses = [i for i, op in enumerate(ops) if buffer.name in op.reads | op.writes and op.stream != HOST]
+            foreign = [("op", i) for i in uses if ops[i].stream != buffer.stream]
+            own = [i for i, op in enumerate(ops) if op.stream == buffer.stream]
+            everywhere = [i for i, op in enumerate(ops) if buffer.name in op.reads | op.writes]
+            position = plan.release.get(buffer.name)
+            if position is None:
+                if foreign:
+                    behind = max(i for i in own if i <= max(everywhere))
+                    self.assertTrue(set(foreign) <= done[behind], plan.table())
+            elif position < len(ops):
+                self.assertTrue(set(foreign) <= done[position], plan.table())
+                for earlier in own:
+                    if max(everywhere) < earlier < position:
+                        self.assertFalse(set(foreign) <= done[earlier], plan.table())
+            elif buffer.name not in plan.unordered_at_exit and ("exit", buffer.stream) in done:
+                self.assertTrue(set(foreign) <= done[("exit", buffer.stream)], plan.table())
+
+    @settings(max_examples=200, deadline=None)
+    @given(schedules())
+    def test_the_plan_is_a_function_of_its_input(self, schedule):
+        ops, buffers = schedule
+        self.assertEqual(plan_streams(ops, buffers), plan_streams(list(ops), tuple(buffers)))
+
+    def test_needs_no_torch(self):
+        tree = ast.parse(Path(planner.__file__).read_text())
+        imported = {
+            name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        }
+        self.assertEqual(imported, {"__future__", "collections", "dataclasses", "typing"})
+
+
+class TestStreamPlannerTables(expecttest.TestCase):
+    def plan(self, *ops, buffers=(), promised=None):
+        return plan_streams(ops, buffers, promised)
+
+    def test_one_stream_needs_no_event(self):
+        plan = self.plan(Op("a", 0, writes=frozenset("x")), Op("b", 0, reads=frozenset("x")))
+        self.assertEqual((plan.events, plan.boundary_waits, plan.release), ((), (), {}))
+
+    def test_read_after_write_across_streams(self):
+        plan = self.plan(
+            Op("produce", 1, writes=frozenset("x")),
+            Op("consume", 0, frozenset("x"), frozenset("y")),
+            buffers=[Buffer("x", 1), Buffer("y", 0)],
+        )
+        self.assertExpectedInline(
+            plan.table(),
+            """\
+   stream  operation  waits before  records after
+           entry
+0  1       produce                  ev0@1
+1  0       consume    ev0@0
+           exit
+free x (stream 1) after exit""",
+        )
+
+    def test_diamond_shares_the_fork_event(self):
+        fork = frozenset(("s0",))
+        plan = self.plan(
+            Op("left", 1, frozenset("x"), frozenset("l"), after=fork),
+            Op("right", 2, frozenset("x"), frozenset("r"), after=fork),
+            Op("join", 0, frozenset("lr"), frozenset("o")),
+            buffers=[Buffer("l", 1), Buffer("r", 2), Buffer("o", 0)],
+        )
+        self.assertExpectedInline(
+            plan.table(),
+            """\
+   stream  operation  waits before  records after
+           entry                    ev0@0
+0  1       left       ev0@1         ev1@1
+1  2       right      ev0@2         ev2@2
+2  0       join       ev1@0 ev2@0
+           exit
+free l (stream 1) after exit
+free r (stream 2) after exit""",
+        )
+
+    def test_order_that_is_implied_is_not_emitted_again(self):
+        plan = self.plan(
+            Op("a", 0, writes=frozenset("x")),
+            Op("b", 1, frozenset("x"), frozenset("y")),
+            Op("c", 2, frozenset("xy"), frozenset("z")),
+            Op("d", 0, frozenset("yz")),
+        )
+        self.assertExpectedInline(
+            plan.table(),
+            """\
+   stream  operation  waits before  records after
+           entry
+0  0       a                        ev0@0
+1  1       b          ev0@1         ev1@1
+2  2       c          ev1@2         ev2@2
+3  0       d          ev2@0
+           exit""",
+        )
+
+    def test_write_after_read_by_another_stream_waits(self):
+        plan = self.plan(Op("read", 1, frozenset("x")), Op("overwrite", 0, writes=frozenset("x")))
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 1, ((1, 0),))])
+
+    def test_memory_read_by_another_stream_is_freed_behind_it(self):
+        plan = self.plan(
+            Op("make", 0, writes=frozenset("x")),
+            Op("use", 1, frozenset("x"), frozenset("y")),
+            Op("other", 0, writes=frozenset("z")),
+            Op("join", 0, frozenset("y"), frozenset("w")),
+            buffers=[Buffer("x", 0), Buffer("y", 1), Buffer("z", 0), Buffer("w", 0)],
+        )
+        self.assertEqual(plan.release, {"x": 3, "y": 4})
+
+    def test_host_read_of_a_copy_waits_on_the_host(self):
+        plan = self.plan(Op("d2h", 1, frozenset("x"), frozenset("h")), Op("cpu", HOST, frozenset("h"), frozenset("r")))
+        self.assertExpectedInline(
+            plan.table(),
+            """\
+   stream  operation  waits before  records after
+           entry
+0  1       d2h                      ev0@1
+1  host    cpu        ev0@host
+           exit""",
+        )
+
+    def test_launches_after_a_host_wait_need_no_event(self):
+        plan = self.plan(
+            Op("d2h", 1, frozenset("x"), frozenset("h")),
+            Op("cpu", HOST, frozenset("h"), frozenset("r")),
+            Op("overwrite", 2, writes=frozenset("x")),
+        )
+        self.assertEqual(plan.num_waits, 1)
+
+    def test_callers_event_is_waited_for_once(self):
+        after = frozenset(("e5",))
+        plan = self.plan(Op("a", 1, frozenset("x"), after=after), Op("b", 1, frozenset("x"), after=after))
+        self.assertEqual([(w.before, w.stream, w.token) for w in plan.boundary_waits], [(0, 1, "e5")])
+
+    def test_unjoined_work_stays_unjoined(self):
+        plan = self.plan(Op("prefetch", 1, frozenset("h"), frozenset("d")), buffers=[Buffer("d", 1)])
+        self.assertEqual((plan.events, plan.boundary_waits), ((), ()))
+
+    def test_work_that_the_user_joined_is_joined_at_the_exit(self):
+        plan = self.plan(Op("mutate", 1, frozenset("x"), frozenset("x"), before=frozenset(("s0",))))
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 1, ((1, 0),))])
+
+    def test_join_of_a_stream_without_work_is_kept(self):
+        plan = self.plan(Op("a", 0), promised={0: frozenset(("s1",))})
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(ENTRY, 1, ((1, 0),))])
+
+    def test_branches_into_one_concatenation_stay_parallel(self):
+        plan = self.plan(
+            Op("left", 1, frozenset("x"), frozenset(("l",)), after=frozenset(("s0",))),
+            Op("right", 2, frozenset("x"), frozenset(("r",)), after=frozenset(("s0",))),
+            Op("cat", None, frozenset(("l", "r")), frozenset(("c",))),
+            Op("use", 0, frozenset(("c",)), frozenset(("o",))),
+            buffers=[Buffer("c", 0, views=frozenset(("l", "r"))), Buffer("o", 0)],
+        )
+        waits = {(e.after, at, s) for e in plan.events for at, s in e.waits}
+        self.assertEqual(waits, {(ENTRY, 0, 1), (ENTRY, 1, 2), (0, 3, 0), (1, 3, 0)})
+
+    def test_a_block_of_another_stream_is_taken_behind_that_streams_work(self):
+        plan = self.plan(
+            Op("busy", 0, writes=frozenset("a")),
+            Op("write", 1, writes=frozenset("b")),
+            buffers=[Buffer("a", 0), Buffer("b", 0)],
+        )
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 0, ((1, 1),))])
+
+    def test_record_of_the_users_event_covers_joined_streams(self):
+        token = frozenset(("e3.0",))
+        plan = self.plan(
+            Op("side", 1, writes=frozenset("x"), before=token),
+            Op("main", 0, writes=frozenset("y"), before=token),
+            Op("record_event", 0, requires=token),
+        )
+        self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((2, 0),))])
+
+
+class TestBruteForce(unittest.TestCase):
+    def test_the_check_sees_a_missing_wait(self):
+        """The oracle of the properties above is itself able to fail."""
+        ops = [Op("a", 1, writes=frozenset("x")), Op("b", 0, frozenset("x"))]
+        plan = plan_streams(ops)
+        self.assertEqual(missing(plan, plan.events, []), set())
+        self.assertEqual(missing(plan, [], []), {(("op", 0), 1)})
+
+    def test_all_small_programs_on_two_streams(self):
+        """Exhaustive: three operations, two streams, one or two buffers, every combination of reads and writes."""
+        kinds = [(frozenset(r), frozenset(w)) for r, w in itertools.product(("", "x", "y"), repeat=2)]
+        for streams in itertools.product((0, 1), repeat=3):
+            for uses in itertools.product(kinds, repeat=3):
+                ops = [Op(f"op{i}", s, r, w) for i, (s, (r, w)) in enumerate(zip(streams, uses))]
+                plan = plan_streams(ops)
+                self.assertEqual(missing(plan, plan.events, []), set(), plan.table())
+
+
+if __name__ == "__main__":
+    unittest.main()

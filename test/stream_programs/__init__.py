@@ -1,0 +1,13 @@
+"""A corpus of programs with streams and events, for tests that only compile and for tests that run on a GPU.
+
+- idioms: every way to write a stream program that PyTorch's users have
+- waiting: events and streams that the host asks or waits for, and copies between host and device
+- hazards: what upstream's users reported, each named after what went wrong
+- compute: kinds of computation that reach the device in their own way, and larger programs
+"""
+
+from stream_programs._program import by_name, Instance, Program, PROGRAMS
+from stream_programs import compute, hazards, idioms, waiting  # noqa: F401  (they register their programs)
+
+
+__all__ = ["Instance", "PROGRAMS", "Program", "by_name"]

@@ -1,0 +1,176 @@
+"""What a program of the corpus is, and what it is built with.
+
+A program is a function that a user might compile, together with all that a test needs to run it honestly: how to make the
+function and its streams, how to make inputs, and what a correct caller does before reading the results (`finish`).
+
+    program = by_name("event_returned")
+    instance = program.instance(program.compiler("reduce-overhead"))
+    outputs = instance.finish(inputs, instance.fn(*inputs))
+
+`instance()` without a compiler is the same program in eager, the oracle. Every instance has its own streams, events and
+parameters, made from one seed, so two instances never share state and compute the same values. Tensors hold small whole
+numbers, whose sums and products are exact in every dtype used here: results are compared bit by bit, in any order of
+summation, unless a program states a tolerance.
+
+`sleeps=True` puts operators that keep the stream busy at the places that a program calls `sleep`: a kernel that starts too
+early then reads what isn't there yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stream_programs import _ops
+
+
+Inputs = tuple[Any, ...]
+MakeInputs = Callable[[str, torch.Generator], Inputs]
+
+
+class Kit:
+    """What `build` functions make streams, parameters and frames with."""
+
+    def __init__(self, compiler: Callable[..., Any] | None, sleeps: bool) -> None:
+        self.compiler = compiler
+        self.streams: list[torch.Stream] = []
+        self.sleep = _ops.asleep if sleeps else _ops.awake
+        self.generator = torch.Generator().manual_seed(20)
+
+    def stream(self, cls: type[torch.Stream] = torch.cuda.Stream, **kwargs: Any) -> Any:
+        """A stream that a test may delay."""
+        if cls is torch.Stream:
+            kwargs.setdefault("device", "cuda")
+        self.streams.append(cls(**kwargs))
+        return self.streams[-1]
+
+    def parameter(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return whole_numbers(*shape, dtype=dtype)("cuda", self.generator)
+
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """For programs of several frames, which compile their parts themselves."""
+        return fn if self.compiler is None else self.compiler(fn)
+
+
+@dataclasses.dataclass
+class Instance:
+    program: Program
+    fn: Callable[..., Any]
+    streams: list[torch.Stream]
+
+    def finish(self, inputs: Inputs, outputs: Any) -> Any:
+        """What a correct caller does on its current stream, so that it may read outputs and mutated inputs there."""
+        return outputs if self.program.finish is None else self.program.finish(self, inputs, outputs)
+
+    def join(self) -> None:
+        """The current stream waits for every side stream of the program."""
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`hazard` says what goes wrong in a compiler that gets this program wrong; `#n` is an issue of pytorch/pytorch."""
+
+    name: str
+    hazard: str
+    build: Callable[[Kit], Callable[..., Any]]
+    make_inputs: MakeInputs
+    finish: Callable[[Instance, Inputs, Any], Any] | None = None
+    fullgraph: bool = True
+    frames: bool = False
+    modes: tuple[str | None, ...] = (None, "reduce-overhead")
+    dynamic: bool | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    devices: int = 1
+    tolerance: float = 0.0
+    random: bool = False
+    host_reads: bool = False
+    group: str = ""
+
+    def instance(self, compiler: Callable[..., Any] | None = None, sleeps: bool = False) -> Instance:
+        kit = Kit(compiler, sleeps)
+        fn = self.build(kit)
+        return Instance(self, fn if self.frames else kit.compile(fn), kit.streams)
+
+    def compiler(self, mode: str | None = None) -> Callable[..., Any]:
+        options: dict[str, Any] | None = None
+        if self.options:
+            options = {**(torch._inductor.list_mode_options(mode, self.dynamic) if mode else {}), **self.options}
+            mode = None
+        return functools.partial(
+            torch.compile, mode=mode, options=options, fullgraph=self.fullgraph, dynamic=self.dynamic
+        )
+
+
+PROGRAMS: list[Program] = []
+
+
+def program(hazard: str, inputs: MakeInputs | None = None, **fields: Any) -> Callable[..., Program]:
+    """Decorates a build function: its name is the program's, its module's the group."""
+
+    def register(build: Callable[[Kit], Callable[..., Any]]) -> Program:
+        module = inspect.getmodule(build)
+        group = module.__name__.rpartition(".")[2] if module else ""
+        made = Program(build.__name__, hazard, build, inputs or matrices(1), group=group, **fields)
+        PROGRAMS.append(made)
+        return made
+
+    return register
+
+
+def by_name(name: str) -> Program:
+    return next(p for p in PROGRAMS if p.name == name)
+
+
+# ---- inputs
+
+
+def whole_numbers(
+    *shape: int, dtype: torch.dtype = torch.float32, low: int = -2, high: int = 2, pinned: bool = False, on: str = ""
+) -> Callable[[str, torch.Generator], torch.Tensor]:
+    """A tensor of whole numbers from low to high, on the device of the test or on the device `on`."""
+
+    def make(device: str, generator: torch.Generator) -> torch.Tensor:
+        values = torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+        return values.pin_memory() if pinned else values.to(on or device)
+
+    return make
+
+
+def tensors(*makers: Callable[[str, torch.Generator], Any]) -> MakeInputs:
+    return lambda device, generator: tuple(make(device, generator) for make in makers)
+
+
+def matrices(count: int, size: int = 64, **kwargs: Any) -> MakeInputs:
+    return tensors(*[whole_numbers(size, size, **kwargs)] * count)
+
+
+# ---- callers
+
+
+def joins_all(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    """A caller that joins the program's side streams before it reads."""
+    instance.join()
+    return outputs
+
+
+def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    """A caller that waits on the host, as it must before it reads host memory that a copy fills."""
+    torch.cuda.synchronize()
+    return outputs
+
+
+def picks(*indices: int) -> Callable[[Instance, Inputs, Any], Any]:
+    """A caller that reads only some of the outputs."""
+    get = operator.itemgetter(*indices)
+    return lambda instance, inputs, outputs: get(outputs)
+
+
+__all__: Sequence[str] = ["Instance", "Kit", "PROGRAMS", "Program", "by_name", "program"]

@@ -1,0 +1,580 @@
+"""Kinds of computation that reach the device in their own way, and larger programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stream_programs._program import joins_all, Kit, matrices, program, tensors, whole_numbers
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+
+if triton is not None:
+
+    @triton.jit
+    def _scale_kernel(source, target, factor, count, BLOCK: tl.constexpr):
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < count
+        tl.store(target + offsets, tl.load(source + offsets, mask=inside) * factor, mask=inside)
+
+    def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, factor, x.numel(), BLOCK=1024)
+        return out
+
+    @program("a Triton kernel of the user is launched on the stream of its block")
+    def user_triton_kernel(k: Kit) -> Any:
+        side, sleep = k.stream(), k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            x = sleep(x + 1)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a = _scale(sleep(x), 3.0)
+            b = _scale(x, 2.0)
+            current.wait_stream(side)
+            return _scale(a + b, 2.0)
+
+        return fn
+
+
+# ---- kinds of kernels
+
+
+@program("a custom operator sees its block's stream as the current one")
+def custom_operator(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        x = torch.ops.overlay_test.double(sleep(x))
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.ops.overlay_test.double(sleep(x))
+        b = torch.ops.overlay_test.double(x) + 1
+        current.wait_stream(side)
+        return a + b
+
+    return fn
+
+
+@program("a custom operator that mutates, on a side stream")
+def mutating_custom_operator(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        total = x * 2
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            torch.ops.overlay_test.add_to(total, sleep(x))
+            torch.ops.overlay_test.add_to(total, total.clone())
+        current.wait_stream(side)
+        torch.ops.overlay_test.add_to(total, x)
+        return total
+
+    return fn
+
+
+@program("foreach operators with lists on two streams", matrices(4))
+def foreach_on_two_streams(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(*xs):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch._foreach_mul([sleep(x) for x in xs], 3)
+        b = torch._foreach_add(xs, 1)
+        current.wait_stream(side)
+        return torch._foreach_add(a, b)
+
+    return fn
+
+
+@program(
+    "combo kernels put independent kernels into one launch: only those of one stream",
+    tensors(whole_numbers(64, 64), whole_numbers(32, 128), whole_numbers(128, 16), whole_numbers(16, 96)),
+    options={"combo_kernels": True, "benchmark_combo_kernel": False},
+)
+def combo_kernels(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(a, b, c, d):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(a) * 2
+            b = b.sum(-1) + 1
+        c = c * 3
+        d = d.sum(0) - 1
+        current.wait_stream(side)
+        return a, b, c, d
+
+    return fn
+
+
+@program(
+    "a matmul template with an epilogue on each of two streams",
+    matrices(2, 128),
+    options={"max_autotune": True, "max_autotune_gemm_backends": "TRITON"},
+)
+def matmul_templates(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (sleep(x) @ y).relu() + 1
+        b = (y @ x).relu() - 1
+        current.wait_stream(side)
+        return a + b
+
+    return fn
+
+
+@program("a convolution and a pooling on a side stream", tensors(
+    whole_numbers(2, 8, 16, 16)
+))
+def convolution(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = k.parameter(8, 8, 3, 3), k.parameter(8, 8, 1, 1)
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.nn.functional.conv2d(sleep(x), first, padding=1).relu()
+        b = torch.nn.functional.conv2d(x, second)
+        current.wait_stream(side)
+        return torch.nn.functional.max_pool2d(a + b, 2)
+
+    return fn
+
+
+@program("kernels of the fallback kind, with several outputs: sort and topk", tensors(
+    whole_numbers(64, 256, low=-50, high=50)
+))
+def kernels_with_several_outputs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            values, order = torch.sort(sleep(x), stable=True, dim=-1)
+            top, _ = torch.topk(x, 4)
+        current.wait_stream(side)
+        again = torch.gather(x, -1, order)
+        return again - values, top, order
+
+    return fn
+
+
+@program("scatter and index_put with accumulation on a side stream", tensors(
+    whole_numbers(64, 16), lambda device, generator: torch.randint(0, 64, (128,), generator=generator).to(device),
+    whole_numbers(128, 16),
+))
+def scatter_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, index, values):
+        current = torch.cuda.current_stream()
+        total = x * 2
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = total.index_add(0, index, sleep(values))
+            b = total.index_put((index,), values, accumulate=True)
+        current.wait_stream(side)
+        return a + b + total
+
+    return fn
+
+
+@program("reductions: several kernels on each stream, split in two steps", tensors(whole_numbers(8, 65536)))
+def reductions(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x).sum()
+            b = x.amax(-1)
+        c = x.sum(0)
+        current.wait_stream(side)
+        return a + b, c + a
+
+    return fn
+
+
+@program("slices of a concatenation are written by kernels of several streams", matrices(3))
+def concatenation_of_branches(k: Kit) -> Any:
+    streams, sleep = [k.stream() for _ in range(3)], k.sleep
+
+    def fn(*xs):
+        current = torch.cuda.current_stream()
+        parts = []
+        for i, (side, x) in enumerate(zip(streams, xs)):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                parts.append(sleep(x) * (i + 2))
+        for side in streams:
+            current.wait_stream(side)
+        joined = torch.cat(parts, 1)
+        return joined, joined.sum(1)
+
+    return fn
+
+
+@program("a concatenation made on a side stream of parts from two others", matrices(2))
+def concatenation_on_side_stream(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = sleep(x).relu()
+        b = sleep(y) - 1
+        second.wait_stream(current)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            c = torch.cat([a, b, a + b])
+        current.wait_stream(second)
+        return c * 2
+
+    return fn
+
+
+# ---- tensors
+
+
+@program("views of one buffer read and written on several streams")
+def views_across_streams(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h = sleep(x) * 2
+        top, bottom = h[:32], h[32:]
+        first.wait_stream(current)
+        second.wait_stream(current)
+        with torch.cuda.stream(first):
+            top.add_(sleep(bottom.clone()))
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            bottom.mul_(3)
+        turned = h.t()
+        current.wait_stream(second)
+        return turned @ h, top.reshape(-1)
+
+    return fn
+
+
+@program("outputs that are views of an input, of each other, and the same tensor twice")
+def aliased_outputs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            view = a[1:]
+        current.wait_stream(side)
+        return a, view, a, x.t(), a.view(-1)
+
+    return fn
+
+
+@program("outputs returned without a join: the caller joins", matrices(2), finish=joins_all)
+def unjoined_outputs(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        second.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = sleep(x) @ y
+        with torch.cuda.stream(second):
+            b = sleep(y) + 1
+        return a, b, x * y
+
+    return fn
+
+
+@program("empty tensors and tensors without dimensions", tensors(
+    whole_numbers(64, 64), whole_numbers(0, 64), whole_numbers()
+))
+def empty_and_scalar_tensors(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, empty, scalar):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(scalar) * 2
+            b = torch.cat([empty * 2, x])
+            c = (empty + 1).sum()
+        current.wait_stream(side)
+        return a + x, b, c + a, empty + a
+
+    return fn
+
+
+@program("tensors of several dtypes, and conversions between them on a side stream", tensors(
+    whole_numbers(64, 64, dtype=torch.float16), whole_numbers(64, 64, dtype=torch.bfloat16),
+    whole_numbers(64, 64, dtype=torch.int32), whole_numbers(64, 64, dtype=torch.float64),
+    whole_numbers(64, 64, dtype=torch.bool, low=0, high=1),
+))
+def several_dtypes(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(half, brain, whole, double, truth):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(half).float() + brain
+            b = torch.where(truth, whole, -whole)
+            c = sleep(double) * whole
+        d = half @ half
+        current.wait_stream(side)
+        return a, b.to(torch.int64) + 1, c, d + a.half(), truth.logical_not()
+
+    return fn
+
+
+# ---- modules and larger programs
+
+
+class _RunningMean(torch.nn.Module):
+    def __init__(self, k: Kit) -> None:
+        super().__init__()
+        self.side, self.sleep = k.stream(), k.sleep
+        self.mean: torch.Tensor
+        self.count: torch.Tensor
+        self.register_buffer("mean", torch.zeros(64, device="cuda"))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device="cuda"))
+
+    def forward(self, x):
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            self.mean.mul_(0.5).add_(self.sleep(x).sum(0) * 2)
+            self.count.add_(1)
+        y = x * 3
+        current.wait_stream(self.side)
+        return y + self.mean, self.count + 0
+
+
+@program("buffers of a module mutated on a side stream, as running statistics are", tolerance=1e-6)
+def running_statistics(k: Kit) -> Any:
+    return _RunningMean(k)
+
+
+class _Normed(torch.nn.Module):
+    def __init__(self, k: Kit) -> None:
+        super().__init__()
+        self.side, self.sleep = k.stream(), k.sleep
+        self.norm = torch.nn.BatchNorm1d(64, device="cuda")
+        self.norm.requires_grad_(False)
+
+    def forward(self, x):
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            a = self.norm(self.sleep(x))
+        b = x + 1
+        current.wait_stream(self.side)
+        return a + b, self.norm.running_mean + 0
+
+
+@program("batch norm in training mode on a side stream: its running statistics are mutated there", tolerance=1e-4)
+def batch_norm_on_side_stream(k: Kit) -> Any:
+    return _Normed(k)
+
+
+@program("eight experts on eight streams", tensors(whole_numbers(64, 64, dtype=torch.bfloat16, low=-1, high=1)))
+def eight_experts(k: Kit) -> Any:
+    streams, sleep = [k.stream() for _ in range(8)], k.sleep
+    up = [torch.sign(k.parameter(64, 64, dtype=torch.bfloat16)) for _ in streams]
+    down = [torch.sign(k.parameter(64, 64, dtype=torch.bfloat16)) for _ in streams]
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        outputs = []
+        for i, side in enumerate(streams):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                hidden = (sleep(x) @ up[i]).relu().clamp(max=1)
+                outputs.append(hidden @ down[i])
+        for side in streams:
+            current.wait_stream(side)
+        total = outputs[0].float()
+        for output in outputs[1:]:
+            total = total + output
+        return total
+
+    return fn
+
+
+@program("sixteen small blocks over four streams, four forks and four joins", tensors(*[whole_numbers(256)] * 4))
+def sixteen_blocks(k: Kit) -> Any:
+    streams, sleep = [k.stream() for _ in range(4)], k.sleep
+
+    def fn(*xs):
+        xs = list(xs)
+        current = torch.cuda.current_stream()
+        for _ in range(4):
+            for i, side in enumerate(streams):
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    xs[i] = (xs[i] * 2 + i).clamp(-99, 99)
+            for side in streams:
+                current.wait_stream(side)
+            xs = [xs[i] + xs[i - 1] for i in range(4)]
+        return sleep(xs[0]) + xs[1] + xs[2] + xs[3]
+
+    return fn
+
+
+@program("two streams that hand a buffer to and fro with two events", matrices(1, low=-1, high=1))
+def event_ping_pong(k: Kit) -> Any:
+    ping, pong, sleep = k.stream(), k.stream(), k.sleep
+    there, back = torch.cuda.Event(), torch.cuda.Event()
+    weight = torch.sign(k.parameter(64, 64))
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        ping.wait_stream(current)
+        for _ in range(3):
+            with torch.cuda.stream(ping):
+                x = (sleep(x) @ weight).clamp(-1, 1)
+                there.record()
+            with torch.cuda.stream(pong):
+                there.wait()
+                x = sleep(x) * 2 - 1
+                back.record()
+            ping.wait_event(back)
+        current.wait_event(back)
+        return x
+
+    return fn
+
+
+@program(
+    "dynamic shapes: sizes are symbols in the plan's buffers",
+    tensors(
+        lambda device, generator: whole_numbers(3 + generator.initial_seed() % 90, 64)(device, generator),
+        whole_numbers(64, 64),
+    ),
+    dynamic=True,
+)
+def dynamic_shapes(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, w):
+        current = torch.cuda.current_stream()
+        x = sleep(x + 1)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (sleep(x) @ w).relu()
+        b = x * x.shape[0]
+        current.wait_stream(side)
+        return a + b, x.shape[0]
+
+    return fn
+
+
+@program("a region that is compiled once and called on two streams", matrices(1, low=-1, high=1))
+def nested_region(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+    weight = torch.sign(k.parameter(64, 64))
+
+    @torch.compiler.nested_compile_region
+    def block(x):
+        return (sleep(x) @ weight).clamp(-2, 2) + 1
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        second.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = block(x)
+        with torch.cuda.stream(second):
+            b = block(x * 2)
+        c = block(x * 3)
+        current.wait_stream(first)
+        current.wait_stream(second)
+        return a + 2 * b + 3 * c
+
+    return fn
+
+
+@program("a region that is compiled once and uses a stream inside", matrices(1, low=-1, high=1))
+def stream_inside_nested_region(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    weight = torch.sign(k.parameter(64, 64))
+
+    @torch.compiler.nested_compile_region
+    def block(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (sleep(x) @ weight).clamp(-2, 2)
+        b = x + 1
+        current.wait_stream(side)
+        return a + b
+
+    def fn(x):
+        return block(block(x)) * 2
+
+    return fn
+
+
+@program("a branch on a tensor, torch.cond, on a side stream")
+def cond_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.cond(sleep(x).sum() > 0, lambda t: t * 2, lambda t: t - 1, (x,))
+        b = x + 1
+        current.wait_stream(side)
+        return a + b
+
+    return fn
+
+
+@program("a transformer block whose MLP and attention run side by side", tensors(whole_numbers(2, 32, 64)), tolerance=1e-3)
+def parallel_transformer_block(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    qkv, out = k.parameter(64, 192), k.parameter(64, 64)
+    up, down = k.parameter(64, 128), k.parameter(128, 64)
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h = torch.nn.functional.layer_norm(x, (64,))
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            mlp = torch.nn.functional.gelu(sleep(h) @ up) @ down
+        q, key, v = (h @ qkv).view(2, 32, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, key, v)
+        attended = attended.transpose(1, 2).reshape(2, 32, 64) @ out
+        current.wait_stream(side)
+        return x + mlp + attended
+
+    return fn

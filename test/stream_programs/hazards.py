@@ -1,0 +1,651 @@
+"""What upstream's users reported, forward programs: each is named after what went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stream_programs._program import joins_all, Kit, matrices, program, tensors, whole_numbers
+
+
+def _reads_input(instance, inputs, outputs):
+    """A caller that was promised, by the joins inside the function, that it may read the mutated input at once."""
+    return outputs, inputs[0].clone()
+
+
+# ---- mutation of inputs
+
+
+@program("the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)", finish=_reads_input)
+def mutation_joined_by_wait_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            x.add_(sleep(x))
+        current.wait_stream(side)
+        return x.new_ones(4)
+
+    return fn
+
+
+@program("the same, joined by an event recorded after the mutation (#177576)", finish=_reads_input)
+def mutation_joined_by_event(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    done = torch.cuda.Event()
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(3)
+            x.add_(sleep(x))
+            done.record()
+        done.wait()
+        return x.new_ones(4)
+
+    return fn
+
+
+@program("the same, joined by the host", finish=_reads_input, host_reads=True)
+def mutation_joined_by_synchronize(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(sleep(x))
+        side.synchronize()
+        return x.new_ones(4)
+
+    return fn
+
+
+def _waits_then_reads_input(instance, inputs, outputs):
+    inputs[1].wait()
+    return outputs, inputs[0].clone()
+
+
+@program(
+    "an event of the caller, recorded after a mutation: it must cover the write-back (#177576, #177577, #177580)",
+    tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Event()),
+    finish=_waits_then_reads_input,
+)
+def mutation_promised_by_escaping_event(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, done):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(sleep(x))
+            done.record()
+        return x.new_ones(4)
+
+    return fn
+
+
+def _joins_then_reads_input(instance, inputs, outputs):
+    torch.cuda.current_stream().wait_stream(outputs)
+    return inputs[0].clone()
+
+
+@program("the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input)
+def mutation_on_returned_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(sleep(x))
+        return side
+
+    return fn
+
+
+@program(
+    "a KV cache updated in place, then a forked layer with private events: refused, or a race (#195573)",
+    tensors(
+        whole_numbers(4, 32, 16),
+        whole_numbers(4, 1, 16),
+        lambda device, generator: torch.randint(0, 32, (1,), generator=generator).to(device),
+    ),
+    finish=_reads_input,
+)
+def kv_cache_then_forked_layer(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    weight = k.parameter(16, 16)
+
+    def fn(cache, token, position):
+        fork, join = torch.cuda.Event(), torch.cuda.Event()
+        cache.index_copy_(1, position, sleep(token))
+        fork.record()
+        with torch.cuda.stream(side):
+            fork.wait()
+            gate = sleep(token) @ weight
+            join.record()
+        scores = (cache * token).sum(-1, keepdim=True)
+        join.wait()
+        return scores * gate
+
+    return fn
+
+
+@program("a KV cache updated on the side stream itself, read on the current one after the join", tensors(
+    whole_numbers(4, 32, 16), whole_numbers(4, 1, 16)
+), finish=_reads_input)
+def kv_cache_updated_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(cache, token):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            cache[:, 3:4].copy_(sleep(token) * 2)
+        hidden = token + 1
+        current.wait_stream(side)
+        return (cache * hidden).sum(1)
+
+    return fn
+
+
+@program("an input mutated on one stream after another stream read it: write after read", finish=_reads_input)
+def input_read_then_mutated(k: Kit) -> Any:
+    reader, writer, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        reader.wait_stream(current)
+        with torch.cuda.stream(reader):
+            a = sleep(x.clone()) @ x
+        writer.wait_stream(reader)
+        with torch.cuda.stream(writer):
+            x.mul_(5)
+        current.wait_stream(writer)
+        return a
+
+    return fn
+
+
+@program("an input mutated on two streams in turn: write after write", finish=_reads_input)
+def input_mutated_on_two_streams(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            x.add_(sleep(x))
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            x.mul_(3)
+        current.wait_stream(second)
+        x.sub_(1)
+        return x.sum()
+
+    return fn
+
+
+@program("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
+def in_place_operator_and_second_reader(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        hidden = x + 1
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            shared = sleep(hidden.clone()) @ hidden
+        current.wait_stream(side)
+        torch.ops.overlay_test.add_to(hidden, sleep(y))
+        return shared + hidden
+
+    return fn
+
+
+# ---- events and waits
+
+
+@program("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
+def two_consumers_of_one_event(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        fork = torch.cuda.Event()
+        y = sleep(x) + 1
+        fork.record()
+        with torch.cuda.stream(first):
+            fork.wait()
+            a = y * 2
+        with torch.cuda.stream(second):
+            fork.wait()
+            b = y * 3
+        current.wait_stream(first)
+        current.wait_stream(second)
+        return a + b
+
+    return fn
+
+
+@program("wait_stream has only numbers for arguments and is scheduled first (#185546)", matrices(2))
+def wait_stream_is_not_first(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        before = sleep(y) * 3
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(before) @ x
+        independent = y + 7
+        current.wait_stream(side)
+        after = a + before
+        return after, independent
+
+    return fn
+
+
+def _waits_for_both(instance, inputs, outputs):
+    first, second = inputs[1:]
+    second.wait()
+    value = outputs[1].clone()
+    first.wait()
+    return outputs[0], value
+
+
+@program(
+    "two records in a row, and two blocks of one stream, are unordered (#189096, review)",
+    tensors(whole_numbers(64, 64), *[lambda device, generator: torch.cuda.Event()] * 2),
+    finish=_waits_for_both,
+)
+def records_in_a_row(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, first, second):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            first.record()
+        with torch.cuda.stream(side):
+            b = sleep(x) * 3
+            first.record()
+            second.record()
+        return a, b
+
+    return fn
+
+
+def _waits_for_record_before(instance, inputs, outputs):
+    outputs[1].wait()
+    return outputs[0].clone(), joins_all(instance, inputs, outputs[2])
+
+
+@program("an event recorded between two pieces of work covers the first", finish=_waits_for_record_before)
+def record_between_work(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            between = side.record_event()
+            b = sleep(a) + 5
+        return a, between, b
+
+    return fn
+
+
+@program("an event of the outside is waited for by a stream that does nothing else", tensors(
+    whole_numbers(64, 64), lambda device, generator: torch.cuda.current_stream().record_event()
+))
+def wait_without_other_work(k: Kit) -> Any:
+    side, other, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x, ready):
+        current = torch.cuda.current_stream()
+        other.wait_event(ready)
+        side.wait_stream(other)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+        current.wait_stream(side)
+        return a + x
+
+    return fn
+
+
+def _orders_later_work(instance, inputs, outputs):
+    with torch.cuda.stream(instance.streams[0]):
+        seen = outputs.clone()
+    torch.cuda.current_stream().wait_stream(instance.streams[0])
+    return seen
+
+
+@program("a side stream that waits at the end holds back the caller's later work on it", finish=_orders_later_work)
+def side_stream_waits_at_exit(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        a = sleep(x) @ x
+        side.wait_stream(torch.cuda.current_stream())
+        return a
+
+    return fn
+
+
+@program("the order of work between two side streams, promised to the caller by a third", finish=joins_all)
+def chain_of_streams(k: Kit) -> Any:
+    streams, sleep = [k.stream() for _ in range(4)], k.sleep
+
+    def fn(x):
+        previous = torch.cuda.current_stream()
+        for side in streams:
+            side.wait_stream(previous)
+            with torch.cuda.stream(side):
+                x = sleep(x) * 2 + 1
+            previous = side
+        return x
+
+    return fn
+
+
+# ---- memory
+
+
+@program("memory freed on one stream is reused on another: the diamond (#178549)", matrices(1, low=-1, high=1))
+def diamond(k: Kit) -> Any:
+    left, right, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h = sleep(x @ x)
+        for side in (left, right):
+            side.wait_stream(current)
+        with torch.cuda.stream(left):
+            a = sleep(h.relu()) @ x
+        with torch.cuda.stream(right):
+            b = sleep(-h) @ x
+        current.wait_stream(left)
+        current.wait_stream(right)
+        return a * 2 + b
+
+    return fn
+
+
+@program("a buffer whose last reader is on another stream is written again by its own (S2, #168061)", matrices(2, low=-1, high=1))
+def last_reader_on_another_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        h = x @ y
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(h.clone()) + (h @ y)
+        b = y @ x
+        c = b @ y
+        d = c.relu() @ x.sign()
+        current.wait_stream(side)
+        return a + d
+
+    return fn
+
+
+@program("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
+def producer_not_inlined(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = x * 2 + 1
+        current.wait_stream(side)
+        b = a * 3 - x
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            c = b + a
+        current.wait_stream(side)
+        return c - 1
+
+    return fn
+
+
+def _misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(-2, 3, (64 * 64 + 1,), generator=generator).float().to(device)[1:].view(64, 64)
+
+
+@program("a misaligned input that several streams read is realigned once, on one of them (#187224)", tensors(_misaligned))
+def misaligned_input_of_two_streams(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        for side in (first, second):
+            side.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = sleep(x) * 2
+        with torch.cuda.stream(second):
+            b = sleep(x) + 3
+        c = x.sum(0)
+        current.wait_stream(first)
+        current.wait_stream(second)
+        return a + b + c
+
+    return fn
+
+
+@program("Tensor.record_stream is an error about alias annotations (ai-toolkit #1012)")
+def record_stream_on_intermediate(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h = sleep(x) * 2
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(h) + 1
+            h.record_stream(side)
+            x.record_stream(side)
+        del h
+        current.wait_stream(side)
+        a.record_stream(current)
+        return a
+
+    return fn
+
+
+@program("an input freed by the caller while the side stream still reads it, protected by record_stream", finish=joins_all)
+def input_protected_by_record_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x.clone()) @ x
+        x.record_stream(side)
+        return a
+
+    return fn
+
+
+# ---- passes that lose the stream
+
+
+@program(
+    "online softmax in front of a matmul loses its stream in the pattern replacement (#189095)",
+    tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
+    tolerance=1e-4,
+)
+def softmax_then_matmul(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.softmax(sleep(x), -1) @ y
+        b = torch.relu(x)
+        current.wait_stream(side)
+        return a + b[:, :64]
+
+    return fn
+
+
+@program("attention written out is replaced by a fused operator", matrices(3, 32), tolerance=1e-4)
+def attention_pattern(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(q, key, v):
+        current = torch.cuda.current_stream()
+        q, key, v = (t.view(2, 2, 16, 16) for t in (q, key, v))
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.softmax(sleep(q) @ key.transpose(-2, -1) / 4.0, -1) @ v
+        b = v * 2
+        current.wait_stream(side)
+        return a + b
+
+    return fn
+
+
+@program("scaled_dot_product_attention on a side stream", tensors(*[whole_numbers(2, 4, 64, 32)] * 3), tolerance=1e-4)
+def sdpa_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(q, key, v):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.nn.functional.scaled_dot_product_attention(sleep(q), key, v)
+        b = q + v
+        current.wait_stream(side)
+        return a + b
+
+    return fn
+
+
+@program(
+    "two dropouts have no edge between them: another order gives other masks (#192635)",
+    options={"fallback_random": True},
+    random=True,
+)
+def dropouts_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        a = torch.nn.functional.dropout(x, 0.5)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            b = torch.nn.functional.dropout(sleep(x), 0.5)
+            c = torch.nn.functional.dropout(b, 0.25)
+        d = torch.nn.functional.dropout(a, 0.5)
+        current.wait_stream(side)
+        return a + 2 * b, c, d
+
+    return fn
+
+
+# ---- several frames, several devices
+
+
+@program("two compiled frames in one step overwrite each other's streams (#186025)", frames=True)
+def two_frames_in_one_step(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    @k.compile
+    def encode(x):
+        first.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(first):
+            a = sleep(x) * 2
+        done = first.record_event()
+        return a, done
+
+    @k.compile
+    def decode(a, done):
+        current = torch.cuda.current_stream()
+        second.wait_event(done)
+        with torch.cuda.stream(second):
+            b = sleep(a) + 1
+        current.wait_stream(second)
+        return b
+
+    def step(x):
+        return decode(*encode(x))
+
+    return step
+
+
+@program("the current stream at run time is another one than while tracing (#180396, #186023)", frames=True)
+def called_under_another_stream(k: Kit) -> Any:
+    side, caller, sleep = k.stream(), k.stream(), k.sleep
+
+    @k.compile
+    def inner(x):
+        current = torch.cuda.current_stream()
+        x = sleep(x + 1)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) @ x
+        b = x * 2
+        current.wait_stream(side)
+        return a + b
+
+    def step(x):
+        current = torch.cuda.current_stream()
+        first = inner(x).clone()
+        caller.wait_stream(current)
+        with torch.cuda.stream(caller):
+            second = inner(x).clone()
+        current.wait_stream(caller)
+        return first - 2 * second
+
+    return step
+
+
+@program(
+    "on cuda:1 the raw handle overwrites the user's stream of the same name (#182084)",
+    tensors(lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    devices=2,
+)
+def aux_stream_of_second_device(k: Kit) -> Any:
+    side, sleep = k.stream(device="cuda:1"), k.sleep
+
+    def fn(x):
+        with torch.cuda.device(1):
+            current = torch.cuda.current_stream()
+            for _ in range(2):
+                x = sleep(x) + 1
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    a = sleep(x) * 2
+                current.wait_stream(side)
+                x = a + x
+        return x
+
+    return fn
+
+
+@program("streams of two devices in one graph", tensors(
+    whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)
+), devices=2)
+def streams_of_two_devices(k: Kit) -> Any:
+    near, far, sleep = k.stream(device="cuda:0"), k.stream(device="cuda:1"), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream("cuda:0")
+        remote = torch.cuda.current_stream("cuda:1")
+        near.wait_stream(current)
+        far.wait_stream(remote)
+        with torch.cuda.stream(near):
+            a = sleep(x) * 2
+        with torch.cuda.stream(far):
+            b = sleep(y) * 3
+        remote.wait_stream(far)
+        current.wait_stream(near)
+        c = b.to("cuda:0")
+        return a + c
+
+    return fn

@@ -1,0 +1,382 @@
+"""Programs in which the host waits or asks, and copies between host and device.
+
+What the host reads must have arrived: these programs do the waiting that eager needs, no more, and a compiler that moves a
+synchronisation in front of the work that it waits for hands stale host memory on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stream_programs._program import joins_all, Kit, program, synchronizes, tensors, whole_numbers
+
+
+# ---- host synchronisation
+
+
+@program("the host reads a pinned copy before its event has happened (#189096)", host_reads=True)
+def event_synchronize_before_host_read(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            host = a.to("cpu", non_blocking=True)
+            arrived = side.record_event()
+        arrived.synchronize()
+        return host + 1
+
+    return fn
+
+
+@program("the host reads a pinned copy before the stream is done (#189096)", host_reads=True)
+def stream_synchronize_before_host_read(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host = (sleep(x) * 2).to("cpu", non_blocking=True)
+        side.synchronize()
+        return host + 1
+
+    return fn
+
+
+@program("the host reads a pinned copy before the device is done (#189096)", host_reads=True)
+def device_synchronize_before_host_read(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host = (sleep(x) * 2).to("cpu", non_blocking=True)
+        torch.cuda.synchronize()
+        return host + 1
+
+    return fn
+
+
+@program(
+    "a synchronisation at the end promises the caller's host that a copy into its memory has arrived",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    finish=lambda instance, inputs, outputs: inputs[1].clone(),
+    host_reads=True,
+)
+def synchronized_copy_into_input(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, host):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(sleep(x) * 2, non_blocking=True)
+        side.synchronize()
+        return x + 1
+
+    return fn
+
+
+@program("a query is answered while tracing; it must be the run's answer", host_reads=True)
+def queries_after_synchronize(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    done = torch.cuda.Event()
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            done.record()
+        side.synchronize()
+        return a, done.query(), side.query()
+
+    return fn
+
+
+@program(
+    "elapsed_time inside the graph comes from the run",
+    finish=lambda instance, inputs, outputs: (outputs[0], 0.0 < outputs[1] < 60_000.0),
+    host_reads=True,
+)
+def elapsed_time_inside(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            start.record()
+            a = sleep(x) @ x
+            end.record()
+        end.synchronize()
+        return a, start.elapsed_time(end)
+
+    return fn
+
+
+def _asks_elapsed_time(instance, inputs, outputs):
+    value, start, end = outputs
+    torch.cuda.current_stream().wait_event(end)
+    end.synchronize()
+    return value, 0.0 < start.elapsed_time(end) < 60_000.0
+
+
+@program("timing events made in the graph and read outside are other events, never recorded (#185594)", finish=_asks_elapsed_time)
+def elapsed_time_outside(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            start.record()
+            a = sleep(x) @ x
+            end.record()
+        return a, start, end
+
+    return fn
+
+
+@program("a branch on a query breaks the graph, and says why", fullgraph=False, host_reads=True)
+def branch_on_query(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    done = torch.cuda.Event()
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            done.record()
+        done.synchronize()
+        if done.query():
+            return a + 1
+        return a - 1
+
+    return fn
+
+
+@program("a number read from the device inside a side stream", fullgraph=False, host_reads=True)
+def item_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            n = int(sleep(x).abs().max().item())
+            a = x * n
+        current.wait_stream(side)
+        return a + n
+
+    return fn
+
+
+# ---- copies
+
+
+@program(
+    "a pinned host tensor copied on a side stream doesn't compile: default_stream unbound",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+)
+def pinned_to_device(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, batch):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(batch.to("cuda", non_blocking=True))
+        b = x * 2
+        current.wait_stream(side)
+        return a @ b
+
+    return fn
+
+
+@program("a device tensor copied to the host on a side stream: the caller waits", finish=synchronizes, host_reads=True)
+def device_to_pinned(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        a = sleep(x) @ x
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            host = a.to("cpu", non_blocking=True)
+        return host, a + 1
+
+    return fn
+
+
+@program(
+    "copies both ways, host memory of the caller as source and as target",
+    tensors(whole_numbers(64, 64, pinned=True), whole_numbers(64, 64, pinned=True)),
+    finish=lambda instance, inputs, outputs: (synchronizes(instance, inputs, outputs), inputs[1].clone()),
+    host_reads=True,
+)
+def copies_both_ways(k: Kit) -> Any:
+    upload, download, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(batch, result):
+        current = torch.cuda.current_stream()
+        upload.wait_stream(current)
+        with torch.cuda.stream(upload):
+            x = sleep(batch.to("cuda", non_blocking=True))
+        current.wait_stream(upload)
+        y = x @ x
+        download.wait_stream(current)
+        with torch.cuda.stream(download):
+            result.copy_(sleep(y), non_blocking=True)
+        current.wait_stream(download)
+        return y + 1
+
+    return fn
+
+
+@program(
+    "work on the CPU in the same graph: between a blocking copy to the host and one back",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, on="cpu")),
+    host_reads=True,
+)
+def cpu_work_between(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, h):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (sleep(x) * 2).cpu()
+        b = (a + h) * 3
+        with torch.cuda.stream(side):
+            c = b.to("cuda") + x
+        current.wait_stream(side)
+        return c, h + 1
+
+    return fn
+
+
+@program(
+    "a host tensor made inside a stream's block, in a graph without a device buffer: names that don't exist (#194234)",
+    tensors(whole_numbers(8, 8, on="cpu")),
+)
+def only_cpu_work_in_stream(k: Kit) -> Any:
+    side = k.stream()
+
+    def fn(h):
+        with torch.cuda.stream(side):
+            a = h * 2
+        torch.cuda.current_stream().wait_stream(side)
+        return a + torch.ones(8, 8)
+
+    return fn
+
+
+@program("a constant returned after wait_stream: names that don't exist (#194234)", tensors())
+def constant_after_wait(k: Kit) -> Any:
+    side = k.stream()
+
+    def fn():
+        torch.cuda.current_stream().wait_stream(side)
+        return 3
+
+    return fn
+
+
+# ---- prefetch
+
+
+@program(
+    "a prefetch that doesn't wait for the current stream must not begin to: the copy would no longer overlap",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+)
+def prefetch_without_waiting(k: Kit) -> Any:
+    copies, sleep = k.stream(), k.sleep
+
+    def fn(x, batch):
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(copies):
+            loaded = batch.to("cuda", non_blocking=True)
+            prepared = sleep(loaded) * 2
+        b = x * 3
+        current.wait_stream(copies)
+        loaded.record_stream(current)
+        prepared.record_stream(current)
+        return prepared + b
+
+    return fn
+
+
+@program(
+    "the chapter's loop: while one batch is computed the next one is copied",
+    tensors(*[whole_numbers(64, 64, pinned=True, low=-1, high=1)] * 4),
+)
+def prefetch_loop(k: Kit) -> Any:
+    copies, sleep = k.stream(), k.sleep
+    weight = k.parameter(64, 64)
+
+    def fn(*batches):
+        current = torch.cuda.current_stream()
+        total = torch.zeros(64, 64, device="cuda")
+
+        def load(batch):
+            with torch.cuda.stream(copies):
+                return sleep(batch.to("cuda", non_blocking=True)), copies.record_event()
+
+        ahead = load(batches[0])
+        for i in range(len(batches)):
+            x, arrived = ahead
+            if i + 1 < len(batches):
+                ahead = load(batches[i + 1])
+            current.wait_event(arrived)
+            x.record_stream(current)
+            total = total + (x @ weight).relu()
+        return total
+
+    return fn
+
+
+@program(
+    "the prefetched batch is returned unjoined, for the next call",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    finish=joins_all,
+)
+def prefetch_for_next_call(k: Kit) -> Any:
+    copies, sleep = k.stream(), k.sleep
+    weight = k.parameter(64, 64)
+
+    def fn(x, batch):
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            ahead = sleep(batch.to("cuda", non_blocking=True))
+        return (x @ weight).relu(), ahead
+
+    return fn
+
+
+@program("host memory copied from while the caller may refill it: it may only after the event", tensors(
+    whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)
+), finish=lambda instance, inputs, outputs: _refill(inputs, outputs), host_reads=True)
+def source_refilled_after_event(k: Kit) -> Any:
+    copies, sleep = k.stream(), k.sleep
+    done = torch.cuda.Event()
+
+    def fn(x, batch):
+        current = torch.cuda.current_stream()
+        copies.wait_stream(current)
+        with torch.cuda.stream(copies):
+            a = sleep(x).copy_(batch, non_blocking=True)
+            done.record()
+        current.wait_event(done)
+        done.synchronize()
+        return a + x
+
+    return fn
+
+
+def _refill(inputs: tuple, outputs: Any) -> Any:
+    inputs[1].fill_(100)
+    return outputs
+
+

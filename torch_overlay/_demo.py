@@ -1,0 +1,277 @@
+"""python -m torch_overlay demo [PROGRAM ...]
+
+Compiles the programs in examples/ and shows what comes out: graph breaks, which operation runs on which stream, the
+events that the program's author wrote against those that the generated code uses, and a picture of each plan.
+
+That part is done for a simulated GPU, so it shows the same on every machine. Where there is a GPU, the programs are run
+as well, in processes of their own: equal to ordered eager or not, how much of the work overlaps, and the time
+of a call in eager, under stock torch.compile and with the overlay. Stock and overlay take turns, in both orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._terminal import Screen
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import ModuleType
+
+    from torch_overlay._inductor.stream_planner import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+PROGRAMS = ("prefetch_loop", "moe_experts", "transformer_side_branch")
+ROUNDS = ("overlay", "stock", "stock", "overlay")
+
+
+@dataclasses.dataclass(frozen=True)
+class Events:
+    records: int
+    waits: int
+
+    def __str__(self) -> str:
+        return f"{_count(self.records, 'record')}, {_count(self.waits, 'wait')}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What compiling one program showed."""
+
+    name: str
+    graph_breaks: tuple[str, ...]
+    plans: tuple[Plan, ...]
+    written: Events
+    picture: Path | None
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def load(name: str) -> ModuleType:
+    """The module of an example, from its file."""
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"torch_overlay_example_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def events_written(device_log: Sequence[str]) -> Events:
+    """The events that a program records and waits for, from the log of one eager call."""
+    return Events(
+        sum(line.startswith("record event") for line in device_log),
+        sum(" waits for event " in line for line in device_log),
+    )
+
+
+def events_generated(plans: Sequence[Plan]) -> Events:
+    """The same for the compiled program. An event of the user's that the caller can see is recorded as well."""
+    own = sum(op.name == "record_event" for plan in plans for op in plan.ops)
+    return Events(own + sum(len(plan.events) for plan in plans), sum(plan.num_waits for plan in plans))
+
+
+def placement(plans: Sequence[Plan]) -> str:
+    """How many operations each stream got; streams with the same number share a line."""
+    from torch_overlay.analysis.plan_svg import stream_name
+
+    operations = collections.Counter(op.stream for plan in plans for op in plan.ops if op.stream is not None)
+    lines = [f"{operations[stream]} on the {stream_name(stream)}" for stream in sorted(operations) if stream < 1]
+    side_streams: dict[int, list[int]] = {}
+    for stream in sorted(stream for stream in operations if stream > 0):
+        side_streams.setdefault(operations[stream], []).append(stream)
+    for number, streams in side_streams.items():
+        if len(streams) == 1:
+            lines.append(f"{number} on {stream_name(streams[0])}")
+        elif streams == list(range(streams[0], streams[-1] + 1)):
+            lines.append(f"{number} on each of streams {streams[0]} to {streams[-1]}")
+        else:
+            lines.append(f"{number} on each of streams {', '.join(map(str, streams))}")
+    return "\n".join(lines)
+
+
+def compile_program(name: str, out: Path) -> Compilation:
+    """Compile one example for the simulated GPU, and write its plan as text and as a picture."""
+    from torch_overlay._inductor import plan_log
+    from torch_overlay.analysis.op_labels import op_labels
+    from torch_overlay.analysis.plan_svg import plan_svg
+    from torch_overlay.testing import compile_only, simulated_gpu
+
+    module = load(name)
+    labels: dict[str, str] = {}
+    with simulated_gpu() as gpu:
+        function, args = module.make()
+        start = len(gpu.device_log)
+        function(*args)
+        written = events_written(gpu.device_log[start:])
+        unsubscribe = plan_log.subscribe(lambda plan: labels.update(op_labels(plan)))
+        try:
+            compiled = compile_only(function, *args, fullgraph=False)
+        finally:
+            unsubscribe()
+    picture = None
+    if compiled.plans:
+        out.mkdir(parents=True, exist_ok=True)
+        picture = out / f"{name}.svg"
+        picture.write_text(plan_svg(compiled.plans[0], title=name, labels=labels))
+        picture.with_suffix(".txt").write_text("\n\n".join(plan.table() for plan in compiled.plans) + "\n")
+    return Compilation(name, tuple(map(str, compiled.graph_breaks)), tuple(compiled.plans), written, picture)
+
+
+def show_compilations(screen: Screen, compilations: Sequence[Compilation]) -> None:
+    rows = [
+        (
+            c.name,
+            str(len(c.graph_breaks)),
+            placement(c.plans),
+            str(c.written),
+            str(events_generated(c.plans)),
+            os.path.relpath(c.picture) if c.picture else "no stream in it",
+        )
+        for c in compilations
+    ]
+    columns = ("program", "graph breaks", "operations", "events you wrote", "events generated", "picture of the plan")
+    screen.table("Compiled", columns, rows)
+    for c in compilations:
+        for graph_break in c.graph_breaks:
+            screen.line(f"{c.name}: {graph_break}")
+
+
+# ---- on a GPU
+
+
+def measure(form: str, names: Sequence[str]) -> dict[str, Any]:
+    """Run the programs in a process of their own, with the overlay or with stock PyTorch."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    off = "1" if form == "stock" else "0"
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_OVERLAY_DISABLE": off}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "torch_overlay._demo_gpu", str(result), *names]
+        process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+    for name in names:
+        found.setdefault(name, {"error": f"the process ended with status {process.returncode}: {last}"})
+    return found
+
+
+def merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rounds of one program and form: all times together, the worst difference, the first error."""
+    errors = [r["error"] for r in rounds if r.get("error")]
+    if errors:
+        return {"error": errors[0]}
+    return {
+        "eager": statistics.median(t for r in rounds for t in r["eager"]),
+        "compiled": statistics.median(t for r in rounds for t in r["compiled"]),
+        "difference": max(r["difference"] for r in rounds),
+        "equal": all(r["equal"] for r in rounds),
+        "overlap": rounds[-1]["overlap"],
+    }
+
+
+def show_measurements(screen: Screen, results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> bool:
+    """Prints the table; true if every program ran with the overlay and was equal to ordered eager."""
+    rows, notes, good = [], [], True
+    for name, forms in results.items():
+        overlay, stock = forms["overlay"], forms["stock"]
+        for form, result in forms.items():
+            if "error" in result:
+                notes.append(f"{name}, {form}: {result['error']}")
+        ours = overlay.get("compiled")
+        theirs = stock.get("compiled")
+        good = good and overlay.get("equal", False)
+        if theirs and not stock["equal"]:
+            notes.append(f"{name}, stock: differs from ordered eager by {stock['difference']:.2g} of the largest value")
+        rows.append(
+            (
+                name,
+                "did not run"
+                if ours is None
+                else ("yes" if overlay["equal"] else "NO") + f", {overlay['difference']:.1g}",
+                overlay.get("overlap", ""),
+                _microseconds(overlay.get("eager")),
+                "fails, see below" if theirs is None else _microseconds(theirs),
+                _microseconds(ours),
+                f"{theirs / ours:.2f} ×" if ours and theirs else "",
+            )
+        )
+    columns = (
+        "program",
+        "equal to ordered eager,\nlargest difference",
+        "time with two streams busy",
+        "eager",
+        "stock compile",
+        "with the overlay",
+        "stock / overlay",
+    )
+    screen.table("Run: medians of a call, in microseconds", columns, rows)
+    for note in notes:
+        screen.line(note)
+    return good
+
+
+def _microseconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def run_on_gpu(screen: Screen, names: Sequence[str]) -> bool:
+    rounds: dict[str, list[dict[str, Any]]] = {"overlay": [], "stock": []}
+    for number, form in enumerate(ROUNDS, 1):
+        screen.line(f"running: {form}, round {number} of {len(ROUNDS)}")
+        rounds[form].append(measure(form, names))
+    results = {n: {form: merge([r[n] for r in found]) for form, found in rounds.items()} for n in names}
+    return show_measurements(screen, results)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0: every program compiled without a graph break and, on a GPU, was equal to ordered eager."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_overlay demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=", ".join(PROGRAMS))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", help="folder for the pictures")
+    parser.add_argument("--compile-only", action="store_true", help="do not run the programs, GPU or not")
+    options = parser.parse_args(argv)
+    names = options.programs or PROGRAMS
+    for name in names:
+        if not (EXAMPLES / f"{name}.py").is_file():
+            parser.error(f"{EXAMPLES / name}.py does not exist: the demo runs the examples of a checkout")
+
+    import torch
+
+    import torch_overlay
+
+    screen = Screen()
+    gpu = torch.cuda.is_available() and not options.compile_only
+    screen.line(f"torch_overlay {torch_overlay.__version__} on torch {torch.__version__}")
+    if not gpu:
+        why = "as asked" if options.compile_only else "no GPU here"
+        screen.line(f"Compile-only ({why}): the programs are compiled for a simulated GPU, and not run.")
+    compilations = []
+    for number, name in enumerate(names, 1):
+        screen.line(f"compiling {name}, {number} of {len(names)}")
+        try:
+            compilations.append(compile_program(name, options.out))
+        except ModuleNotFoundError as error:
+            screen.line(f"{name} needs the package {error.name}: pip install -e '{ROOT}[demo]'")
+    show_compilations(screen, compilations)
+    complete = len(compilations) == len(names) and not any(c.graph_breaks for c in compilations)
+    if gpu and compilations:
+        complete = run_on_gpu(screen, [c.name for c in compilations]) and complete
+    return 0 if complete else 1

@@ -1,0 +1,230 @@
+"""`observe()`: keep what every stage of torch.compile makes, whether the device is simulated or real."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from torch_overlay.testing import _text
+from torch_overlay.testing._simulate import active
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """Why Dynamo split a frame, and where the user's code made it do so."""
+
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.file}:{self.line}: {self.code}", f"    {self.reason}", f"    {self.explanation}"]
+        return "\n".join([*lines, *(f"    hint: {h}" for h in self.hints)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One graph that Dynamo took from the user's code. `syncs` counts the stream operations that the user wrote there
+    (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events."""
+
+    name: str
+    file: str
+    line: int
+    syncs: collections.Counter[str]
+    objects: tuple[Any, ...]
+
+    @property
+    def records(self) -> int:
+        return self.syncs["record_event"] + self.syncs["wait_stream"]
+
+    @property
+    def waits(self) -> int:
+        return self.syncs["wait_event"] + self.syncs["wait_stream"]
+
+
+@dataclasses.dataclass
+class Region:
+    """One graph after AOTAutograd, on its way through Inductor."""
+
+    frame: Frame | None
+    kind: str  # "inference", "forward" or "backward"
+    graph: str
+    nodes: tuple[_text.Node, ...] = ()
+    wrapper: str | None = None
+    plans: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What the compilations of one program left behind, each list in order of compilation."""
+
+    frames: list[Frame] = dataclasses.field(default_factory=list)
+    regions: list[Region] = dataclasses.field(default_factory=list)
+    graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
+    cudagraphs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    device_log: list[str] = dataclasses.field(default_factory=list)
+    compile_log: list[str] = dataclasses.field(default_factory=list)
+    output: Any = None
+    error: Exception | None = None
+
+    @property
+    def graphs(self) -> list[str]:
+        """FX graphs after AOTAutograd, one node a line, with the stream of each node."""
+        return [r.graph for r in self.regions]
+
+    @property
+    def wrappers(self) -> list[str]:
+        """The generated modules."""
+        return [r.wrapper for r in self.regions if r.wrapper is not None]
+
+    @property
+    def plans(self) -> list[Any]:
+        """The stream planner's plans; a region without streams has none."""
+        return [p for r in self.regions for p in r.plans]
+
+    def calls(self, index: int | None = None) -> str:
+        """The bodies of `call` and of the partitions, normalised for goldens: of one wrapper, or of all."""
+        chosen = self.wrappers if index is None else [self.wrappers[index]]
+        return "\n".join(_text.call_bodies(w) for w in chosen)
+
+
+class _Observer:
+    """Wraps four functions of the compiler for the time of an `observe()`."""
+
+    def __init__(self) -> None:
+        self.seen = Compiled()
+        self._frames: dict[Any, Frame] = {}  # by compile id, which a backward that is compiled later has, too
+
+    def _region(self, kind: str = "inference", graph: str = "", nodes: tuple[_text.Node, ...] = ()) -> Region:
+        region = Region(self._frames.get(torch._guards.CompileContext.current_compile_id()), kind, graph, nodes)
+        self.seen.regions.append(region)
+        return region
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        from torch._dynamo.output_graph import OutputGraph
+        from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+        from torch._inductor import compile_fx
+        from torch._inductor.graph import GraphLowering
+
+        call_backend = OutputGraph.call_user_compiler
+        lower = compile_fx.fx_codegen_and_compile
+        codegen = GraphLowering.codegen
+        log_graph_break = InstructionTranslatorBase.log_graph_break
+
+        def keep_frame(output: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            frame = _frame(output.root_tx.f_code, gm)
+            self.seen.frames.append(frame)
+            self._frames[torch._guards.CompileContext.current_compile_id()] = frame
+            return call_backend(output, gm, *args, **kwargs)
+
+        def keep_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+            self._region(kind, _text.graph(gm), _text.nodes(gm))
+            return lower(gm, *args, **kwargs)
+
+        def keep_wrapper(graph: Any) -> Any:
+            result = codegen(graph)
+            regions = self.seen.regions
+            region = regions[-1] if regions and regions[-1].wrapper is None else self._region()
+            region.wrapper = getattr(result[0], "value", str(result[0]))
+            return result
+
+        def keep_break(tx: Any, code_options: Any, reason: str, exc: Any) -> None:
+            if not exc.logged:
+                self.seen.graph_breaks.append(_graph_break(reason, exc))
+            log_graph_break(tx, code_options, reason, exc)
+
+        def keep_plan(plan: Any) -> None:
+            regions = self.seen.regions
+            (regions[-1] if regions else self._region()).plans.append(plan)
+
+        with (
+            mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
+            mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
+            mock.patch.object(GraphLowering, "codegen", keep_wrapper),
+            mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
+            _plans_go_to(keep_plan),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def observe() -> Iterator[Compiled]:
+    """Collect what torch.compile does inside, simulated or real."""
+    observer = _Observer()
+    seen = observer.seen
+    simulation = active()
+    logs: list[tuple[list[Any], list[Any]]] = []
+    if simulation is not None:
+        log = simulation.device_log
+        logs = [(simulation.cudagraphs, seen.cudagraphs), (log, seen.device_log)]
+        logs.append((log.while_compiling, seen.compile_log))
+    starts = [len(source) for source, _ in logs]
+    try:
+        with observer.installed():
+            yield seen
+    finally:
+        for start, (source, target) in zip(starts, logs):
+            target.extend(source[start:])
+
+
+def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
+    names = [n.target.__name__.partition(".")[0] for n in gm.graph.nodes if _is_stream_op(n.target)]
+    try:
+        from torch_overlay._dynamo import registry
+    except ImportError:  # a build without the Dynamo layer
+        objects: tuple[Any, ...] = ()
+    else:
+        objects = registry.describe()
+    return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects)
+
+
+def _is_stream_op(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "streams"
+
+
+def _graph_break(reason: str, exc: Any) -> GraphBreak:
+    stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
+    message = getattr(exc, "msg", None) or reason
+    title, _, rest = message.partition("\n")
+    explanation = re.search(r"^  Explanation: (.*(?:\n    .*)*)", rest, re.MULTILINE)
+    hints = re.findall(r"^  Hint: (.*(?:\n    .*)*)", rest, re.MULTILINE)
+    frame = stack[-1] if stack else traceback.FrameSummary("<unknown>", 0, "")
+    return GraphBreak(
+        title,
+        _one_line(explanation[1]) if explanation else "",
+        tuple(_one_line(h) for h in hints),
+        frame.filename,
+        frame.lineno or 0,
+        (frame.line or "").strip(),
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@contextlib.contextmanager
+def _plans_go_to(observer: Any) -> Iterator[None]:
+    try:
+        from torch_overlay._inductor import plan_log
+    except ImportError:  # a build without the planner
+        yield
+        return
+    unsubscribe = plan_log.subscribe(observer)
+    try:
+        yield
+    finally:
+        unsubscribe()
