@@ -28,7 +28,7 @@ if not form.PATCHED:
     from torch_overlay.errors import OverlayError, REASONS
     from torch_overlay.seams import fingerprint, Seam
 
-UPSTREAM = '''
+UPSTREAM = """
 import contextlib
 import functools
 
@@ -78,7 +78,7 @@ class Child(Thing):
 
 LIMIT = 8
 REGISTERED = []
-'''
+"""
 
 HOLDER = """
 from torchfake.upstream import plain, plain as other_name
@@ -229,9 +229,7 @@ class TestKinds(FakeUpstream):
             with self.subTest(loaded_before=loaded_before):
                 self.forget()
                 module = self.load() if loaded_before else None
-                installer = self.installer(
-                    self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register")
-                )
+                installer = self.installer(self.seam("LIMIT", "more", "replace"), self.seam("", "register", "register"))
                 installer.enable()
                 module = module or self.load()
                 self.assertEqual((module.LIMIT, module.REGISTERED), (9, ["ours"]))
@@ -474,7 +472,7 @@ class TestThreads(FakeUpstream):
                 for _ in range(200):
                     installer.enable()
                     installer.disable()
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -710,9 +708,7 @@ assert torch_overlay.status().enabled
         )
 
     def test_set_logs(self) -> None:
-        code = self.CODE.replace(
-            "log = ", "torch._logging.set_logs(modules={'torch_overlay': logging.INFO})\nlog = "
-        )
+        code = self.CODE.replace("log = ", "torch._logging.set_logs(modules={'torch_overlay': logging.INFO})\nlog = ")
         self.assertEqual(self.output(code).count(" line"), 2)
 
 

@@ -7,10 +7,10 @@
     python tools/apply_patches.py --list            the patches, in order, with the files that each changes
 
 PATH is a checkout of PyTorch at the base release, or an installed tree: the folder that contains `torch/`, or that
-`torch/` itself. Only the files that the series changes are looked at. Each must have the SHA-256 that base.json records;
-a tree that is dirty, or of another release, is refused by the names of the files. The new contents are all computed
-before the first file is written, files are replaced whole, and an error while writing puts back what was written: the
-tree has the series or it does not. Needs Python's standard library and nothing else.
+`torch/` itself. Only the files that the series changes are looked at. Each must have the SHA-256 that base.json has
+for it; a tree that is dirty, or of another release, is refused by the names of the files. The new contents are all
+computed before the first file is written, files are replaced whole, and an error while writing puts back what was
+written: the tree has the series or it does not. Needs Python's standard library and nothing else.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def check_base(contents: Contents, series: list[PatchFile], root: Path) -> None:
         elif content is None:
             problems.append(f"  {name}: no such file")
         elif sha256(content) != expected.get(name):
-            problems.append(f"  {name}: SHA-256 {sha256(content)[:16]}…, the base has {expected.get(name, 'none')[:16]}…")
+            problems.append(
+                f"  {name}: SHA-256 {sha256(content)[:16]}…, the base has {expected.get(name, 'none')[:16]}…"
+            )
     if problems:
         raise SeriesError(f"{root} is not an untouched tree of PyTorch {record['tag']}:\n" + "\n".join(problems))
 

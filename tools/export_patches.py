@@ -27,9 +27,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fingerprint import installed_root, module_file  # also keeps the package's import from enabling the overlay
-from series import base, insertion_diff, new_file_diff, ROOT, series_folder, SeriesError, sha256
-
+from fingerprint import module_file  # also keeps the package's import from enabling the overlay
+from series import base, insertion_diff, installed_root, new_file_diff, ROOT, series_folder, SeriesError, sha256
 from torch_overlay.seam_table import PATCHES, SEAMS
 from torch_overlay.seams import find_definition, hook_line
 
@@ -40,10 +39,13 @@ if TYPE_CHECKING:
     from torch_overlay.seams import Patch, Seam
 
 PACKAGE = ROOT / "torch_overlay"
-# What only the overlay form has. torch/_overlay gets an __init__.py of its own.
+# What only the overlay form has: the engine and the demonstration, which compares it with stock. torch/_overlay gets an
+# __init__.py of its own.
 ENGINE = ("__init__.py", "__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
+ENGINE += ("_demo.py", "_demo_gpu.py", "_terminal.py")
 PATCHED_INIT = PACKAGE / "_engine" / "patched_init.py"
-REFERENCE = re.compile(r"^torch_overlay(?:\.\w+)+(?=:\w)")
+# A string that names a module of ours: "module:name", or an import statement in text that becomes code.
+REFERENCE = re.compile(r"^(torch_overlay(?:\.\w+)+):\w|\b(?:from|import)\s+(torch_overlay(?:\.\w+)+)")
 HOOKS_MODULE = "torch._overlay.hooks"
 
 
@@ -72,7 +74,9 @@ def module_of(name: str) -> str:
 def references(name: str, text: str) -> set[str]:
     """Names of modules of ours that a module may need, those that are imported inside of functions included."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name == "torch_overlay":
@@ -86,10 +90,8 @@ def references(name: str, text: str) -> set[str]:
                 source = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
             found.add(source)
             found.update(f"{source}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            match = REFERENCE.match(node.value)
-            if match:
-                found.add(match[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            found.update(match[1] or match[2] for match in REFERENCE.finditer(node.value))
     return found
 
 

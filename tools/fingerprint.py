@@ -12,29 +12,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+from unittest import mock
+
+from series import BASE, installed_root, ROOT
 
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["TORCH_OVERLAY_DISABLE"] = "1"
-
-from torch_overlay.seams import DefinitionNotFound, fingerprint  # noqa: E402
-
-
-BASE = ROOT / "torch_overlay" / "base.json"
-
-
-def installed_root() -> Path:
-    """The folder that holds the installed `torch/`."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise SystemExit("torch is not installed in this Python: install the release that base.json names")
-    return Path(spec.origin).parent.parent
+with mock.patch.dict(os.environ, TORCH_OVERLAY_DISABLE="1"):
+    from torch_overlay.seams import DefinitionNotFound, fingerprint
 
 
 def module_file(root: Path, module: str) -> Path:

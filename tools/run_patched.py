@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import apply_patches
-from fingerprint import installed_root
+from series import installed_root
 
 
 ROOT = Path(__file__).resolve().parent.parent

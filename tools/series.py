@@ -8,6 +8,7 @@ says and nowhere else, and every context line must match.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from dataclasses import dataclass
@@ -51,6 +52,14 @@ class PatchFile:
     name: str
     header: str
     changes: tuple[FileChange, ...]
+
+
+def installed_root() -> Path:
+    """The folder that holds the installed `torch/`."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise SystemExit("torch is not installed in this Python: install the release that base.json names")
+    return Path(spec.origin).parent.parent
 
 
 def base() -> dict[str, object]:

@@ -193,17 +193,17 @@ def show_measurements(screen: Screen, results: Mapping[str, Mapping[str, Mapping
         for form, result in forms.items():
             if "error" in result:
                 notes.append(f"{name}, {form}: {result['error']}")
-        ours = overlay.get("compiled")
-        theirs = stock.get("compiled")
+        ours, theirs = overlay.get("compiled"), stock.get("compiled")
         good = good and overlay.get("equal", False)
+        verdict = "did not run"
+        if ours:
+            verdict = f"{'yes' if overlay['equal'] else 'NO'}, {overlay['difference']:.1g}"
         if theirs and not stock["equal"]:
             notes.append(f"{name}, stock: differs from ordered eager by {stock['difference']:.2g} of the largest value")
         rows.append(
             (
                 name,
-                "did not run"
-                if ours is None
-                else ("yes" if overlay["equal"] else "NO") + f", {overlay['difference']:.1g}",
+                verdict,
                 overlay.get("overlap", ""),
                 _microseconds(overlay.get("eager")),
                 "fails, see below" if theirs is None else _microseconds(theirs),

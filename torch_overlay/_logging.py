@@ -1,4 +1,4 @@
-"""The log name "torch_overlay": TORCH_LOGS="torch_overlay", and torch._logging.set_logs(modules={"torch_overlay": ...}).
+"""The log name "torch_overlay", for TORCH_LOGS="torch_overlay" and torch._logging.set_logs(modules={...}).
 
 In the patched form this runs at the end of upstream's own list of log names, before torch reads TORCH_LOGS. In the
 overlay form torch has read TORCH_LOGS already, and since a name there may be that of any importable module, it has

@@ -19,31 +19,6 @@ PATCHES: tuple[Patch, ...] = (
         "the log name. No behaviour changes.",
     ),
     Patch(
-        slug="inductor-cache-key",
-        subject="Stream placement is part of the compile cache keys",
-        description="A graph's keys in the FX graph cache and the AOTAutograd cache ignore FX node metadata, and so "
-        "the stream that a node was placed on: code compiled for one placement is served to another.",
-    ),
-    Patch(
-        slug="dynamo-stream-objects",
-        subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
-        description="Compiled code finds its streams and events in a table of the process, which nested calls and other "
-        "threads overwrite, and which keeps what frames make alive. The table now belongs to the innermost running call.",
-    ),
-    Patch(
-        slug="dynamo-streams",
-        subject="Dynamo traces streams and events as eager runs them",
-        description="Construction, contexts, current and default streams, set_stream, queries, timing and comparisons trace "
-        "without a graph break, touch no stream or event while tracing, and resume on the right stream after one.",
-        upstream="not sent yet; concerns pytorch#196193, #195573, #187472, #173172",
-    ),
-    # ---- new patches go above this one: it takes the modules that no seam reaches
-    Patch(
-        slug="overlay-tools",
-        subject="Tools of torch._overlay: the simulated GPU and what else no hook needs",
-        description="Modules that compile and check stream programs without a GPU. Nothing in torch imports them.",
-    ),
-    Patch(
         slug="aot-stream-placement",
         subject="Streams are placement in AOTAutograd, not operations",
         description="Synchronisation on streams and events leaves the graph before it is partitioned. What the outside "
@@ -56,6 +31,31 @@ PATCHES: tuple[Patch, ...] = (
         description="A planner emits the fewest events that order what the schedule placed on several streams, delays frees "
         "until the memory's stream is ordered behind every access, and switches the current stream only for lines that read it.",
         upstream="not sent yet; fixes the causes of pytorch#178549, #186023, #194234",
+    ),
+    Patch(
+        slug="inductor-cache-key",
+        subject="Stream placement is part of the compile cache keys",
+        description="A graph's keys in the FX graph cache and the AOTAutograd cache ignore FX node metadata, and so "
+        "the stream that a node was placed on: code compiled for one placement is served to another.",
+    ),
+    Patch(
+        slug="dynamo-stream-objects",
+        subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
+        description="Compiled code finds its streams and events in a table of the process, which nested calls and "
+        "other threads overwrite, and which keeps what frames make alive. The table now belongs to the innermost call.",
+    ),
+    Patch(
+        slug="dynamo-streams",
+        subject="Dynamo traces streams and events as eager runs them",
+        description="Construction, contexts, current and default streams, set_stream, queries, timing and comparisons "
+        "trace without a graph break, touch nothing while tracing, and resume on the right stream after a break.",
+        upstream="not sent yet; concerns pytorch#196193, #195573, #187472, #173172",
+    ),
+    # ---- new patches go above this one: it takes the modules that no seam reaches
+    Patch(
+        slug="overlay-tools",
+        subject="Tools of torch._overlay: the simulated GPU and what else no hook needs",
+        description="Modules that compile and check stream programs without a GPU. Nothing in torch imports them.",
     ),
 )
 
@@ -307,6 +307,15 @@ SEAMS: tuple[Seam, ...] = (
         why="Visible stream operations stay outside captured graphs.",
         ends="the patch is merged",
     ),
+    Seam(
+        target="torch._inductor.graph:GraphLowering.run",
+        impl="torch_overlay._inductor.stream_folding:run",
+        kind="wrap",
+        patch="inductor-stream-planner",
+        fingerprint="bdecc287cf368bf0",
+        why="Branches too small to pay for a stream run on the ambient stream; decided on the final FX graph, before fusion.",
+        ends="the patch is merged",
+    ),
     # ---- dynamo-stream-objects
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
@@ -353,6 +362,7 @@ SEAMS: tuple[Seam, ...] = (
         patch="dynamo-stream-objects",
         fingerprint="6ddf21791458c11e",
         why="A new frame starts with an empty numbering of objects, whatever this thread ran before.",
+        ends="upstream's registry is per frame",
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:register_user_object",
@@ -365,7 +375,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:has_user_objects",
-        impl="torch_overlay._dynamo.prologue:without_upstream_prologue",
+        impl="torch_overlay._dynamo.registration:without_upstream_prologue",
         kind="replace",
         patch="dynamo-stream-objects",
         fingerprint="14a77fbf51810994",
@@ -388,7 +398,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8041208bb845db0c",
-        why="A compilation inside a running compiled function must not lose that function's objects, nor keep any alive.",
+        why="A compilation inside a running compiled function must not lose that function's objects.",
         ends="upstream's registry is per frame",
     ),
     Seam(
@@ -397,14 +407,14 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="76b7f6440a4a3232",
-        why="A backward runs with the objects of its forward; upstream reads the list of the first frame ever compiled.",
+        why="A backward runs with its forward's objects; upstream reads those of the first frame ever compiled.",
         upstream="pytorch#186025",
         ends="runtime_wrappers stops importing the list by value",
     ),
     # ---- dynamo-streams
     Seam(
         target="torch._dynamo.variables.streams:",
-        impl="torch_overlay._dynamo.methods:register",
+        impl="torch_overlay._dynamo.registration:register_variables",
         kind="register",
         patch="dynamo-streams",
         fingerprint="",
@@ -438,6 +448,7 @@ SEAMS: tuple[Seam, ...] = (
         patch="dynamo-streams",
         fingerprint="287f88e05bd4ab2c",
         why="Entering a stream of another device makes that device current.",
+        ends="upstream enters the device of a stream together with the stream",
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamContextVariable.exit",
@@ -445,7 +456,8 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="84503b83444d255b",
-        why="The inverse of enter.",
+        why="Leaves the device that the stream context entered.",
+        ends="upstream enters the device of a stream together with the stream",
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.tp_richcompare_impl",
@@ -453,7 +465,8 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="579b1269a54bb9ec",
-        why="Comparison with the current stream is guarded as a relation; only the run can compare what the frame makes.",
+        why="Comparison with the current stream is guarded as a relation; for streams of the frame the run compares.",
+        ends="upstream guards these comparisons so, without compile_on_one_rank too",
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.reconstruct",
@@ -463,6 +476,7 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="fcf0901640841986",
         why="A stream that the frame made and returns is the one that the graph used.",
         upstream="pytorch#185594",
+        ends="upstream keeps the objects of a frame in its own locals",
     ),
     Seam(
         target="torch._dynamo.variables.streams:EventVariable.reconstruct",
@@ -472,6 +486,7 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="a0e530b7295be3b3",
         why="An event that the frame made and returns is the one that the graph recorded.",
         upstream="pytorch#185594",
+        ends="upstream keeps the objects of a frame in its own locals",
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:FxTracebackAnnotateVariable.reconstruct_type",
@@ -500,6 +515,7 @@ SEAMS: tuple[Seam, ...] = (
         patch="dynamo-streams",
         fingerprint="eb40a01300b912a1",
         why="default_stream, set_stream and current_stream of other devices; nothing is executed while tracing.",
+        ends="upstream has handlers for these functions",
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
@@ -508,14 +524,16 @@ SEAMS: tuple[Seam, ...] = (
         patch="dynamo-streams",
         fingerprint="27889f42dbd488f8",
         why="The frame makes streams, events and stream contexts at run time, with all their arguments.",
+        ends="upstream makes the objects at run time only",
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:SymbolicStreamState",
-        impl="torch_overlay._dynamo.state:make_state",
+        impl="torch_overlay._dynamo.registration:make_state",
         kind="replace",
         patch="dynamo-streams",
         fingerprint="5ebf2f839247ce25",
         why="Which stream is current is known for each device.",
+        ends="upstream's state knows the current stream of each device",
     ),
     Seam(
         target="torch._dynamo.symbolic_convert:InstructionTranslatorBase._maybe_emit_sync_dealloc",
@@ -545,5 +563,6 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="c8c0d7e3c55472b4",
         why="Index 0 is a torch.cuda.Stream on CUDA, which both kinds of events accept.",
         upstream="pytorch#176486",
+        ends="get_current_stream returns a torch.cuda.Stream on CUDA",
     ),
 )

@@ -108,9 +108,7 @@ def find_definition(tree: ast.Module, qualname: str) -> Definition:
     body: Sequence[ast.stmt] = tree.body
     found: Definition | None = None
     for name in qualname.split("."):
-        found = None
-        for found in _definitions(body, name):
-            pass
+        *_, found = (None, *_definitions(body, name))
         if found is None:
             raise DefinitionNotFound(qualname)
         body = found.body if isinstance(found, ast.ClassDef) else ()

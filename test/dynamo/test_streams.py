@@ -13,8 +13,6 @@ import threading
 import weakref
 from typing import Any, TYPE_CHECKING
 
-import form  # noqa: F401
-
 import torch
 import torch._dynamo
 import torch._dynamo.test_case
@@ -22,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
+import form  # noqa: F401
 from torch_overlay._dynamo import objects, registry
 from torch_overlay.testing import simulated_gpu
 
@@ -115,10 +114,10 @@ class StreamTestCase(torch._dynamo.test_case.TestCase):
         self.assertEqual(self.log[before : graphs.traced_at], [])
         return result, graphs
 
-    def during(self, fn: Callable[[], object]) -> list[str]:
-        """What `fn()` does to streams and events."""
+    def during(self, fn: Callable[..., object], *args: Any) -> list[str]:
+        """What the call does to streams and events."""
         before = len(self.log)
-        fn()
+        fn(*args)
         return self.log[before:]
 
 
@@ -402,7 +401,9 @@ return add""",
         compiled(self.x)
         for stream in (self.s, self.s2):
             with stream:
-                log = self.during(lambda: self.assertEqual(compiled(self.x)[1], stream))
+                before = len(self.log)
+                self.assertEqual(compiled(self.x)[1], stream)
+                log = self.log[before:]
             self.assertEqual(
                 [line.split(" on ")[-1] for line in log if "record" in line], [f"stream {stream.stream_id}"]
             )
@@ -930,7 +931,7 @@ return mul""",
 
         compiled, graphs = self.compile(fn)
         for stream in (self.s, self.s2):
-            log = self.during(lambda: compiled(self.x, stream, torch.cuda.Event()))
+            log = self.during(compiled, self.x, stream, torch.cuda.Event())
             self.assertEqual([line.split(" on ")[-1] for line in log], [f"stream {stream.stream_id}"])
         self.assertEqual(len(graphs.texts), 1)
 
@@ -998,9 +999,9 @@ return add""",
         info = graphs.objects[0][1]
         self.assertEqual((info.origin, info.escapes, info.priority), ("frame", False, -1))
         compiled, _ = self.compile(fn)
-        first = self.during(lambda: compiled(self.x))
+        first = self.during(compiled, self.x)
         self.assertEqual(len([line for line in first if line.startswith("new")]), 1)
-        self.assertEqual(self.during(lambda: compiled(self.x)), [])
+        self.assertEqual(self.during(compiled, self.x), [])
 
     def test_stream_returned_is_new_at_each_call(self) -> None:
         def fn(x):
@@ -1137,7 +1138,9 @@ return mul, item""",
             return total
 
         batches = [torch.empty(8, device="cpu") for _ in range(2)]
-        self.assertExpectedInline(str(self.trace(fn, batches, self.x)[1]), """\
+        self.assertExpectedInline(
+            str(self.trace(fn, batches, self.x)[1]),
+            """\
 mul = mul(l_w_, 0)
 to = to(l_batches_0_, cuda) @1
 wait_stream = wait_stream(0, 1)
@@ -1149,7 +1152,8 @@ wait_stream_1 = wait_stream(0, 1)
 record_stream_1 = record_stream(to_1, 0)
 mul_2 = mul(to_1, l_w_)
 add_1 = add(add, mul_2)
-return add_1""")
+return add_1""",
+        )
 
 
 class TestLifetime(StreamTestCase):
@@ -1269,7 +1273,7 @@ class TestLifetime(StreamTestCase):
             return y
 
         compiled, _ = self.compile(outer, fullgraph=False)
-        log = self.during(lambda: compiled(self.x))
+        log = self.during(compiled, self.x)
         self.assertEqual(
             [line.split(" on ")[-1] for line in log if "record" in line],
             [f"stream {s.stream_id}" for s in (self.s, self.s2, self.s)],
@@ -1288,6 +1292,40 @@ class TestLifetime(StreamTestCase):
             leave()
 
         threads = [threading.Thread(target=worker, args=(s, n)) for n, s in enumerate((self.s, self.s2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+    def test_compiled_functions_in_two_threads(self) -> None:
+        barrier = threading.Barrier(2, timeout=60)
+        failures: list[object] = []
+
+        def worker(event: torch.cuda.Event) -> None:
+            def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+                def run(*inputs: Any) -> Any:
+                    barrier.wait()  # both threads are inside their graphs
+                    if objects.get(1) is not event:
+                        failures.append(objects.get(1))
+                    barrier.wait()
+                    return gm.forward(*inputs)
+
+                return run
+
+            def fn(x):
+                event.record()
+                return x + 1
+
+            compiled = torch.compile(fn, backend=backend, fullgraph=True)
+            try:
+                for _ in range(5):
+                    compiled(torch.zeros(2))
+            except Exception as error:
+                failures.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=worker, args=(torch.cuda.Event(),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -1361,7 +1399,7 @@ return sub""",
 
         compiled, graphs = self.compile(fn, fullgraph=False)
         for stream in (self.s, self.s2, torch.cuda.Stream()):
-            log = self.during(lambda: compiled(self.x, stream))
+            log = self.during(compiled, self.x, stream)
             self.assertIn(f"set stream {stream.stream_id}", log)
         self.assertEqual(len(graphs.texts), 2)
 
@@ -1535,8 +1573,6 @@ return sub""",
                 y = x + 1
                 if event.query():
                     y = y * 2
-                else:
-                    y = y * 3
                 y = y - 4
             return y
 
@@ -1643,9 +1679,8 @@ class TestSwitch(StreamTestCase):
             with torch.cuda.stream(None):
                 return x + 1
 
-        with config.patch(streams=False):
-            with self.assertRaises(Exception):
-                self.trace(fn, self.x)
+        with config.patch(streams=False), self.assertRaisesRegex(Exception, "user_object_index"):
+            self.trace(fn, self.x)
         torch._dynamo.reset()
         self.trace(fn, self.x)
 

@@ -3,11 +3,12 @@
 - idioms: every way to write a stream program that PyTorch's users have
 - waiting: events and streams that the host asks or waits for, and copies between host and device
 - hazards: what upstream's users reported, each named after what went wrong
+- memory: whose memory a block is, and when it may be freed
 - compute: kinds of computation that reach the device in their own way, and larger programs
 """
 
 from stream_programs._program import by_name, Instance, Program, PROGRAMS
-from stream_programs import compute, hazards, idioms, waiting  # noqa: F401  (they register their programs)
+from stream_programs import compute, hazards, idioms, memory, waiting  # noqa: F401  (they register their programs)
 
 
 __all__ = ["Instance", "PROGRAMS", "Program", "by_name"]

@@ -353,45 +353,6 @@ def chain_of_streams(k: Kit) -> Any:
 # ---- memory
 
 
-@program("memory freed on one stream is reused on another: the diamond (#178549)", matrices(1, low=-1, high=1))
-def diamond(k: Kit) -> Any:
-    left, right, sleep = k.stream(), k.stream(), k.sleep
-
-    def fn(x):
-        current = torch.cuda.current_stream()
-        h = sleep(x @ x)
-        for side in (left, right):
-            side.wait_stream(current)
-        with torch.cuda.stream(left):
-            a = sleep(h.relu()) @ x
-        with torch.cuda.stream(right):
-            b = sleep(-h) @ x
-        current.wait_stream(left)
-        current.wait_stream(right)
-        return a * 2 + b
-
-    return fn
-
-
-@program("a buffer whose last reader is on another stream is written again by its own (S2, #168061)", matrices(2, low=-1, high=1))
-def last_reader_on_another_stream(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-
-    def fn(x, y):
-        current = torch.cuda.current_stream()
-        h = x @ y
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            a = sleep(h.clone()) + (h @ y)
-        b = y @ x
-        c = b @ y
-        d = c.relu() @ x.sign()
-        current.wait_stream(side)
-        return a + d
-
-    return fn
-
-
 @program("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
 def producer_not_inlined(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from torch._dynamo.test_case import run_tests, TestCase
 
 
 try:
-    import form  # noqa: F401
+    import form
 except ImportError:  # run as a plain script
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
@@ -62,7 +63,8 @@ class Undone(TestCase):
         state["inductor config"] = torch._inductor.config.get_config_copy()
         state["modes"] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         state["kernels"] = [
-            torch._C._dispatch_dump(f"aten::{name}") for name in ("empty.memory_format", "empty_strided")
+            torch._C._dispatch_dump(f"aten::{name}")
+            for name in ("empty.memory_format", "empty_strided", "scaled_dot_product_attention")
         ]
         state["available"] = torch.cuda.is_available(), torch.cuda.is_initialized(), torch.cuda.device_count()
         return state
@@ -87,15 +89,15 @@ class Undone(TestCase):
         before = self.snapshot()
         with self.assertRaisesRegex(ZeroDivisionError, "by zero"), simulated_gpu():
             self.work()
-            1 / 0
+            raise ZeroDivisionError("by zero")
         self.assertEqual(before, self.snapshot())
 
     def test_everything_is_back_when_entering_fails(self):
         before = self.snapshot()
-        broken = _mocks.Mock("torch.cuda.no_such_function", None, "the last of the table, so that all others are in place")
-        with mock.patch.object(_mocks, "compiler_mocks", lambda record: [broken]):
-            with self.assertRaisesRegex(AttributeError, "no_such_function"):
-                simulated_gpu().__enter__()
+        broken = _mocks.Mock("torch.cuda.no_such_function", None, "last in the table, all others are in place")
+        broken_table = mock.patch.object(_mocks, "compiler_mocks", lambda record: [broken])
+        with broken_table, self.assertRaisesRegex(AttributeError, "no_such_function"):
+            simulated_gpu().__enter__()
         self.assertEqual(before, self.snapshot())
         self.assertIsNone(active())
 
@@ -168,15 +170,43 @@ class Entering(TestCase):
         self.assertEqual(len(r.wrappers), 1)
         self.assertIsNone(active())
 
-    def test_fresh_process_without_driver(self):
-        code = "from torch_overlay.testing import compile_only; import torch; " + (
-            "print(compile_only(lambda: torch.ones(4, 4, device='cuda').sum(1)).output.shape)"
-        )
+    def run_python(self, code):
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
         env.pop("LD_PRELOAD", None)
-        prefix = "import form; " if os.path.exists(os.path.join(os.path.dirname(__file__), "../form.py")) else ""
-        out = subprocess.run([sys.executable, "-c", prefix + code], env=env, capture_output=True, text=True)
+        return subprocess.run([sys.executable, "-c", f"import form\n{code}"], env=env, capture_output=True, text=True)
+
+    def test_fresh_process_without_driver(self):
+        out = self.run_python(
+            "from torch_overlay.testing import compile_only; import torch\n"
+            "print(compile_only(lambda: torch.ones(4, 4, device='cuda').sum(1)).output.shape)"
+        )
         self.assertEqual(out.stdout.strip(), "torch.Size([4])", out.stderr)
+
+    def test_process_may_end_inside(self):
+        out = self.run_python(
+            "from torch_overlay.testing import simulated_gpu; import torch\n"
+            "gpu = simulated_gpu(); gpu.__enter__(); torch.ones(4, device='cuda', requires_grad=True).sum().backward()"
+        )
+        self.assertEqual((out.returncode, out.stderr), (0, ""))
+
+    def test_forked_child(self):
+        out = self.run_python(
+            "from torch_overlay.testing import compile_only, simulated_gpu; import os, torch\n"
+            "with simulated_gpu():\n"
+            "    x = torch.ones(4, device='cuda')\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        print(compile_only(lambda x: x.sin(), x).output.shape)\n"
+            "    else:\n"
+            "        print(os.waitpid(child, 0)[1])"
+        )
+        self.assertEqual(out.stdout.split("\n")[:2], ["torch.Size([4])", "0"], out.stderr)
+
+    def test_build_without_cuda_is_refused(self):
+        with (
+            mock.patch("torch.backends.cuda.is_built", lambda: False),
+            self.assertRaisesRegex(_native.UnsupportedBuild, "needs a CUDA build of PyTorch; this is"),
+        ):
+            simulated_gpu().__enter__()
 
     def test_the_table_gives_a_reason_for_every_mock(self):
         simulation = Simulation(1)
@@ -192,7 +222,9 @@ class Entering(TestCase):
         """Names that other modules took by value at import would still reach the driver."""
         simulation = Simulation(1)
         table = _mocks.device_mocks(simulation.devices)
-        originals = {id(m.patch().get_original()[0]): m.target for m in table if ".C." in m.target or "_C._" in m.target}
+        originals = {
+            id(m.patch().get_original()[0]): m.target for m in table if ".C." in m.target or "_C._" in m.target
+        }
         mocked = {m.target for m in table}
         missed = []
         for name, module in list(sys.modules.items()):
@@ -608,10 +640,34 @@ return (cos,)""",
         r = compile_only(lambda x: x * torch.ones(4, device="cuda") + torch.zeros(4, device="cuda"), cuda(4))
         self.assertIn("return (arg0_1,)", r.graphs[0])
 
-    def test_attention_pattern(self):
-        q, k, v = (cuda(2, 4, 16, 64) for _ in range(3))
+    def test_attention_takes_the_kernels_of_the_device(self):
+        def used(*args, dtype=torch.bfloat16, head=64, **kwargs):
+            q, k, v = (cuda(2, 4, 16, head, dtype=dtype, requires_grad=True) for _ in range(3))
+            r = compile_only(
+                lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs), q, k, v
+            )
+            return sorted(set(re.findall(r"aten\._scaled_dot_product_(\w+)\.", r.graphs[0])))
+
+        self.assertEqual(used(is_causal=True), ["cudnn_attention"])
+        self.assertEqual(used(head=60), ["flash_attention"])
+        self.assertEqual(used(head=320), ["efficient_attention"])
+        self.assertEqual(used(dtype=torch.float32), ["efficient_attention"])
+        mask = torch.ones(16, 16, dtype=torch.bool, device="cuda")
+        self.assertEqual(used(mask), ["cudnn_attention"])
+        self.assertEqual(used(mask, head=60), ["efficient_attention"])
+        self.assertEqual(used(dtype=torch.float64), [])
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            self.assertEqual(used(), [])
+
+    def test_attention_of_host_tensors_is_left_alone(self):
+        q = torch.randn(2, 4, 16, 64)
+        r = compile_only(nn.functional.scaled_dot_product_attention, q, q, q)
+        self.assertIn("_scaled_dot_product_flash_attention_for_cpu", r.graphs[0])
+
+    def test_written_out_attention_is_recognised(self):
+        q, k, v = (cuda(2, 4, 16, 64, dtype=torch.half) for _ in range(3))
         r = compile_only(lambda q, k, v: ((q @ k.transpose(-2, -1)) / 8.0).softmax(-1) @ v, q, k, v)
-        self.assertIn("_scaled_dot_product", r.graphs[0])
+        self.assertIn("_scaled_dot_product_cudnn_attention", r.graphs[0])
 
     def test_dropout(self):
         r = compile_only(lambda x: nn.functional.dropout(x, 0.5), cuda(8, requires_grad=True), backward=True)
@@ -668,6 +724,31 @@ return (cos,)""",
         self.assertEqual(len(seen.wrappers), 2)
         self.assertIn("sin", seen.calls(0))
         self.assertIn("cos", seen.calls(1))
+
+    def test_plans_and_regions(self):
+        s = torch.cuda.Stream()
+
+        def two_streams(x):
+            s.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(s):
+                y = x.sin()
+            z = x.cos()
+            torch.cuda.current_stream().wait_stream(s)
+            return y @ z
+
+        r = compile_only(two_streams, cuda(8, 8, requires_grad=True), backward=True)
+        self.assertEqual(
+            [(region.kind, region.frame.name) for region in r.regions],
+            [
+                ("forward", "two_streams"),
+                ("backward", "two_streams"),
+            ],
+        )
+        self.assertEqual(r.plans, [p for region in r.regions for p in region.plans])
+        self.assertEqual(len(r.plans), 2)
+        self.assertEqual([o.kind for o in r.frames[0].objects], ["stream", "stream"])
+        self.assertEqual((r.frames[0].records, r.frames[0].waits), (2, 2))
+        self.assertEqual(r.compile_log, [])
 
     def test_random_seed_of_the_caller_is_not_disturbed(self):
         random.seed(1), torch.manual_seed(1)

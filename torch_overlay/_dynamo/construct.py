@@ -8,7 +8,7 @@ time, with the same class and arguments (registry.add_owned).
 from __future__ import annotations
 
 import itertools
-from typing import Any, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_break_hints
@@ -78,7 +78,7 @@ def make_external_stream(
     if not given.keys() <= {"stream_ptr", "device"} or not isinstance(given.get("stream_ptr"), int):
         _refuse(cls, f"arguments {positional}, {named}", "Only the arguments stream_ptr and device are traced.")
     device = _device(tx, cls, given.get("device"))
-    value = cls(given["stream_ptr"], device=device)
+    value = torch.cuda.ExternalStream(given["stream_ptr"], device=device)
     index = registry.add_owned(value, cls, (given["stream_ptr"],), {"device": device})
     return stream_variable(tx, value, index)
 
@@ -142,7 +142,7 @@ def _constants(
             return argument.value
         if argument.is_python_constant():
             return argument.as_python_constant()
-        return _refuse(cls, f"argument {argument}", "An argument of the constructor is known only at run time.")
+        _refuse(cls, f"argument {argument}", "An argument of the constructor is known only at run time.")
 
     return [constant(one) for one in args], {name: constant(one) for name, one in kwargs.items()}
 
@@ -157,7 +157,7 @@ def _device(tx: InstructionTranslatorBase, cls: type, device: object) -> torch.d
     return torch.device("cuda", current) if found.index is None else found
 
 
-def _refuse(cls: type, context: str, why: str) -> Any:
+def _refuse(cls: type, context: str, why: str) -> NoReturn:
     unimplemented(
         gb_type="stream or event constructor that can't be traced",
         context=f"{cls.__module__}.{cls.__qualname__}: {context}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_break_hints
@@ -42,13 +42,13 @@ def _device_index(
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        return _refuse(name, str(device), f"does not know the device: {error}")
+        _refuse(name, str(device), f"does not know the device: {error}")
     if found.type != "cuda":
         _refuse(name, str(device), "takes a CUDA device here")
     return found.index
 
 
-def _refuse(name: str, context: str, why: str) -> Any:
+def _refuse(name: str, context: str, why: str) -> NoReturn:
     unimplemented(
         gb_type="stream function that can't be traced",
         context=f"{name}: {context}",

@@ -10,15 +10,15 @@ only the run can compare, except with itself.
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.variables.base import GetSet, Method, readonly_setter, VariableTracker
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamVariable
+from torch._dynamo.variables.streams import EventVariable, StreamVariable
 
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
@@ -28,7 +28,6 @@ from torch_overlay._dynamo.state import AmbientStreamVariable, handled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -51,7 +50,7 @@ def _argument(
     return None if found.is_constant_none() else found
 
 
-def _refuse(variable: VariableTracker, method: str, why: str) -> Any:
+def _refuse(variable: VariableTracker, method: str, why: str) -> NoReturn:
     unimplemented(
         gb_type="stream or event method that can't be traced",
         context=f"{variable.python_type_name()}.{method}",
@@ -60,7 +59,7 @@ def _refuse(variable: VariableTracker, method: str, why: str) -> Any:
     )
 
 
-def _sync(tx: InstructionTranslatorBase, op: Any, *indices: int | None) -> VariableTracker:
+def _sync(tx: InstructionTranslatorBase, op: Any, *indices: Any) -> VariableTracker:
     tx.output.create_proxy("call_function", op, indices, {})
     return ConstantVariable.create(None)
 
@@ -129,7 +128,7 @@ def event_query(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
 
 def event_elapsed_time(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     end = _argument(self, "elapsed_time", "end_event", args, kwargs)
-    if not isinstance(end, EventVariable):
+    if not isinstance(end, EventVariable) or end.user_object_index is None:
         _refuse(self, "elapsed_time", "takes an event")
     return runtime_scalar(tx, ops.elapsed_time, self.user_object_index, end.user_object_index)
 
@@ -139,15 +138,13 @@ def _is_made_here(stream: StreamVariable) -> bool:
     return entry is not None and entry.origin == "frame"
 
 
-def _ask_the_run(op: Any, attribute: str) -> Callable[[Any, InstructionTranslatorBase], VariableTracker | None]:
-    def getter(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-        if not handled(tx):
-            return None
-        if _is_made_here(self):
-            return runtime_scalar(tx, op, self.user_object_index)  # type: ignore[arg-type]
-        return _guarded(self, attribute)
-
-    return getter
+def _ask_the_run_or_guard(
+    stream: StreamVariable, tx: InstructionTranslatorBase, op: Any, attribute: str
+) -> VariableTracker:
+    if _is_made_here(stream):
+        assert stream.user_object_index is not None
+        return runtime_scalar(tx, op, stream.user_object_index)
+    return _guarded(stream, attribute)
 
 
 def _guarded(stream: StreamVariable, attribute: str) -> VariableTracker:
@@ -163,33 +160,26 @@ def _guard_identity(stream: StreamVariable) -> None:
 
 
 def stream_device(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    if not handled(tx) or (self.source is not None and self.current_device is None):
-        return self._stream_device_get(tx)
-    return VariableTracker.build(tx, self.value.device)
+    """None: upstream's way, which reads and guards the attribute of the caller's object."""
+    return None if self.source is not None else VariableTracker.build(tx, self.value.device)
 
 
 def stream_device_index(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    if not handled(tx) or (self.source is not None and self.current_device is None):
-        return self._stream_device_index_get(tx)
-    return ConstantVariable.create(self.value.device.index)
+    return None if self.source is not None else ConstantVariable.create(self.value.device.index)
 
 
-def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    if not handled(tx) or not issubclass(self.python_type(), torch.cuda.Stream):
-        return None
+def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
     if not _is_made_here(self):
         return _guarded(self, "priority")
     requested = registry.current().entries[self.user_object_index].priority  # type: ignore[index]
     if requested is None:
         _refuse(self, "priority", "is known only at run time")
     # CUDA takes what is outside the range to its nearest end.
-    least, greatest = torch.cuda.Stream.priority_range()
+    least, greatest = getattr(torch.cuda.Stream, "priority_range")()  # noqa: B009, the stub takes it for a method
     return ConstantVariable.create(max(greatest, min(least, requested)))
 
 
 def stream_hash(self: StreamVariable, tx: InstructionTranslatorBase) -> tuple[int, bool]:
-    if not handled(tx):
-        return VariableTracker.hash_impl(self, tx)
     if _is_made_here(self):
         return id(self.value), True
     _guard_identity(self)
@@ -248,78 +238,9 @@ def reconstruct(original: Callable[..., None], self: StreamVariable | EventVaria
     return None
 
 
-_STREAM_METHODS = {
-    "wait_event": stream_wait_event,
-    "wait_stream": stream_wait_stream,
-    "record_event": stream_record_event,
-    "synchronize": stream_synchronize,
-    "query": stream_query,
-}
-_EVENT_METHODS = {
-    "wait": event_wait,
-    "record": event_record,
-    "synchronize": event_synchronize,
-    "query": event_query,
-    "elapsed_time": event_elapsed_time,
-}
+def stream_handle(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
+    return _ask_the_run_or_guard(self, tx, ops.stream_handle, "cuda_stream")
 
 
-def register(streams: ModuleType) -> Callable[[], None]:
-    """Puts our methods and attributes in the tables of upstream's variables; they decline where we don't handle."""
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def update(table: dict[str, Any], entries: dict[str, Any]) -> None:
-        saved.append((table, dict(table)))
-        table.update(entries)
-
-    def methods(cls: Any, ours: dict[str, Any]) -> dict[str, Any]:
-        return {name: Method(_choose(ours[name], cls.tp_methods.get(name))) for name in ours}
-
-    update(streams.StreamVariable.tp_methods, methods(streams.StreamVariable, _STREAM_METHODS))
-    update(streams.EventVariable.tp_methods, methods(streams.EventVariable, _EVENT_METHODS))
-    update(
-        streams.StreamVariable.tp_getset,
-        {
-            "device": GetSet(stream_device, readonly_setter),
-            "device_index": GetSet(stream_device_index, readonly_setter),
-            "stream_id": GetSet(_ask_the_run(ops.stream_id, "stream_id"), readonly_setter),
-            "priority": GetSet(stream_priority, readonly_setter),
-            "cuda_stream": GetSet(_cuda_stream(None), readonly_setter),
-        },
-    )
-    upstream_getter = streams.CudaStreamVariable.tp_getset["cuda_stream"].getter
-    update(
-        streams.CudaStreamVariable.tp_getset, {"cuda_stream": GetSet(_cuda_stream(upstream_getter), readonly_setter)}
-    )
-
-    streams.StreamVariable.hash_impl = stream_hash
-
-    def undo() -> None:
-        del streams.StreamVariable.hash_impl
-        for table, contents in reversed(saved):
-            table.clear()
-            table.update(contents)
-
-    return undo
-
-
-def _cuda_stream(upstream: Callable[..., Any] | None) -> Callable[..., VariableTracker | None]:
-    ours = _ask_the_run(ops.stream_handle, "cuda_stream")
-
-    def getter(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-        if handled(tx) and issubclass(self.python_type(), torch.cuda.Stream):
-            return ours(self, tx)
-        return None if upstream is None else upstream(self, tx)
-
-    return getter
-
-
-def _choose(ours: Callable[..., Any], upstream: Method | None) -> Callable[..., VariableTracker | None]:
-    def handler(
-        self: Any, tx: InstructionTranslatorBase, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
-    ) -> VariableTracker | None:
-        if handled(tx):
-            return ours(self, tx, list(args), dict(kwargs))
-        return None if upstream is None else upstream.handler(self, tx, args, kwargs)
-
-    return handler
+def stream_id(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
+    return _ask_the_run_or_guard(self, tx, ops.stream_id, "stream_id")

@@ -66,7 +66,7 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
     """Calls the operator in the graph; the result is a number or bool that the run provides."""
     from torch._dynamo import config
     from torch._dynamo.variables.builder import wrap_fx_proxy
-    from torch._dynamo.variables.tensor import SymNodeVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     shape_env = tx.output.shape_env
     if shape_env is not None and not shape_env.allow_scalar_outputs:
@@ -75,7 +75,7 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
     result = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", op, indices, {}))
     with config.patch(capture_scalar_outputs=True):
         number = result.call_method(tx, "item", [], {})
-    if isinstance(number, SymNodeVariable) and number.python_type() is float:
+    if isinstance(number, SymNodeVariable) and isinstance(result, TensorVariable) and number.python_type() is float:
         number._tensor_var = result  # a float leaves the graph as a tensor; here is one already
     return number
 

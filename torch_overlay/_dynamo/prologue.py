@@ -25,15 +25,10 @@ if TYPE_CHECKING:
     from torch._dynamo.source import CurrentStreamSource
 
 
-def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Replaces the name that OutputGraph asks whether to emit upstream's prologue."""
-    return lambda: False
-
-
 def _leave_in_any_case(leave: Any, dummy: Any) -> None:
     """The template of the bytecode around the call, which takes the place of `dummy`."""
     try:
-        dummy
+        dummy  # noqa: B018
     finally:
         leave()
 

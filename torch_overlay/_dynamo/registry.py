@@ -193,7 +193,11 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
 def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the compilation of one frame."""
     global _frame
-    lists = (upstream.index_to_bytecode_constructor, upstream.index_to_external_object_weakref, upstream.keep_alive)
+    lists: tuple[list[Any], ...] = (
+        upstream.index_to_bytecode_constructor,
+        upstream.index_to_external_object_weakref,
+        upstream.keep_alive,
+    )
     saved = [list(one) for one in lists]
     outer, running = _frame, objects.current()
     objects.install(None)

@@ -32,8 +32,6 @@ from torch_overlay._dynamo import objects, registry
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
@@ -144,7 +142,7 @@ class StreamState(SymbolicStreamState):
         self.levels.pop()
 
     def set_stream(self, tx: InstructionTranslatorBase, stream: StreamVariable) -> None:
-        """torch.cuda.set_stream: holds until the enclosing stream context ends, or beyond the frame if there is none."""
+        """torch.cuda.set_stream: holds until the enclosing stream context ends, or beyond the frame without one."""
         device = stream.device
         if device.index != self.device_index():
             unimplemented(
@@ -186,12 +184,8 @@ class StreamState(SymbolicStreamState):
         tx.output.add_cleanup_hook(restore)
 
 
-def make_state(original: type[SymbolicStreamState]) -> Callable[[], SymbolicStreamState]:
-    """Replaces the class that the translator makes its stream state from."""
-    return lambda: StreamState() if _applies() else original()
-
-
-def _applies() -> bool:
+def applies() -> bool:
+    """Whether the overlay handles streams of the frame whose tracing begins."""
     from torch.fx.experimental.proxy_tensor import _coor_enabled
 
     accelerator = torch.accelerator.current_accelerator()

@@ -1,20 +1,20 @@
 """Installs seams in modules that are imported later.
 
-`import torch_overlay` must not import the scheduler, the code generators or AOTAutograd: that takes a second, and
-a program may never compile anything. The finder below stands first in sys.meta_path. For a module that has seams it asks
-the other finders for the module's spec and lets the spec's own loader do the work; right after the module's code has run,
-and before anybody else sees the module, the seams are installed.
+`import torch_overlay` must not import the scheduler, the code generators or AOTAutograd: that takes a second, and a
+program may never compile anything. The finder below stands first in sys.meta_path. For a module that has seams it
+asks the other finders for the module's spec and lets the spec's own loader do the work; right after the module's code
+has run, and before anybody else sees the module, the seams are installed.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
 

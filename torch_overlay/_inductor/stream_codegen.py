@@ -20,6 +20,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
+from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.stream_planner import ENTRY, HOST
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_operation
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
 
-RUNTIME = "from torch_overlay._inductor.stream_runtime import ambient, get_object, new_events, set_stream, take"
+RUNTIME = "from torch_overlay._inductor.stream_runtime import ambient, get_objects, restore_stream, set_stream, take"
 
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
@@ -155,6 +156,11 @@ class RegionEmitter:
         self.streams: dict[int, None] = {}  # in use, in order of first use
         self.raw: set[int] = set()
         self.objects: dict[int, None] = {}
+        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
+        known = {i.index: i.device for i in registry.describe() if i.kind == "stream" and i.device is not None}
+        devices |= {known[s].index for s in self.plan.streams if s in known and ambient_device(s) is None}
+        # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
+        self.device: int | None = devices.pop() if len(devices) == 1 else None
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
 
@@ -175,6 +181,10 @@ class RegionEmitter:
         self.raw.add(stream)
         return f"{self.stream(stream)}_raw"
 
+    def handle(self, stream: int) -> str:
+        """What an event of this region is recorded on and waited for by."""
+        return self.stream(stream) if self.device is None else self.raw_stream(stream)
+
     def event(self, index: int) -> str:
         return f"ev{index}{self.suffix}"
 
@@ -189,14 +199,14 @@ class RegionEmitter:
 
     def records(self, first: int, last: int) -> list[str]:
         return [
-            f"{self.event(e.index)}.record({self.stream(e.stream)})" for e in self.plan.events if first <= e.after <= last
+            f"{self.event(e.index)}.record({self.handle(e.stream)})" for e in self.plan.events if first <= e.after <= last
         ]
 
     def waits(self, position: int) -> list[str]:
         lines = []
         for event, stream in self.plan.waits_before(position):
             name = self.event(event.index)
-            lines.append(f"{name}.synchronize()" if stream == HOST else f"{name}.wait({self.stream(stream)})")
+            lines.append(f"{name}.synchronize()" if stream == HOST else f"{name}.wait({self.handle(stream)})")
         for wait in self.plan.boundary_waits:
             if wait.before == position:
                 lines.append(f"{self.object(int(wait.token[1:]))}.wait({self.stream(wait.stream)})")
@@ -249,16 +259,20 @@ class RegionEmitter:
 
     def prologue(self) -> list[str]:
         lines = []
+        looked_up = {}
         for stream in self.streams:
             device = ambient_device(stream)
-            source = f"get_object({stream})" if device is None else f"ambient({device})"
-            lines.append(f"{self.stream(stream)} = {source}")
-            if stream in self.raw:
-                lines.append(f"{self.stream(stream)}_raw = {self.stream(stream)}.cuda_stream")
-        lines += [f"event{index}{self.suffix} = get_object({index})" for index in self.objects]
+            if device is None:
+                looked_up[self.stream(stream)] = stream
+            else:
+                lines.append(f"{self.stream(stream)} = ambient({device})")
+        looked_up.update({self.object(index): index for index in self.objects})
+        if looked_up:
+            lines.append(f"{', '.join(looked_up)}, = get_objects({', '.join(map(str, looked_up.values()))})")
+        lines += [f"{self.stream(s)}_raw = {self.stream(s)}.cuda_stream" for s in self.streams if s in self.raw]
         if self.plan.events:
             names = ", ".join(self.event(e.index) for e in self.plan.events)
-            lines.append(f"{names}, = events{self.suffix} = take({self.pool}, {len(self.plan.events)})")
+            lines.append(f"{names}, = events{self.suffix} = take({self.pool}, {len(self.plan.events)}, {self.device})")
         return lines
 
     def epilogue(self) -> list[str]:
@@ -276,15 +290,18 @@ class RegionEmitter:
         if stream_operation_kind(overload) is None:
             return False
         kind, arguments = stream_operation_kind(overload), node.constant_args
+        stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
         if kind == "record_event":
-            self.write(f"{self.object(arguments[0])}.record({self.stream(arguments[1])})")
+            self.write(f"{self.object(arguments[0])}.record({self.stream(stream)})")
         elif kind == "synchronize_event":
             self.write(f"{self.object(arguments[0])}.synchronize()")
         elif kind == "synchronize_stream":
-            self.write(f"{self.stream(arguments[0])}.synchronize()")
+            self.write(f"{self.stream(stream)}.synchronize()")
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
-            self.write(f"{tensor}.record_stream({self.stream(arguments[0])})")
+            if tensor in self.wrapper._alignment_orig_saved:
+                tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
+            self.write(f"{tensor}.record_stream({self.stream(stream)})")
         else:
             return False
         return True
@@ -317,11 +334,20 @@ def switch_streams(lines: list[Any]) -> list[Any]:
     """Insert the switches of the current stream, and hand launches the handle of their stream."""
     out: list[Any] = []
     regions: list[dict[str, Any]] = []
+    guards = 0
     for line in lines:
+        if isinstance(line, upstream.EnterDeviceContextManagerLine):
+            guards += 1
+        elif isinstance(line, upstream.ExitDeviceContextManagerLine):
+            guards -= 1
+        if regions:
+            regions[-1]["guards"] = guards
         if isinstance(line, BeginRegion):
             if regions:  # its ambient stream is the stream of the node that encloses it
                 _switch(out, regions[-1], regions[-1]["place"])
-            regions.append({"emitter": line.emitter, "place": None, "current": {}, "start": None, "device": None})
+            regions.append(
+                {"emitter": line.emitter, "place": None, "current": {}, "start": None, "device": None, "guards": guards}
+            )
             out.append(line)
             regions[-1]["start"] = len(out)
             continue
@@ -359,7 +385,8 @@ def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
     if current.get(device, ambient_stream(device)) == stream:
         return
     current[device] = stream
-    out.append(StreamLine(f"set_stream({region['emitter'].stream(stream)})"))
+    switch = "set_stream" if region["guards"] else "restore_stream"  # without a guard the device must stay as it is
+    out.append(StreamLine(f"{switch}({region['emitter'].stream(stream)})"))
 
 
 def _restore(out: list[Any], region: dict[str, Any]) -> None:
@@ -368,10 +395,10 @@ def _restore(out: list[Any], region: dict[str, Any]) -> None:
         return
     emitter = region["emitter"]
     devices = sorted(region["current"], reverse=True)
-    statements = [f"set_stream({emitter.stream(ambient_stream(device))})" for device in devices]
+    statements = [f"restore_stream({emitter.stream(ambient_stream(device))})" for device in devices]
     # The records and waits at the region's end need no current stream: they stand after the block.
     tail = len(out)
-    while isinstance(out[tail - 1], StreamLine) and not out[tail - 1].text.startswith("set_stream"):
+    while isinstance(out[tail - 1], StreamLine) and "set_stream" not in out[tail - 1].text and "restore_stream" not in out[tail - 1].text:
         tail -= 1
     out.insert(tail, FinallyLine(statements))
     out.insert(region["start"], TryLine())

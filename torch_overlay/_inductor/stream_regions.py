@@ -13,6 +13,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 from torch_overlay import config
+from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER
 from torch_overlay._inductor.stream_codegen import _root, active, RegionEmitter, RUNTIME, StreamLine
 from torch_overlay._inductor.stream_schedule import _origins, needs_plan, plan_region, stream_operation, user_stream
@@ -77,7 +78,8 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
                     events[int(token[1:])] = None
                 elif token != "s0":
                     streams[int(token[1:])] = None
-    return sorted(streams), sorted(events)
+    own = {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
+    return sorted(set(streams) - own), sorted(events)
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
@@ -92,18 +94,25 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     pool = "_outer_events"
     root.header.writeline(f"{pool} = []")
     device = torch.accelerator.current_device_index()
+    numbers = [*streams, *events]
+    named = [*(f"outer{s}" for s in streams), *(f"outer_event{e}" for e in events)]
     lines = [f"outer0 = ambient({device})"]
-    lines += [f"outer{s} = get_object({s})" for s in streams]
-    names = [f"outer_ev{s}" for s in (0, *streams)]
-    lines.append(f"{', '.join(names)}, = outer_events = take({pool}, {len(names)})")
-    lines += [line for s in streams for line in (f"outer_ev{s}.record(outer{s})", f"outer_ev{s}.wait(outer0)")]
-    lines += [f"get_object({e}).wait(outer0)" for e in events]
+    if numbers:
+        lines.append(f"{', '.join(named)}, = get_objects({', '.join(map(str, numbers))})")
+    if streams:
+        lines += [f"raw{s} = outer{s}.cuda_stream" for s in (0, *streams)]
+        names = [f"outer_ev{s}" for s in (0, *streams)]
+        lines.append(f"{', '.join(names)}, = outer_events = take({pool}, {len(names)}, {device})")
+        lines += [line for s in streams for line in (f"outer_ev{s}.record(raw{s})", f"outer_ev{s}.wait(raw0)")]
+    lines += [f"outer_event{e}.wait(outer0)" for e in events]
     for line in lines:
         wrapper.writeline(StreamLine(line))
     original(scheduler)
-    lines = ["outer_ev0.record(outer0)", *(f"outer_ev0.wait(outer{s})" for s in streams)] if streams else []
-    for line in [*lines, f"{pool}.append(outer_events)"]:
-        wrapper.writeline(StreamLine(line))
+    if streams:
+        lines = ["outer_ev0.record(raw0)", *(f"outer_ev0.wait(raw{s})" for s in streams), f"{pool}.append(outer_events)"]
+        for line in lines:
+            wrapper.writeline(StreamLine(line))
+    return None
 
 
 def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:

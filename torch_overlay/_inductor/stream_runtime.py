@@ -6,32 +6,48 @@ call inside a call, never share one; list operations are atomic, and a call that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch_overlay._dynamo.objects import ambient, get as get_object
+from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
+from torch_overlay._dynamo import objects
+from torch_overlay._inductor.stream_native import event_class
 
 
-if TYPE_CHECKING:
-    Events = tuple[torch.Event, ...]
+set_stream = torch._C._accelerator_setStream
+"""Makes a stream the current one of its device, and its device the current one: inside a device guard that is no change."""
 
 
-def new_events(count: int) -> Events:
-    """Events for ordering: without timing, made by the device when first recorded."""
-    return tuple(torch.Event(device="cuda") for _ in range(count))
+def restore_stream(stream: torch.Stream) -> None:
+    """Makes a stream the current one of its device, and leaves the current device alone."""
+    device = torch._C._cuda_getDevice()
+    set_stream(stream)
+    if device != stream.device_index:
+        torch._C._cuda_setDevice(device)
 
 
-def take(pool: list[Events], count: int) -> Events:
+def get_objects(*indices: int) -> list[Any]:
+    """The streams and events of the running graph with these numbers."""
+    table = objects._thread.objects
+    if table is None:
+        return [get_object(index) for index in indices]  # raises
+    return [found.resolve() if type(found := table[index]) is Owned else found for index in indices]
+
+
+def new_events(count: int, device_index: int | None) -> tuple[Any, ...]:
+    """Events of one device, recorded on raw handles; for None: torch.Event, recorded on stream objects of any device."""
+    if device_index is None:
+        return tuple(torch.Event(device="cuda") for _ in range(count))
+    make = event_class()
+    return tuple(make(device_index) for _ in range(count))
+
+
+def take(pool: list[tuple[Any, ...]], count: int, device_index: int | None) -> tuple[Any, ...]:
     """A set of `count` events that no other call in flight uses."""
     try:
         return pool.pop()
     except IndexError:
-        return new_events(count)
+        return new_events(count, device_index)
 
 
-def set_stream(stream: torch.Stream) -> None:
-    """Make `stream` the current stream of its device."""
-    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
-
-
-__all__ = ["ambient", "get_object", "new_events", "set_stream", "take"]
+__all__ = ["ambient", "get_object", "get_objects", "new_events", "restore_stream", "set_stream", "take"]

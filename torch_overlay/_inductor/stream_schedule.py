@@ -11,13 +11,14 @@ its stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, REQUIRES
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
@@ -95,7 +96,17 @@ class RegionReader:
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
+        self.inner: set[int] = set()  # operations that touch no memory of the caller
+        self.caller_memory: set[str] | None = None
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
+        # The current stream of another device is registered under a number of its own; here it has the number of that device.
+        self.numbers = {
+            i.index: ambient_stream(i.device.index or 0)
+            for i in registry.describe()
+            if i.origin == "ambient" and i.index != AMBIENT and i.device is not None
+        }
+        # Streams that the frame makes and nobody else sees hold nothing at the entry, and nobody asks for their state at the exit.
+        self.private = {f"s{i.index}" for i in registry.describe() if i.origin == "frame" and not i.escapes}
 
     # -- names
 
@@ -109,17 +120,22 @@ class RegionReader:
     def stream_of(self, node: BaseSchedulerNode, device: torch.device | None) -> int:
         user = user_stream(self.scheduler, node)
         if user != AMBIENT:
-            return user
+            return self.numbers.get(user, user)
         return ambient_stream(device.index) if device is not None and device.index is not None else AMBIENT
 
     # -- tokens
+
+    def renumbered(self, tokens: Iterable[str]) -> set[str]:
+        if not self.numbers:
+            return set(tokens)
+        return {f"s{self.numbers.get(int(t[1:]), int(t[1:]))}" if t[0] == "s" else t for t in tokens}
 
     def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
         found: set[str] | None = None
         for origin in _origins(node):
             tokens = origin.meta.get("custom", {}).get(key)
             if tokens is not None:
-                found = (found or set()) | set(tokens)
+                found = (found or set()) | self.renumbered(tokens)
         return found
 
     def collect_tokens(self) -> None:
@@ -138,7 +154,8 @@ class RegionReader:
         after, before = self.annotated(node, AFTER), self.annotated(node, BEFORE)
         after = self.known.after.get(user, set()) if after is None else after
         before = self.known.before.get(user, set()) if before is None else before
-        return frozenset(after - {f"s{stream}"}), frozenset(before - {f"s{stream}"})
+        own = {f"s{stream}"} | self.private
+        return frozenset(after - own), frozenset(before - own)
 
     def promised(self) -> dict[int, frozenset[str]]:
         """Per stream, the caller's states that it must be ordered after when the region is left."""
@@ -148,11 +165,18 @@ class RegionReader:
             for origin in _origins(node):
                 leave = origin.meta.get("custom", {}).get(LEAVE)
                 if leave:
-                    return {stream: frozenset(tokens) for stream, tokens in leave}
+                    return {
+                        self.numbers.get(stream, stream): frozenset(self.renumbered(tokens)) - self.private
+                        for stream, tokens in leave
+                        if f"s{stream}" not in self.private
+                    }
         return {}
 
     def touches_caller_memory(self, names: set[str]) -> bool:
-        return any(name in V.graph.graph_inputs or name in V.graph.constants for name in names)
+        if self.caller_memory is None:
+            outputs = {self.storage(n) for n in V.graph.get_output_names()}
+            self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants, *outputs}
+        return not self.caller_memory.isdisjoint(names)
 
     # -- operations
 
@@ -200,7 +224,9 @@ class RegionReader:
                 blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if not self.enclosed and not self.touches_caller_memory(reads | writes):
-            after = frozenset()  # memory of the region: its stream's own order and the data edges are enough
+            # Memory of the region: the stream's own order and the data edges are enough, until it is given back (`read`).
+            after = frozenset()
+            self.inner.add(len(self.ops))
         return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
@@ -216,9 +242,9 @@ class RegionReader:
         kind = overload._schema.name.partition("::")[2]
         stream, blocking, waits = HOST, False, False
         if kind == "record_event":
-            stream = arguments[1]
+            stream = self.numbers.get(arguments[1], arguments[1])
         elif kind == "synchronize_stream":
-            stream, blocking = arguments[0], True
+            stream, blocking = self.numbers.get(arguments[0], arguments[0]), True
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
         if self.enclosed:
@@ -254,6 +280,16 @@ class RegionReader:
                 found.append(Buffer(name, ambient_stream(device.index or 0), fresh=False))
         return found
 
+    def drop_inner_promises(self, buffers: list[Buffer]) -> None:
+        """A stream need not be ordered after an operation that touched neither the caller's memory nor a block of that stream."""
+        memory = {view: b.stream for b in buffers for view in (b.name, *b.views)}
+        for i in self.inner:
+            op = self.ops[i]
+            blocks = {f"s{memory[n]}" for n in op.reads | op.writes if n in memory}
+            kept = frozenset(t for t in op.before if t[0] != "s" or t in blocks)
+            if kept != op.before:
+                self.ops[i] = replace(op, before=kept)
+
     def read(self) -> None:
         self.collect_tokens()
         for node in self.nodes:
@@ -275,6 +311,7 @@ class Region:
     plan: Plan
     index: dict[BaseSchedulerNode, int]
     devices: dict[int, int]
+    numbers: dict[int, int]
     enclosed: bool
 
 
@@ -300,4 +337,6 @@ def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclos
     """Plan the given nodes, in their order."""
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
-    return Region(plan_streams(reader.ops, reader.buffers(), reader.promised()), reader.index, reader.devices, enclosed)
+    buffers = reader.buffers()
+    reader.drop_inner_promises(buffers)
+    return Region(plan_streams(reader.ops, buffers, reader.promised()), reader.index, reader.devices, reader.numbers, enclosed)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.utils._pytree as pytree
 
 from torch_overlay.testing._observe import Compiled, observe
 from torch_overlay.testing._simulate import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def compile_only(
@@ -22,7 +25,7 @@ def compile_only(
     options: dict[str, Any] | None = None,
     allow_error: bool = False,
 ) -> Compiled:
-    """Compile `fn`, call it once on `args` and, if asked, run the backward of its outputs; nothing executes on a device.
+    """Compile `fn`, call it once on `args` and, if asked, run the backward of its outputs; no kernel is executed.
 
     Inputs are made inside `simulated_gpu()`; around a single call it may be left out, for a function that makes its own
     tensors. A failure is raised, or kept in `.error` where `allow_error` is set.

@@ -4,8 +4,8 @@ Current device and current stream live where PyTorch keeps them, in the thread-l
 (`_native.py`), so that `with stream:`, autograd and `torch.accelerator` agree without help. This module adds what that
 guard lacks: stream pools, handles, events with an order, and the log.
 
-Stream ids are the ones a real device hands out: the n-th stream of a priority's pool is `n << 5 | (priority + 1) << 1 | 1`
-and the pool has 32 streams, so the 33rd `torch.cuda.Stream()` is the first one again.
+Stream ids are the ones a real device hands out: the n-th stream of a priority's pool is
+`n << 5 | (1 - priority) << 1 | 1`, and a pool has 32 streams, so the 33rd `torch.cuda.Stream()` is the first one again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_overlay.testing import _native
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 _STREAMS_PER_POOL = 32
@@ -136,7 +140,7 @@ class Devices:
         return stream
 
     def handle(self, stream_id: int, device: int) -> int:
-        """The cudaStream_t of a stream: null for the default stream, made up for a pool stream, an external one's own."""
+        """The cudaStream_t of a stream: null for the default one, made up for the pool's, an external one's own."""
         return 0x51000000 + (device << 20) + (stream_id << 4) if stream_id & 1 else stream_id
 
     def stream_data(self, index: int) -> tuple[int, int, int]:
@@ -237,9 +241,9 @@ class Devices:
 
     # ---- generators
 
-    def new_generator(self, cls: type, device: object = "cpu") -> torch.Generator:
+    def new_generator(self, cls: type, device: torch.types.Device = "cpu") -> torch.Generator:
         """A CUDA generator is a host generator that says it is on the device: fake tensors draw no numbers."""
-        device = torch.device(device)
+        device = torch.device("cpu" if device is None else device)
         generator = _generator_new(cls)
         assert isinstance(generator, torch.Generator)
         if device.type == "cuda":

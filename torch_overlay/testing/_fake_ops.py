@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_overlay.testing._device import Devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch_overlay.testing._device import Devices
 
 
 aten = torch.ops.aten
@@ -42,7 +45,7 @@ class SimulatedTensorMode(FakeTensorMode):
         out = super().dispatch(func, types, args, kwargs)
         return self._pin(out) if pin and isinstance(out, torch.Tensor) else out
 
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pin(self, tensor: Any) -> torch.Tensor:
         if tensor.device.type != "cpu":
             raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
         self._pinned[tensor] = True
@@ -59,8 +62,8 @@ class SimulatedTensorMode(FakeTensorMode):
 def allocations(mode: SimulatedTensorMode) -> Iterator[None]:
     """Allocations on the device give fake tensors even where no mode is active.
 
-    Dynamo switches all modes off while it traces, and runs a few things for real there: an optimizer's `_init_group`, the
-    meta functions of `torch._prims`. They end up in these two operators.
+    Dynamo switches all modes off while it traces, and runs a few things for real there: an optimizer's `_init_group`,
+    the meta functions of `torch._prims`. They end up in these two operators.
     """
     library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
 

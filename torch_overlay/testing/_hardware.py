@@ -16,7 +16,7 @@ class Properties:
     name: str = "NVIDIA H200"
     major: int = 9
     minor: int = 0
-    total_memory: int = 143771 << 20
+    total_memory: int = 143155 << 20
     multi_processor_count: int = 132
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_overlay.testing import _hardware
-from torch_overlay.testing._device import Devices
-from torch_overlay.testing._fake_ops import SimulatedTensorMode
 from torch_overlay.testing._stub_module import stub_module
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch_overlay.testing._device import Devices
+    from torch_overlay.testing._fake_ops import SimulatedTensorMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,7 @@ def device_mocks(d: Devices) -> list[Mock]:
         Mock("torch.cuda.graphs._cuda_isCurrentStreamCapturing", _returns(False), "alias taken at import"),
         Mock("torch._C._cuda_synchronize", _calls(d.synchronize), "asks the runtime, and must be logged"),
         Mock("torch._C._accelerator_synchronizeDevice", _calls(d.synchronize), "the fake guard can't; logged"),
+        Mock("torch._C._cuda_sleep", lambda cycles: d.log.note("sleep"), "launches a kernel"),
         Mock("torch.accelerator.device_count", _returns(d.count), "counts devices through c10::cuda"),
     ]
 
@@ -162,7 +167,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         Mock(
             "torch._inductor.cpu_vec_isa.pick_vec_isa",
             lambda: cpu_vec_isa.VecAVX2(),
-            "tries the C++ compiler out on this machine's instruction sets, which takes seconds; host kernels stay text",
+            "tries the C++ compiler out on the host's instruction sets, for seconds; host kernels stay text here",
         ),
         Mock("torch._inductor.select_algorithm.PRINT_AUTOTUNE", False, "would print times that nobody measured"),
         Mock(

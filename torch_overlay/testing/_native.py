@@ -21,9 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 _CUDA = 1  # c10::DeviceType::CUDA, the index into the guard registry
@@ -145,7 +149,7 @@ def native_new(cls: type) -> Callable[..., object]:
 
 
 def write_cuda_stream(obj: object, stream_id: int, device: int) -> None:
-    """Fill the c10::Stream {int8 type, int8 index, int64 id} that _CudaStreamBase holds behind torch.Stream's fields."""
+    """Fill the c10::Stream {int8 type, int8 index, int64 id} that _CudaStreamBase holds after torch.Stream's fields."""
     at = id(obj) + torch.Stream.__basicsize__
     ctypes.c_int8.from_address(at).value = _CUDA
     ctypes.c_int8.from_address(at + 1).value = device

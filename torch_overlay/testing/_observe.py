@@ -7,14 +7,17 @@ import contextlib
 import dataclasses
 import re
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 
 from torch_overlay.testing import _text
 from torch_overlay.testing._simulate import active
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +62,13 @@ class Region:
 
     frame: Frame | None
     kind: str  # "inference", "forward" or "backward"
-    graph: str
     nodes: tuple[_text.Node, ...] = ()
     wrapper: str | None = None
     plans: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def graph(self) -> str:
+        return "\n".join(str(n) for n in self.nodes)
 
 
 @dataclasses.dataclass
@@ -106,8 +112,8 @@ class _Observer:
         self.seen = Compiled()
         self._frames: dict[Any, Frame] = {}  # by compile id, which a backward that is compiled later has, too
 
-    def _region(self, kind: str = "inference", graph: str = "", nodes: tuple[_text.Node, ...] = ()) -> Region:
-        region = Region(self._frames.get(torch._guards.CompileContext.current_compile_id()), kind, graph, nodes)
+    def _region(self, kind: str = "inference", nodes: tuple[_text.Node, ...] = ()) -> Region:
+        region = Region(self._frames.get(torch._guards.CompileContext.current_compile_id()), kind, nodes)
         self.seen.regions.append(region)
         return region
 
@@ -131,7 +137,7 @@ class _Observer:
 
         def keep_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-            self._region(kind, _text.graph(gm), _text.nodes(gm))
+            self._region(kind, _text.nodes(gm))
             return lower(gm, *args, **kwargs)
 
         def keep_wrapper(graph: Any) -> Any:
@@ -181,7 +187,8 @@ def observe() -> Iterator[Compiled]:
 
 
 def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
-    names = [n.target.__name__.partition(".")[0] for n in gm.graph.nodes if _is_stream_op(n.target)]
+    targets = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]  # streams.record_event[.default]
+    names = [t.split(".")[1] for t in targets if t.startswith("streams.")]
     try:
         from torch_overlay._dynamo import registry
     except ImportError:  # a build without the Dynamo layer
@@ -189,10 +196,6 @@ def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
     else:
         objects = registry.describe()
     return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects)
-
-
-def _is_stream_op(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "streams"
 
 
 def _graph_break(reason: str, exc: Any) -> GraphBreak:

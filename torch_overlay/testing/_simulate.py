@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import threading
 from typing import Any
 
 import torch
 
-from torch_overlay.testing import _fake_ops, _mocks, _native
+from torch_overlay.testing import _attention, _fake_ops, _mocks, _native
 from torch_overlay.testing._device import DeviceLog, Devices
 
 
@@ -30,9 +32,10 @@ class Simulation:
 
     @contextlib.contextmanager
     def _entered(self) -> Any:
-        import torch._inductor.codecache
-        import torch._inductor.compile_fx
-        import torch._inductor.select_algorithm
+        if not torch.backends.cuda.is_built():
+            raise _native.UnsupportedBuild(f"simulated_gpu needs a CUDA build of PyTorch; this is {torch.__version__}")
+        for name in _MOCKED_MODULES:  # before anything is mocked, so that all of them are mocked
+            importlib.import_module(name)
 
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
@@ -47,6 +50,7 @@ class Simulation:
             ):
                 enter(mock.patch())
             enter(_fake_ops.allocations(self.fake_mode))
+            enter(_attention.attention())
             enter(_mocks.forgotten_caches())
             enter(_mocks.private_cache_dir())
             stack.callback(torch._dynamo.reset)
@@ -65,8 +69,17 @@ class Simulation:
             yield
 
 
+_MOCKED_MODULES = ("torch._inductor.codecache", "torch._inductor.compile_fx", "torch._inductor.select_algorithm")
 _lock = threading.RLock()
 _active: list[Simulation] = []
+_open: list[contextlib.ExitStack] = []
+
+
+@atexit.register
+def _leave() -> None:
+    """A simulation that was entered and never left would outlive the Python functions that C++ was given."""
+    while _open:
+        _open.pop().close()
 
 
 class simulated_gpu(contextlib.ContextDecorator):
@@ -106,11 +119,15 @@ class simulated_gpu(contextlib.ContextDecorator):
                 stack.callback(_active.pop)
             stack.enter_context(simulation._entered_by_thread())
             self._stacks.append(stack.pop_all())
+            _open.append(self._stacks[-1])
             return simulation
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: Any) -> None:
         with _lock:
-            self._stacks.pop().__exit__(*exc)
+            stack = self._stacks.pop()
+            if stack in _open:
+                _open.remove(stack)
+            stack.__exit__(*exc)
 
 
 def active() -> Simulation | None:

@@ -1,21 +1,24 @@
 """The module that stands in for a generated wrapper: it is never executed, it hands back tensors of the right layout.
 
 Inductor's code generation runs in full and its text is kept. What the caller then gets is a callable with the calling
-convention of a generated module (a boxed argument list, `recursively_apply_fns` for CUDA graph partitions), whose outputs
-are fake tensors with the sizes, strides, dtype and device that the graph promised. Symbolic sizes are evaluated with the
-arguments of that very call. So the code after a graph break, the backward and a second compiled function all run.
+convention of a generated module (a boxed argument list, `recursively_apply_fns` for CUDA graph partitions), whose
+outputs are fake tensors with the sizes, strides, dtype and device that the graph promised. Symbolic sizes are evaluated
+with the arguments of that very call. So the code after a graph break, the backward and a second compiled function run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import sympy
 import torch
 from torch._inductor.virtualized import V
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 _UNKNOWN_SIZE = 8  # stands for a size that only the data could tell (an unbacked symbol)
@@ -59,8 +62,8 @@ def _describe(output: Any) -> _TensorOutput | _ScalarOutput | _NoOutput:
     return _TensorOutput(tuple(output.get_size()), tuple(output.get_stride()), output.get_dtype(), device)
 
 
-def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[sympy.Symbol, int]) -> None:
-    """Read the values of symbols off one call's arguments: a symbol is an argument itself, or a tensor's size or stride."""
+def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> None:
+    """Read the values of symbols off one call's arguments: a symbol is an argument, or a tensor's size or stride."""
     for expected, arg in zip(names, args):
         if isinstance(expected, sympy.Symbol) and isinstance(arg, int | torch.SymInt):
             given[expected] = int(arg)
@@ -72,10 +75,10 @@ def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[sympy.Symbol, i
 
 def stub_module(graph: Any) -> Any:
     """What `GraphLowering.compile_to_module` returns in the simulation, after the real code generation."""
-    graph.codegen()
+    _ = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
     inputs = list(graph.graph_inputs.values())
     outputs = [_describe(o) for o in graph.graph_outputs]
-    hints = dict(V.graph.sizevars.backed_var_to_val)
+    hints: dict[Any, Any] = dict(V.graph.sizevars.backed_var_to_val)
 
     def call(args: list[Any]) -> tuple[Any, ...]:
         given = dict(hints)

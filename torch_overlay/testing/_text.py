@@ -19,14 +19,12 @@ class Node:
     line: int = 0
     code: str = ""
 
+    def __str__(self) -> str:
+        return self.text if self.stream is None else f"{self.text}  # stream {self.stream}"
+
 
 def nodes(gm: torch.fx.GraphModule) -> tuple[Node, ...]:
     return tuple(Node(_node(n), _stream(n), *_user_line(n)) for n in gm.graph.nodes)
-
-
-def graph(gm: torch.fx.GraphModule) -> str:
-    """One node a line: name, type, call, and the stream that the node is placed on (none: the ambient stream)."""
-    return "\n".join(n.text if n.stream is None else f"{n.text}  # stream {n.stream}" for n in nodes(gm))
 
 
 def _stream(node: torch.fx.Node) -> int | None:

@@ -1,0 +1,141 @@
+"""The programs in examples/: each compiles as one region, is planned as its text promises, and says so as a script."""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from typing import TYPE_CHECKING
+
+import torch
+
+import form
+from torch_overlay.testing import compile_only, Compiled, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch_overlay._inductor.stream_planner import Plan
+
+sys.path.insert(0, str(form.ROOT / "examples"))
+import moe_experts
+import prefetch_loop
+import transformer_side_branch
+
+
+class ExampleTest(unittest.TestCase):
+    """Tests of one example, compiled once."""
+
+    example: ModuleType
+    result: Compiled
+    plan: Plan
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        with simulated_gpu():
+            function, args = cls.example.make()
+            cls.result = compile_only(function, *args, fullgraph=False)
+        cls.plan = cls.result.plans[0]
+
+    def operations(self, stream: int) -> int:
+        return sum(op.stream == stream for op in self.plan.ops)
+
+    def run_as_script(self) -> str:
+        code = f"import runpy; runpy.run_path({self.example.__file__!r}, run_name='__main__')"
+        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        return result.stdout
+
+
+class TestPrefetchLoop(ExampleTest):
+    example = prefetch_loop
+
+    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assertEqual(self.result.graph_breaks, [])
+        self.assertEqual(len(self.result.plans), 1)
+
+    def test_copy_runs_on_the_transfer_stream_and_is_asynchronous(self) -> None:
+        (copy,) = [op for op in self.plan.ops if op.stream == 1 and op.name != "record_event"]
+        self.assertFalse(copy.blocking)
+        self.assertRegex(self.result.calls(), r"\.copy_\(\w+, True\)")
+
+    def test_batch_is_read_only_after_what_the_transfer_stream_held_before(self) -> None:
+        first = next(i for i, op in enumerate(self.plan.ops) if op.stream == 0)
+        waits = [event for event, stream in self.plan.waits_before(first) if stream == 0]
+        self.assertEqual([(event.stream, event.after) for event in waits], [(1, -1)])
+
+    def test_users_event_is_recorded_behind_the_copy(self) -> None:
+        names = [op.name for op in self.plan.ops if op.stream == 1]
+        self.assertEqual(names[-1], "record_event")
+        self.assertEqual(len(names), 2)
+
+    def test_record_stream_of_the_user_survives(self) -> None:
+        self.assertEqual(self.result.calls().count(".record_stream(stream0)"), 1)
+
+    def test_batches_are_pinned_and_a_buffer_is_refilled_only_after_its_event(self) -> None:
+        with simulated_gpu() as gpu:
+            batches = prefetch_loop.PinnedBatches(torch.randn(40, 3), batch=8, slots=2)
+            self.assertEqual(len(batches), 5)
+            seen = []
+            for host, copied in batches:
+                self.assertTrue(host.is_pinned())
+                copied.record()
+                seen.append(host)
+            self.assertEqual([id(host) for host in seen], [id(seen[i % 2]) for i in range(5)])
+            log = [line for line in gpu.device_log if "event" in line]
+        first, second = "event 1", "event 2"
+        turns = [first, second, first, second, first]
+        expected = [line for event in turns for line in (f"synchronize {event}", f"record {event} on stream 0")]
+        self.assertEqual(log, expected)
+
+    @form.overlay_only
+    def test_script_prints_the_plan(self) -> None:
+        self.assertIn("waits before", self.run_as_script())
+
+
+class TestMoeExperts(ExampleTest):
+    example = moe_experts
+
+    def test_layer_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assertEqual(self.result.graph_breaks, [])
+        self.assertEqual(len(self.result.plans), 1)
+
+    def test_every_expert_keeps_its_stream(self) -> None:
+        self.assertEqual(self.plan.streams, tuple(range(moe_experts.EXPERTS + 1)))
+        self.assertEqual(len({self.operations(stream) for stream in range(1, moe_experts.EXPERTS + 1)}), 1)
+
+    def test_one_fork_event_serves_all_experts(self) -> None:
+        (fork,) = [event for event in self.plan.events if event.stream == 0]
+        self.assertEqual(len(fork.waits), moe_experts.EXPERTS)
+        self.assertEqual(len(self.plan.events), moe_experts.EXPERTS + 1)
+
+    def test_experts_do_not_wait_for_each_other(self) -> None:
+        waits = {(event.stream, stream) for event in self.plan.events for _, stream in event.waits}
+        self.assertEqual([pair for pair in waits if 0 not in pair], [])
+
+    @form.overlay_only
+    def test_script_prints_the_plan(self) -> None:
+        self.assertIn("waits before", self.run_as_script())
+
+
+class TestTransformerSideBranch(ExampleTest):
+    example = transformer_side_branch
+
+    def test_block_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assertEqual(self.result.graph_breaks, [])
+        self.assertEqual(len(self.result.plans), 1)
+
+    def test_shared_expert_runs_on_the_side_stream_and_the_block_does_not(self) -> None:
+        self.assertEqual(self.operations(1), 4)  # three matrix products, and the gate
+        self.assertGreater(self.operations(0), 10)
+
+    def test_fork_and_join_cost_one_event_each(self) -> None:
+        self.assertEqual(len(self.plan.events), 2)
+
+    @form.overlay_only
+    def test_script_prints_the_plan(self) -> None:
+        self.assertIn("waits before", self.run_as_script())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,154 @@
+"""`python -m torch_overlay explain`: what it prints of a script and of a function."""
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import textwrap
+
+from torch._dynamo.test_case import run_tests, TestCase
+
+
+try:
+    import form
+except ImportError:  # run as a plain script
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import form  # noqa: F401
+
+from torch_overlay import _explain
+
+
+PROGRAM = """\
+    import torch
+
+    side = torch.cuda.Stream()
+
+
+    def branch_inputs():
+        return torch.randn(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
+
+
+    def branch(x, y):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = x @ y
+        b = y.cos()
+        torch.cuda.current_stream().wait_stream(side)
+        return a + b
+
+
+    def alone():
+        return torch.ones(4, device="cuda").sin()
+
+
+    def needs(x):
+        return x
+
+
+    def breaks():
+        x = torch.ones(4, device="cuda") + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+    @torch.compile(fullgraph=True)
+    def compiled(x):
+        return x * 3
+
+
+    if __name__ == "__main__":
+        import sys
+
+        print("arguments:", sys.argv[1:])
+        compiled(torch.ones(4, device="cuda"))
+        if "fail" in sys.argv:
+            raise ValueError("told to fail")
+"""
+
+
+class Explain(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = os.path.join(folder.name, "program.py")
+        with open(self.path, "w") as f:
+            f.write(textwrap.dedent(PROGRAM))
+
+    def explain(self, *argv):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            self.code = _explain.main(["--simulate", *argv])
+        self.errors = err.getvalue()
+        return out.getvalue()
+
+    def test_function(self):
+        text = self.explain(f"{self.path}:branch")
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn("simulated", text)
+        self.assertIn("Graph breaks: none", text)
+        self.assertRegex(text, r"branch +\(.*program\.py:10\)")
+        self.assertRegex(text, r"1\b.*mm: f32\[8, 8\] = aten\.mm\.default.*:13\b.*a = x @ y")
+        self.assertRegex(text, r"cos: f32\[8, 8\] = aten\.cos\.default.*b = y\.cos\(\)")
+
+    def test_events_are_counted(self):
+        text = self.explain(f"{self.path}:branch")
+        self.assertRegex(
+            text, r"the function has 2 records and 2 waits; its generated code has \d+ events and \d+ waits"
+        )
+        self.assertIn("records after", text)
+
+    def test_function_without_parameters(self):
+        text = self.explain(f"{self.path}:alone")
+        self.assertIn("all on the current stream", text)
+        self.assertNotIn("Events:", text)
+
+    def test_wrapper_on_demand(self):
+        self.assertNotIn("def call(", self.explain(f"{self.path}:alone"))
+        self.assertIn("def call(", self.explain("--wrappers", f"{self.path}:alone"))
+
+    def test_graph_break(self):
+        text = " ".join(self.explain(f"{self.path}:breaks").split())
+        self.assertIn("torch._dynamo.graph_break()", text)
+        self.assertIn("program.py:29", text)
+
+    def test_script(self):
+        text = self.explain(self.path, "one", "--two")
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn("arguments: ['one', '--two']", text)
+        self.assertIn("mul: f32[4] = aten.mul.Tensor(arg0_1, 3)", text)
+
+    def test_script_that_fails_is_explained_up_to_there(self):
+        text = self.explain(self.path, "fail")
+        self.assertEqual(self.code, 1)
+        self.assertIn("mul: f32[4]", text)
+        self.assertIn("ValueError: told to fail", text)
+
+    def test_what_can_not_be_explained(self):
+        for target, why in (
+            ("/no/such/file.py", "no file /no/such/file.py"),
+            (f"{self.path}:absent", "has no function absent"),
+            (f"{self.path}:needs", "should define needs_inputs() or example_inputs()"),
+        ):
+            self.explain(target)
+            self.assertEqual(self.code, 2)
+            self.assertIn(why, self.errors)
+
+    def test_plain_columns_without_rich(self):
+        with unittest_mock_without_rich():
+            text = self.explain(f"{self.path}:branch")
+        self.assertIn("  stream  node", text)
+        self.assertIn("Graph breaks: none", text)
+
+
+@contextlib.contextmanager
+def unittest_mock_without_rich():
+    from unittest import mock
+
+    with mock.patch.dict(sys.modules, {"rich.console": None}):
+        yield
+
+
+if __name__ == "__main__":
+    run_tests()

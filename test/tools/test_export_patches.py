@@ -1,0 +1,309 @@
+"""tools/export_patches.py: the series is what the seam table says, in the form that upstream would review."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import form
+
+
+if not form.PATCHED:
+    sys.path.insert(0, str(form.ROOT / "tools"))
+
+    import export_patches
+    import series
+    from fingerprint import module_file
+    from series import installed_root
+    from torch_overlay.seam_table import PATCHES, SEAMS
+    from torch_overlay.seams import find_definition, Patch, Seam
+
+
+@form.overlay_only
+class TestExport(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.exported = export_patches.export(installed_root())
+        names = cls.exported["series"].split()
+        cls.patches = [series.parse_patch(name, cls.exported[name]) for name in names]
+
+    def patched(self) -> dict[str, str]:
+        """Path -> text, after the whole series."""
+        contents: dict[str, str | None] = {}
+        for patch in self.patches:
+            for change in patch.changes:
+                if change.path not in contents:
+                    path = installed_root() / change.path
+                    contents[change.path] = None if change.is_new else path.read_text()
+                contents[change.path] = series.apply_change(change, contents[change.path])
+        return {name: text for name, text in contents.items() if text is not None}
+
+    def test_the_series_in_the_repository_is_up_to_date(self) -> None:
+        self.assertEqual(export_patches.differences(series.series_folder(), self.exported), [])
+
+    def test_exporting_twice_gives_the_same_bytes(self) -> None:
+        self.assertEqual(self.exported, export_patches.export(installed_root()))
+
+    def test_the_series_has_the_order_of_the_table(self) -> None:
+        slugs = [f"{patch.slug}.patch" for patch in PATCHES]
+        self.assertEqual([patch.name for patch in self.patches], [slug for slug in slugs if slug in self.exported])
+
+    def test_the_last_patch_takes_what_no_seam_reaches(self) -> None:
+        self.assertEqual(PATCHES[-1].slug, "overlay-tools")
+        self.assertEqual([seam.target for seam in SEAMS if seam.patch == "overlay-tools"], [])
+
+    def test_every_wrap_seam_is_one_decorator_line_below_descriptors(self) -> None:
+        patched = self.patched()
+        trees = {name: ast.parse(text) for name, text in patched.items() if name.endswith(".py")}
+        for seam in SEAMS:
+            if seam.kind != "wrap" or seam.patch is None:
+                continue
+            with self.subTest(seam.target):
+                tree = trees[module_file(installed_root(), seam.module).as_posix()]
+                decorators = [ast.unparse(d) for d in find_definition(tree, seam.qualname).decorator_list]
+                hook = f"wrapped_by('{export_patches.travel(seam.impl)}')"
+                self.assertEqual(decorators.count(hook), 1)
+                above = decorators[: decorators.index(hook)]
+                self.assertTrue(all(re.search(r"method$|property$|setter$", name) for name in above), above)
+
+    def test_every_other_seam_is_one_line_at_the_modules_end(self) -> None:
+        patched = self.patched()
+        for seam in SEAMS:
+            if seam.kind == "wrap" or seam.patch is None:
+                continue
+            with self.subTest(seam.target):
+                tree = ast.parse(patched[module_file(installed_root(), seam.module).as_posix()])
+                last = [ast.unparse(node) for node in tree.body[-10:]]
+                impl = export_patches.travel(seam.impl)
+                line = f"{seam.qualname} = replaced_by('{impl}')({seam.qualname})"
+                self.assertIn(line if seam.kind == "replace" else f"registered_by('{impl}', __name__)", last)
+
+    def test_upstream_files_only_gain_hook_lines(self) -> None:
+        allowed = re.compile(
+            r"\s*@wrapped_by\(.*\)|from torch\._overlay\.hooks import \w+|"
+            r"\w+ = replaced_by\(.*\)\(\w+\)|registered_by\(.*\)|"
+        )
+        for patch in self.patches:
+            for change in patch.changes:
+                for hunk in change.hunks if not change.is_new else ():
+                    for line in hunk.lines:
+                        if line[0] != " ":
+                            with self.subTest(patch=patch.name, line=line):
+                                self.assertEqual(line[0], "+")
+                                self.assertRegex(line[1:], f"^({allowed.pattern})$")
+
+    def test_every_patched_file_parses_and_imports_each_hook_function_once(self) -> None:
+        for name, text in self.patched().items():
+            if name.endswith(".py") and "/_overlay/" not in name:
+                with self.subTest(name):
+                    ast.parse(text)
+                    for function in ("wrapped_by", "replaced_by", "registered_by"):
+                        imports = len(re.findall(rf"^from torch\._overlay\.hooks import {function}$", text, re.M))
+                        self.assertEqual(imports, int(f"{function}(" in text))
+
+    def test_our_modules_travel_unchanged_but_for_the_import_prefix(self) -> None:
+        patched = self.patched()
+        package = form.ROOT / "torch_overlay"
+        for name in export_patches.travelling_files():
+            if name == "__init__.py":
+                continue
+            with self.subTest(name):
+                text = patched[f"torch/_overlay/{name}"]
+                back = re.sub(r"\btorch\._overlay\b", "torch_overlay", text)
+                self.assertEqual(back, (package / name).read_text())
+
+    def test_no_travelling_module_needs_the_engine(self) -> None:
+        engine = {export_patches.module_of(name) for name in export_patches.ENGINE if name != "__init__.py"}
+        files = export_patches.travelling_files()
+        for name, text in files.items():
+            if name.endswith(".py"):
+                with self.subTest(name):
+                    self.assertEqual(export_patches.references(name, text) & engine, set())
+
+    def test_a_patch_brings_what_it_needs(self) -> None:
+        files = export_patches.travelling_files()
+        by_module = {export_patches.module_of(name): name for name in files if name.endswith(".py")}
+        there: set[str] = set()
+        for patch in PATCHES:
+            there.update(export_patches.assign_files(files)[patch.slug])
+            for seam in SEAMS:
+                if seam.patch == patch.slug:
+                    needed = export_patches.reach([seam.impl.partition(":")[0]], files)
+                    with self.subTest(patch=patch.slug, seam=seam.target):
+                        self.assertIn(by_module[seam.impl.partition(":")[0]], there)
+                        self.assertLessEqual(needed, there)
+        self.assertEqual(there, set(files))
+
+    def test_headers_say_why_which_seam_its_status_and_what_ends_it(self) -> None:
+        for patch in self.patches:
+            with self.subTest(patch.name):
+                for field in ("Subject: ", "Description: ", "Forwarded: ", "Base: "):
+                    self.assertRegex(patch.header, f"(?m)^{field}.+")
+                for seam in SEAMS:
+                    if f"{seam.patch}.patch" == patch.name:
+                        self.assertIn(f"Seam: {seam.target} ({seam.kind})", patch.header)
+                self.assertTrue(all(len(line) < 120 for line in patch.header.splitlines()))
+
+    def test_check_reports_what_differs_and_changes_nothing(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            with mock.patch.object(export_patches, "series_folder", return_value=folder):
+                self.assertEqual(self.run_tool("--check")[0], 1)
+                self.assertEqual(list(folder.iterdir()), [])
+                self.assertEqual(self.run_tool()[0], 0)
+                self.assertEqual(self.run_tool("--check"), (0, "up to date\n"))
+                changed = folder / self.patches[0].name
+                changed.write_text(changed.read_text() + "\n")
+                (folder / "stray.patch").write_text("")
+                status, output = self.run_tool("--check")
+                self.assertEqual(status, 1)
+                self.assertIn(changed.name, output)
+                self.assertIn("stray.patch", output)
+                self.assertEqual(self.run_tool()[0], 0)
+                self.assertFalse((folder / "stray.patch").exists())
+                self.assertEqual(self.run_tool("--check")[0], 0)
+
+    def run_tool(self, *arguments: str) -> tuple[int, str]:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            status = export_patches.main(list(arguments))
+        return status, output.getvalue()
+
+    def test_a_tree_of_another_release_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            root = Path(name)
+            for file in {module_file(installed_root(), seam.module) for seam in SEAMS}:
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                (root / file).write_text((installed_root() / file).read_text() + "\n")
+            status, output = self.run_tool("--check", "--torch", name)
+        self.assertEqual(status, 1)
+        self.assertIn("is not that of PyTorch", output)
+
+    def test_a_seam_of_an_unknown_patch_is_refused(self) -> None:
+        stray = Seam("torch._logging._registrations:", "torch_overlay._logging:register", "register", "none", "", "x")
+        with (
+            mock.patch.object(export_patches, "SEAMS", (stray,)),
+            self.assertRaisesRegex(series.SeriesError, "no patch is called 'none'"),
+        ):
+            export_patches.export(installed_root())
+
+
+@form.overlay_only
+class TestEdits(unittest.TestCase):
+    """Where lines go, on a small file."""
+
+    SOURCE = '''"""Docstring."""
+
+from __future__ import annotations
+
+import os
+from torch.alpha import a
+from torch.zeta import z
+from .near import n
+
+
+class Thing:
+    @staticmethod
+    @cached
+    def static(x):
+        return x
+
+    @property
+    def prop(self):
+        return 1
+
+
+LIMIT = 3
+'''
+
+    def edit(self, *seams: tuple[str, str], source: str = SOURCE) -> str:
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "torch" / "mod.py"
+            path.parent.mkdir()
+            path.write_text(source)
+            with mock.patch.object(export_patches, "base", return_value={"tag": "v", "files": Everything(source)}):
+                file = export_patches.UpstreamFile(Path(name), "torch/mod.py")
+        for kind, target in seams:
+            mark = "" if kind == "register" else "0"
+            file.add(Seam(f"torch.mod:{target}", "torch_overlay.x:y", kind, "p", mark, "x"), 0)
+        (change,) = series.parse_patch("p", file.diff(0)).changes
+        text = series.apply_change(change, source)
+        assert text is not None
+        return text
+
+    def test_decorators_and_the_import(self) -> None:
+        text = self.edit(("wrap", "Thing.static"), ("wrap", "Thing.prop"))
+        self.assertIn('    @staticmethod\n    @wrapped_by("torch._overlay.x:y")\n    @cached\n    def static', text)
+        self.assertIn('    @property\n    @wrapped_by("torch._overlay.x:y")\n    def prop', text)
+        self.assertIn(
+            "alpha import a\nfrom torch._overlay.hooks import wrapped_by\nfrom torch.zeta"
+            if "_" > "a"
+            else "import os\nfrom torch._overlay.hooks import wrapped_by\nfrom torch.alpha",
+            text,
+        )
+
+    def test_lines_at_the_end(self) -> None:
+        text = self.edit(("replace", "LIMIT"), ("register", ""))
+        self.assertTrue(
+            text.endswith(
+                'LIMIT = 3\n\n\nLIMIT = replaced_by("torch._overlay.x:y")(LIMIT)\n'
+                'registered_by("torch._overlay.x:y", __name__)\n'
+            ),
+            text,
+        )
+
+    def test_the_import_of_a_file_without_imports_from_torch(self) -> None:
+        text = self.edit(("register", ""), source="import os\nimport sys\n\nx = 1\n")
+        self.assertIn("import sys\nfrom torch._overlay.hooks import registered_by\n\nx", text)
+        text = self.edit(("register", ""), source="from .a import b\n\nx = 1\n")
+        self.assertTrue(text.startswith("from torch._overlay.hooks import registered_by\nfrom .a"))
+
+    def test_bare_imports_of_the_package_cannot_travel(self) -> None:
+        with self.assertRaisesRegex(series.SeriesError, "x.py:1"):
+            export_patches.references("x.py", "import torch_overlay\n")
+
+    def test_what_travels(self) -> None:
+        for ours, theirs in (
+            ("from torch_overlay.hooks import x", "from torch._overlay.hooks import x"),
+            ("from torch_overlay import config", "from torch._overlay import config"),
+            ('wrapped_by("torch_overlay.a.b:c")', 'wrapped_by("torch._overlay.a.b:c")'),
+            ('counters["torch_overlay"]', 'counters["torch_overlay"]'),
+            ("ends with torch_overlay.", "ends with torch_overlay."),
+        ):
+            self.assertEqual(export_patches.travel(ours), theirs)
+
+    def test_references_are_seen_in_functions_relative_and_in_strings(self) -> None:
+        text = (
+            "def f():\n    from ..config import a\nfrom . import near\n"
+            "import torch_overlay.version\nR = 'torch_overlay._dynamo.objects:leave'\n"
+            "CODE = 'from torch_overlay._inductor.runtime import x'\n"
+        )
+        found = export_patches.references("_inductor/x.py", "'''from torch_overlay.doc import x.'''\n" + text)
+        for module in ("config", "_inductor.near", "version", "_dynamo.objects", "_inductor.runtime"):
+            self.assertIn(f"torch_overlay.{module}", found)
+        self.assertNotIn("torch_overlay.doc", found)
+
+    def test_patch_records_have_a_default_status(self) -> None:
+        self.assertEqual(Patch("a", "b", "c").upstream, "not sent yet")
+
+
+class Everything(dict):
+    """A base.json that knows the SHA-256 of one text under every name."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def get(self, name: str, default: object = None) -> str:
+        return series.sha256(self.text)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,96 @@
+"""What upstream's modules get from us when they are loaded, or, in the overlay form, when the overlay is enabled.
+
+In the patched form these functions run at the end of the modules that they change, while torch._dynamo is being
+imported. So they put small functions in place, which import what they need when they are called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+_STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "synchronize", "query")
+_EVENT_METHODS = ("wait", "record", "synchronize", "query", "elapsed_time")
+_STREAM_ATTRIBUTES = {
+    "device": "stream_device",
+    "device_index": "stream_device_index",
+    "stream_id": "stream_id",
+}
+_CUDA_STREAM_ATTRIBUTES = {"priority": "stream_priority", "cuda_stream": "stream_handle"}
+
+
+def _ours(name: str, upstream: Callable[..., Any] | None, only_cuda: bool = False) -> Callable[..., Any]:
+    """Calls `name` of methods.py where the overlay handles the frame; else upstream, and None declines."""
+
+    def handler(variable: Any, tx: Any, *args: Any) -> Any:
+        import torch
+
+        from torch_overlay._dynamo.state import handled
+
+        if handled(tx) and (not only_cuda or issubclass(variable.python_type(), torch.cuda.Stream)):
+            module = importlib.import_module("torch_overlay._dynamo.methods")
+            return getattr(module, name)(variable, tx, *args)
+        return None if upstream is None else upstream(variable, tx, *args)
+
+    return handler
+
+
+def register_variables(streams: ModuleType) -> Callable[[], None]:
+    """Puts our methods, attributes and hash in the tables of upstream's stream and event variables."""
+    from torch._dynamo.variables.base import GetSet, Method, readonly_setter, VariableTracker
+
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def update(table: dict[str, Any], entries: dict[str, Any]) -> None:
+        saved.append((table, dict(table)))
+        table.update(entries)
+
+    def methods(table: dict[str, Any], kind: str, names: tuple[str, ...]) -> None:
+        upstream = {name: getattr(table.get(name), "handler", None) for name in names}
+        update(table, {name: Method(_ours(f"{kind}_{name}", upstream[name])) for name in names})
+
+    def attributes(table: dict[str, Any], names: dict[str, str], only_cuda: bool) -> None:
+        upstream = {name: getattr(table.get(name), "getter", None) for name in names}
+        update(
+            table,
+            {
+                name: GetSet(_ours(function, upstream[name], only_cuda), readonly_setter)
+                for name, function in names.items()
+            },
+        )
+
+    methods(streams.StreamVariable.tp_methods, "stream", _STREAM_METHODS)
+    methods(streams.EventVariable.tp_methods, "event", _EVENT_METHODS)
+    attributes(streams.StreamVariable.tp_getset, _STREAM_ATTRIBUTES, only_cuda=False)
+    attributes(streams.StreamVariable.tp_getset, _CUDA_STREAM_ATTRIBUTES, only_cuda=True)
+    attributes(streams.CudaStreamVariable.tp_getset, {"cuda_stream": "stream_handle"}, only_cuda=True)
+    streams.StreamVariable.hash_impl = _ours("stream_hash", VariableTracker.hash_impl)
+
+    def undo() -> None:
+        del streams.StreamVariable.hash_impl
+        for table, contents in reversed(saved):
+            table.clear()
+            table.update(contents)
+
+    return undo
+
+
+def make_state(original: type) -> Callable[[], Any]:
+    """Replaces the class that the translator makes its stream state from."""
+
+    def make() -> Any:
+        from torch_overlay._dynamo import state
+
+        return state.StreamState() if state.applies() else original()
+
+    return make
+
+
+def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Replaces the name that OutputGraph asks whether to emit upstream's prologue; prologue.py emits ours."""
+    return lambda: False

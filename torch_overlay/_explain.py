@@ -1,0 +1,242 @@
+"""python -m torch_overlay explain FILE[:FUNCTION] -- what the compiler makes of the streams in a program.
+
+    explain train.py               runs the script as `python train.py` would, and watches every torch.compile in it
+    explain model.py:forward       compiles `forward` and calls it on what `forward_inputs()` or `example_inputs()` of
+                                   that file returns (a tuple or a tensor); a function without parameters needs none
+
+A machine with a GPU runs the program on it. Elsewhere, or with --simulate, it is compiled for a simulated H200: all
+that is printed is then known from compiling, and what the program itself prints of a device tensor is made up.
+
+Printed are, for each piece of code that Dynamo compiled: graph breaks with reason and line; the streams in use; each
+node of the graph with its stream and line; the plan, that is the order of launches with what is waited for before and
+recorded after each; and how many events that takes against those that the user wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import os
+import runpy
+import sys
+import traceback
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay.testing import observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay.testing import Compiled, Frame, Region
+
+
+class UsageError(Exception):
+    """The command line does not name something that can be explained."""
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0, or 1 if the program failed, or 2 if it could not be found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_overlay explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--simulate", action="store_true", help="compile for a simulated GPU even where there is a real one"
+    )
+    parser.add_argument("--devices", type=int, default=1, help="how many GPUs to simulate")
+    parser.add_argument("--wrappers", action="store_true", help="print the generated call() functions as well")
+    parser.add_argument("target", metavar="FILE[:FUNCTION]")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    options = parser.parse_args(argv)
+    path, _, function = options.target.partition(":")
+    if not os.path.isfile(path):
+        print(f"explain: no file {path}", file=sys.stderr)
+        return 2
+
+    simulate = options.simulate or not torch.cuda.is_available()
+    error: BaseException | None = None
+    with simulated_gpu(options.devices) if simulate else contextlib.nullcontext(), observe() as seen:
+        where = f"{torch.cuda.get_device_name()}{' (simulated: nothing runs on a device)' if simulate else ''}"
+        try:
+            run_function(path, function) if function else run_script(path, options.arguments)
+        except UsageError as e:
+            print(f"explain: {e}", file=sys.stderr)
+            return 2
+        except Exception as e:
+            error = e
+    Report(f"{options.target} on {where}", wrappers=options.wrappers).print(seen, error)
+    return 1 if error is not None else 0
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    argv, folder = sys.argv, os.path.dirname(os.path.abspath(path))
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, folder)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as e:
+        if e.code not in (None, 0):
+            raise RuntimeError(f"the script exited with {e.code}") from e
+    finally:
+        sys.argv = argv
+        sys.path.remove(folder)
+
+
+def run_function(path: str, name: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        module = runpy.run_path(path, run_name="explained")
+        if not callable(fn := module.get(name)):
+            raise UsageError(f"{path} has no function {name}")
+        inputs = example_inputs(path, module, name, fn)
+        compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+        (fn if compiled else torch.compile(fn))(*inputs)
+    finally:
+        sys.path.remove(folder)
+
+
+def example_inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
+    for provider in (f"{name}_inputs", "example_inputs"):
+        if provider in module:
+            made = module[provider]()
+            return made if isinstance(made, tuple) else (made,)
+    if not isinstance(fn, torch.nn.Module):
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(fn).bind()
+            return ()
+    raise UsageError(
+        f"{name} takes arguments: {path} should define {name}_inputs() or example_inputs() that returns them"
+    )
+
+
+class Report:
+    """Prints tables, with rich where it is installed, else as plain columns."""
+
+    def __init__(self, title: str, *, wrappers: bool) -> None:
+        self._title = title
+        self._wrappers = wrappers
+        self._console: Any = None
+        with contextlib.suppress(ImportError):
+            from rich.console import Console
+
+            self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+    def print(self, seen: Compiled, error: BaseException | None) -> None:
+        self._heading(self._title)
+        self._breaks(seen)
+        for frame in seen.frames:
+            self._frame(frame)
+            for region in seen.regions:
+                if region.frame is frame:
+                    self._region(region)
+            self._events(frame, [r for r in seen.regions if r.frame is frame])
+        for region in seen.regions:
+            if region.frame is None:
+                self._region(region)
+        if not seen.frames:
+            self._line("Nothing was compiled: no torch.compile'd function was called.")
+        if error is not None:
+            self._heading("The program failed")
+            self._line("".join(traceback.format_exception_only(error)).strip())
+
+    def _breaks(self, seen: Compiled) -> None:
+        rows = [
+            (f"{_short(b.file)}:{b.line}", b.code, b.reason, b.explanation, "; ".join(b.hints))
+            for b in dict.fromkeys(seen.graph_breaks)
+        ]
+        if rows:
+            self._table("Graph breaks", ("where", "code", "reason", "explanation", "what to change"), rows)
+        else:
+            self._line("Graph breaks: none")
+
+    def _frame(self, frame: Frame) -> None:
+        self._heading(f"{frame.name}  ({_short(frame.file)}:{frame.line})")
+        made = {
+            "ambient": "current stream of its device when the function is called",
+            "caller": "made outside of the function",
+            "frame": "made in the function",
+        }
+        rows = []
+        for info in frame.objects:
+            if info.kind == "stream":
+                priority = "" if info.priority is None else str(info.priority)
+                rows.append((str(info.index), str(info.device or ""), priority, made[info.origin]))
+        if rows:
+            self._table("Streams", ("stream", "device", "priority", ""), rows)
+
+    def _region(self, region: Region) -> None:
+        placed = {n.stream for n in region.nodes if n.stream is not None}
+        rows = [
+            ("" if n.stream is None else str(n.stream), n.text, f"{_short(n.file)}:{n.line}" if n.file else "", n.code)
+            for n in region.nodes
+        ]
+        note = "" if placed else ", all on the current stream"
+        self._table(f"{region.kind} graph{note}", ("stream", "node", "line", "code"), rows)
+        for plan in region.plans:
+            self._line(f"{region.kind} plan")
+            self._text(plan.table())
+        if self._wrappers and region.wrapper is not None:
+            from torch_overlay.testing._text import call_bodies
+
+            self._text(call_bodies(region.wrapper))
+
+    def _events(self, frame: Frame, regions: list[Region]) -> None:
+        forward = [p for r in regions if r.kind != "backward" for p in r.plans]
+        backward = [p for r in regions if r.kind == "backward" for p in r.plans]
+        if not (frame.syncs or forward or backward):
+            return
+        written = f"{frame.records} records and {frame.waits} waits" + _others(frame)
+        used = f"{sum(len(p.events) for p in forward)} events and {sum(p.num_waits for p in forward)} waits"
+        line = f"Events: the function has {written}; its generated code has {used}"
+        if backward:
+            line += f", and {sum(len(p.events) for p in backward)} events and "
+            line += f"{sum(p.num_waits for p in backward)} waits in the backward"
+        self._line(line + ".")
+
+    def _heading(self, text: str) -> None:
+        if self._console is None:
+            print(f"\n{text}\n{'=' * len(text)}")
+        else:
+            self._console.print()
+            self._console.rule(text, align="left")
+
+    def _line(self, text: str) -> None:
+        self._text(text)
+
+    def _text(self, text: str) -> None:
+        if self._console is None:
+            print(text)
+        else:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def _table(self, title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+        if self._console is None:
+            widths = [max(len(r[i]) for r in [columns, *rows]) for i in range(len(columns))]
+            print(title)
+            for row in [columns, *rows]:
+                print("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        self._console.print(table)
+
+
+def _others(frame: Frame) -> str:
+    counted = {"record_event", "wait_event", "wait_stream"}
+    others = [f"{n} {name}" for name, n in sorted(frame.syncs.items()) if name not in counted]
+    return f" ({', '.join(others)})" if others else ""
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,129 @@
+"""Branches that are too small for a stream of their own.
+
+A branch on a side stream can't be fused with what surrounds it: it costs a launch of its own, an allocation for each value that
+leaves it, and a fork and a join. Sixteen pointwise blocks on four streams are five kernels and seventeen allocations, where one kernel and one
+allocation do; on an H200 that is 87 us of host time against 24. What a branch can gain is at most the device time of its own work. So a
+branch that consists of pointwise work and needs less device time than a launch costs runs on the ambient stream, where it is
+fused. Since order in a graph is data dependence (Note [Streams are placement, dependencies are order] in `stream_planner`), moving a node
+to another stream is always legal. What the outside may know of the branch's stream stays true: its nodes come after what
+the stream held before, and the stream is ordered behind them at the exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch_overlay import config
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_stream_op, node_stream
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Graph, Node
+
+log = logging.getLogger(__name__)
+
+_ALSO_POINTWISE = frozenset(
+    (
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.clone.default,
+        torch.ops.prims.convert_element_type.default,
+    )
+)
+
+
+def _device(node: Node) -> torch.device | None:
+    value = node.meta.get("val")
+    return value.device if isinstance(value, torch.Tensor) else None
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Inductor fuses it into a consumer or a neighbour, and it stays on one device."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
+    if not (torch.Tag.pointwise in target.tags or view or target in _ALSO_POINTWISE):
+        return False
+    devices = {_device(n) for n in (node, *node.all_input_nodes)}
+    return len(devices) == 1 and None not in devices and torch.device("cpu") not in devices
+
+
+def _is_private_branch(node: Node) -> bool:
+    """The user forked it from the ambient stream and joined it again. Otherwise one stream would now wait for the other."""
+    custom = node.meta["custom"]
+    return "s0" in custom.get(AFTER, ()) and "s0" in custom.get(BEFORE, ())
+
+
+def _bytes(node: Node) -> int | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = value.element_size()
+    for size in value.shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        if hint is None:
+            return None
+        count *= hint
+    return count
+
+
+@functools.lru_cache(maxsize=None)
+def _bytes_per_us(device_index: int) -> float:
+    """Memory bandwidth of the device by its clock and bus width."""
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    if clock and width:
+        return 2 * clock * 1e3 * width / 8 / 1e6
+    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and stays
+
+
+def _device_us(branch: list[Node]) -> float | None:
+    """What the branch needs on the device if it is one kernel: the time to read its inputs and to write its results."""
+    inside = set(branch)
+    moved = {n for node in branch for n in node.all_input_nodes if n not in inside}
+    moved |= {n for n in branch if any(user not in inside for user in n.users)}
+    total = 0
+    for node in moved:
+        size = _bytes(node)
+        if size is None:
+            return None
+        total += size
+    device = next((d for n in branch if (d := _device(n)) is not None), None)
+    return total / _bytes_per_us(device.index or 0) if device is not None else None
+
+
+def fold_branches(graph: Graph, limit_us: float) -> list[int]:
+    """Move branches that can't pay to the ambient stream; the streams that were folded."""
+    branches: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and (stream := node_stream(node)) and not is_stream_op(node):
+            branches.setdefault(stream, []).append(node)
+    visible = {arg for n in graph.nodes if is_stream_op(n) for arg in n.args if isinstance(arg, int)}
+    folded = []
+    for stream, branch in branches.items():
+        if stream in visible or not all(_is_pointwise(n) and _is_private_branch(n) for n in branch):
+            continue
+        time = _device_us(branch)
+        if time is None or time >= limit_us:
+            continue
+        for node in branch:
+            custom = dict(node.meta["custom"])
+            del custom["stream"]
+            for key in (AFTER, BEFORE):
+                custom[key] = tuple(sorted({*custom.get(key, ()), f"s{stream}"} - {"s0"}))
+            node.meta["custom"] = custom
+        folded.append(stream)
+        log.debug("stream %d: %d pointwise nodes, %.2f us on the device, run on the ambient stream", stream, len(branch), time)
+    return folded
+
+
+def run(original: Callable[..., Any], graph: Any, *args: Any) -> Any:
+    """Before a graph is lowered: its placement is final, and nothing is fused yet."""
+    if config.streams and config.fold_branches_below_us > 0:
+        fold_branches(graph.module.graph, config.fold_branches_below_us)
+    return original(graph, *args)
