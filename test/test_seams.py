@@ -76,11 +76,10 @@ class TestTable(unittest.TestCase):
         self.assertEqual({seam.patch for seam in SEAMS if seam.patch is not None} - slugs, set())
         self.assertEqual(len(slugs), len(PATCHES))
 
-    def test_every_seam_says_why_and_what_ends_it(self) -> None:
+    def test_every_seam_says_why(self) -> None:
         for seam in SEAMS:
             with self.subTest(seam.target):
                 self.assertGreater(len(seam.why), 20)
-                self.assertTrue(seam.ends or seam.patch is None)
 
     def test_every_implementation_takes_what_its_kind_hands_over(self) -> None:
         for seam in SEAMS:
@@ -225,7 +224,7 @@ assert not found, found
     def test_the_test_sees_a_holder(self) -> None:
         keep = "from torch._inductor import codecache\nkept = [codecache.FxGraphHashDetails.__init__]"
         with self.assertRaisesRegex(AssertionError, "FxGraphHashDetails"):
-            run("import_all()", keep, ENABLE, self.REFERRERS)
+            run(keep, ENABLE, self.REFERRERS)
 
 
 class TestHooks(unittest.TestCase):

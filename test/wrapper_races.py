@@ -292,6 +292,7 @@ def load(machine: Machine, text: str, misaligned: bool) -> dict[str, Any]:
         get_raw_stream=lambda device: machine.object(machine.current_stream(device)),
         take=machine.take,
         set_stream=machine.set_stream,
+        restore_stream=machine.set_stream,
         assert_size_stride=ignore,
         assert_size_stride_grouped=ignore,
         assert_alignment=ignore,

@@ -16,12 +16,14 @@ from torch.utils._config_module import Config, install_config_module
 # User streams and events go through the compiler. False gives upstream's handling of them back.
 streams: bool = Config(default=True, env_name_default="TORCH_OVERLAY_STREAMS")
 
-# Events of generated code are recorded and waited on by a small C class, built by the compiler that Triton uses. False takes the
-# Python class of the same behaviour, for example for torch.cuda._sanitizer, which can't see the driver's calls.
+# Events of generated code are recorded and waited on by a small C class, built by the compiler that Triton uses.
+# False takes the Python class of the same behaviour, for example for torch.cuda._sanitizer, which can't see the
+# driver's calls.
 native_events: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_EVENTS")
 
-# A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds, costs more to launch
-# than it can gain: it runs on the ambient stream, fused with what stands there. 0 keeps every branch where the user put it.
+# A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,
+# costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. 0 keeps every
+# branch where the user put it.
 fold_branches_below_us: float = 5.0
 
 

@@ -28,8 +28,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         slug="inductor-stream-planner",
         subject="Derive stream events from data dependencies on the final schedule",
-        description="A planner emits the fewest events that order what the schedule placed on several streams, delays frees "
-        "until the memory's stream is ordered behind every access, and switches the current stream only for lines that read it.",
+        description="A planner emits the fewest events that order what the schedule placed on several streams, delays "
+        "frees until the memory's stream is ordered behind every access, and switches the current stream only for "
+        "lines that read it.",
         upstream="not sent yet; fixes the causes of pytorch#178549, #186023, #194234",
     ),
     Patch(
@@ -96,7 +97,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="91585ff4694121db",
-        why="Threading values through control_deps breaks mutation, partitioning and CUDA graphs; placement and tokens replace it.",
+        why="Threading values through control_deps breaks mutation, partitioning and CUDA graphs.",
         upstream="pytorch#197416, #195573, #187695",
         ends="the patch is merged",
     ),
@@ -171,7 +172,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="3145d5590c394ee0",
-        why="Captured partitions order their streams against the ambient stream; the caller's streams are joined around them.",
+        why="Captured partitions fork and join by themselves; the caller's streams are joined around them.",
         ends="the patch is merged",
     ),
     Seam(
@@ -309,11 +310,11 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.graph:GraphLowering.run",
-        impl="torch_overlay._inductor.stream_folding:run",
+        impl="torch_overlay._inductor.stream_lowering:run",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="bdecc287cf368bf0",
-        why="Branches too small to pay for a stream run on the ambient stream; decided on the final FX graph, before fusion.",
+        why="On the final FX graph: puts visible stream operations in order and folds branches that can't pay.",
         ends="the patch is merged",
     ),
     # ---- dynamo-stream-objects

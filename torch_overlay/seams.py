@@ -48,7 +48,7 @@ class Seam:
     fingerprint: str
     why: str
     upstream: str = ""
-    ends: str = ""
+    ends: str = "upstream takes the patch"
     # Objects, other than modules, that captured the function by value, as paths:
     # "torch.module:Class.table[key].attribute".
     holders: tuple[str, ...] = ()

@@ -26,7 +26,8 @@ ENTRY, HOST = planner.ENTRY, planner.HOST
 
 
 def happens_before(plan, events):
-    """Reachability over the launches, the entry and exit of each stream, and the caller's events, as sets of predecessors.
+    """Reachability over the launches, the entry and exit of each stream, and the caller's events, as sets of
+    predecessors.
 
     Points: ("op", i), ("entry", stream), ("exit", stream), ("token", name). Works on the events alone, not on clocks.
     """
@@ -173,9 +174,12 @@ class TestStreamPlannerProperties(unittest.TestCase):
             for wait in event.waits:
                 rest = tuple(w for w in event.waits if w != wait)
                 events = [
-                    planner.Event(e.index, e.after, e.stream, rest) if e.index == event.index else e for e in plan.events
+                    planner.Event(e.index, e.after, e.stream, rest) if e.index == event.index else e
+                    for e in plan.events
                 ]
-                self.assertTrue(missing(plan, events, buffers), f"ev{event.index} wait {wait} is redundant\n{plan.table()}")
+                self.assertTrue(
+                    missing(plan, events, buffers), f"ev{event.index} wait {wait} is redundant\n{plan.table()}"
+                )
         for boundary in plan.boundary_waits:
             others = tuple(w for w in plan.boundary_waits if w != boundary)
             smaller = planner.Plan(plan.ops, plan.events, others)

@@ -1,23 +1,28 @@
 """From the user's stream program to placement and boundary effects on FX nodes.
 
-Dynamo leaves the user's synchronisation in the graph as side-effect operations on stream and event indices. This pass reads them
-once, in program order, writes on every node what the outside can tell (see Note [Streams are placement, dependencies are order] in
-`stream_planner`), and erases them. Two vector-clock walks do it:
+Dynamo leaves the user's synchronisation in the graph as side-effect operations on stream and event indices. This pass
+reads them once, in program order, writes on every node what the outside can tell (see Note [Streams are placement,
+dependencies are order] in `stream_planner`), and erases them. Two vector-clock walks do it:
 
-- forward: which states of the caller had each stream waited for when this node was issued? -> `custom["stream_after"]`
-- backward: which streams, events and host synchronisations had the user ordered behind this node by the end? -> `custom["stream_before"]`
+- forward: which states of the caller had each stream waited for when this node was issued? ->
+  `custom["stream_after"]`
+- backward: which streams, events and host synchronisations had the user ordered behind this node by the end? ->
+  `custom["stream_before"]`
 
-- the forward walk's last state: which of the caller's states is each stream ordered after at the end? -> `custom["stream_leave"]`, the
-  same on every node, because it belongs to the graph
+- the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
+  `custom["stream_leave"]`, the same on every node, because it belongs to the graph
 
-Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5; "e5.0" the first
-record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data dependence and needs no token.
+Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5;
+"e5.0" the first record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data
+dependence and needs no token.
 
-Operations that the outside can see stay in the graph: records of events that somebody else can read, host synchronisation, queries.
-Each carries the token that it makes true in `custom["stream_requires"]`; the scheduler orders it behind the nodes that carry the token.
+Operations that the outside can see stay in the graph: records of events that somebody else can read, host
+synchronisation, queries. Each carries the token that it makes true in `custom["stream_requires"]`; the scheduler
+orders it behind the nodes that carry the token.
 
-An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over stream and tokens
-of the value that it writes: it is ordered by the joins that the user wrote after the mutation, not by where the copy stands.
+An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over stream
+and tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation, not by
+where the copy stands.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from collections import defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
+
 from torch_overlay import config
 
 
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
 
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
+ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 AMBIENT = 0
 
 _streams = torch.ops.streams
@@ -62,7 +69,9 @@ def node_stream(node: Node) -> int:
 
 
 def _annotate(node: Node, **values: Any) -> None:
-    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that they are known."""
+    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that
+    they are known.
+    """
     custom = dict(node.meta.get("custom", {}))
     for key, value in values.items():
         if value is None:
@@ -116,7 +125,9 @@ class _Program:
         return node.target not in (*_WAITS, _DEALLOC)
 
     def after(self) -> tuple[dict[Node, frozenset[str]], dict[int, frozenset[str]]]:
-        """What each node's stream has waited for of the caller's states, when the node is issued; and each stream in the end."""
+        """What each node's stream has waited for of the caller's states, when the node is issued; and each stream in
+        the end.
+        """
         clock: dict[int, frozenset[str]] = defaultdict(frozenset)
         events: dict[int, frozenset[str]] = {}
         found: dict[Node, frozenset[str]] = {}
@@ -179,7 +190,9 @@ class _Program:
 
 
 def _place_subgraphs(gm: GraphModule) -> None:
-    """Region bodies (invoke_subgraph, cond, ...) run on the stream of the node that calls them: that is their ambient stream."""
+    """Region bodies (invoke_subgraph, cond, ...) run on the stream of the node that calls them: that is their ambient
+    stream.
+    """
     for node in gm.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
@@ -243,6 +256,7 @@ def place_streams(gm: GraphModule) -> None:
             BEFORE: tuple(sorted(before.get(node, ()))),
             LEAVE: leave or None,
             REQUIRES: program.tokens.get(node),
+            ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         _annotate(node, stream=node_stream(node) or None, **tokens)
     for node in program.ops:
@@ -276,7 +290,9 @@ def stream_or_ambient(original: Callable[..., Any], node: Node) -> int:
 
 
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
-    """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for them."""
+    """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
+    them.
+    """
     original(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
         _promise_outputs(gm, len(fw_metadata.mutated_inp_stream_indices))

@@ -1,16 +1,17 @@
 """Wrapper code for a planned region: events, waits, delayed frees, and where the current stream has to be switched.
 
-While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks which stream each
-node's lines belong to. After memory planning has decided which allocations remain, `switch_streams` walks the finished lines and
-switches the current stream only where a line reads it: an allocation, an extern kernel, a copy. Triton kernels get the raw
-handle of their stream. A region costs its caller, per call: one look-up per stream, one `take` of events, the records and waits of
-the plan, and the switches. There is no context manager and no operator of the dispatcher in it.
+While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks
+which stream each node's lines belong to. After memory planning has decided which allocations remain, `switch_streams`
+walks the finished lines and switches the current stream only where a line reads it: an allocation, an extern kernel,
+a copy. Triton kernels get the raw handle of their stream. A region costs its caller, per call: one look-up per
+stream, one `take` of events, the records and waits of the plan, and the switches. There is no context manager and no
+operator of the dispatcher in it.
 
-Note [Memory belongs to the stream that writes it first]
-A buffer is allocated while the stream of its first writer is current, as in eager, so the caching allocator and Inductor's own
-reuse hand a block from one operation of a stream to the next with no event. A free is delayed until the block's stream is
-ordered behind the last access of any other stream (`Plan.release`). Where that is never the case before the exit, the block is given
-back there, as eager gives it back when the function returns.
+Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
+current, as in eager, so the caching allocator and Inductor's own reuse hand a block from one operation of a stream to
+the next with no event. A free is delayed until the block's stream is ordered behind the last access of any other
+stream (`Plan.release`). Where that is never the case before the exit, the block is given back there, as eager gives
+it back when the function returns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
+
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.stream_planner import ENTRY, HOST
@@ -199,7 +201,9 @@ class RegionEmitter:
 
     def records(self, first: int, last: int) -> list[str]:
         return [
-            f"{self.event(e.index)}.record({self.handle(e.stream)})" for e in self.plan.events if first <= e.after <= last
+            f"{self.event(e.index)}.record({self.handle(e.stream)})"
+            for e in self.plan.events
+            if first <= e.after <= last
         ]
 
     def waits(self, position: int) -> list[str]:
@@ -235,7 +239,9 @@ class RegionEmitter:
                 self.scheduler.flush()
                 self.wrapper.writeline(OnStream(self, None, None))
             else:
-                self.wrapper.writeline(OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream))))
+                self.wrapper.writeline(
+                    OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream)))
+                )
 
     def end(self) -> None:
         last = len(self.plan.ops)
@@ -250,7 +256,9 @@ class RegionEmitter:
             free()
 
     def free(self, name: str, free: Callable[[], None]) -> None:
-        """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's locals."""
+        """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's
+        locals.
+        """
         at = self.plan.release.get(name, ENTRY)
         if at <= self.done:
             free()
@@ -398,7 +406,11 @@ def _restore(out: list[Any], region: dict[str, Any]) -> None:
     statements = [f"restore_stream({emitter.stream(ambient_stream(device))})" for device in devices]
     # The records and waits at the region's end need no current stream: they stand after the block.
     tail = len(out)
-    while isinstance(out[tail - 1], StreamLine) and "set_stream" not in out[tail - 1].text and "restore_stream" not in out[tail - 1].text:
+    while (
+        isinstance(out[tail - 1], StreamLine)
+        and "set_stream" not in out[tail - 1].text
+        and "restore_stream" not in out[tail - 1].text
+    ):
         tail -= 1
     out.insert(tail, FinallyLine(statements))
     out.insert(region["start"], TryLine())
@@ -429,7 +441,9 @@ def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any,
         original(scheduler, node)
 
 
-def codegen_device_guard_enter(original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any) -> None:
+def codegen_device_guard_enter(
+    original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any
+) -> None:
     """A planned region looks its streams up at its entry; the guard only sets the device."""
     if active(V.graph.scheduler) is None:
         original(wrapper, device_idx, *args, **kwargs)
@@ -452,7 +466,9 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
-    """A copy to pinned memory stays asynchronous: the plan makes the host wait where the host reads it, and only there."""
+    """A copy to pinned memory stays asynchronous: the plan makes the host wait where the host reads it, and only
+    there.
+    """
     if active(V.graph.scheduler) is None:
         original(wrapper, name)
 
@@ -471,7 +487,9 @@ def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> i
 
 
 def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name: str, node: BaseSchedulerNode) -> bool:
-    """True if `node` must not write in place over a buffer: it isn't its stream's, or another stream may still use it."""
+    """True if `node` must not write in place over a buffer: it isn't its stream's, or another stream may still use
+    it.
+    """
     emitter = active(scheduler)
     if emitter is None:
         return original(scheduler, name, node)

@@ -1,12 +1,13 @@
 """Branches that are too small for a stream of their own.
 
-A branch on a side stream can't be fused with what surrounds it: it costs a launch of its own, an allocation for each value that
-leaves it, and a fork and a join. Sixteen pointwise blocks on four streams are five kernels and seventeen allocations, where one kernel and one
-allocation do; on an H200 that is 87 us of host time against 24. What a branch can gain is at most the device time of its own work. So a
-branch that consists of pointwise work and needs less device time than a launch costs runs on the ambient stream, where it is
-fused. Since order in a graph is data dependence (Note [Streams are placement, dependencies are order] in `stream_planner`), moving a node
-to another stream is always legal. What the outside may know of the branch's stream stays true: its nodes come after what
-the stream held before, and the stream is ordered behind them at the exit.
+A branch on a side stream can't be fused with what surrounds it: it costs a launch of its own, an allocation for each
+value that leaves it, and a fork and a join. Sixteen pointwise blocks on four streams are five kernels and seventeen
+allocations, where one kernel and one allocation do; on an H200 that is 87 us of host time against 24. What a branch
+can gain is at most the device time of its own work. So a branch that consists of pointwise work and needs less device
+time than a launch costs runs on the ambient stream, where it is fused. Since order in a graph is data dependence
+(Note [Streams are placement, dependencies are order] in `stream_planner`), moving a node to another stream is always
+legal. What the outside may know of the branch's stream stays true: its nodes come after what the stream held before,
+and the stream is ordered behind them at the exit.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch_overlay import config
+
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_stream_op, node_stream
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.fx import Graph, Node
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,9 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_private_branch(node: Node) -> bool:
-    """The user forked it from the ambient stream and joined it again. Otherwise one stream would now wait for the other."""
+    """The user forked it from the ambient stream and joined it again. Otherwise one stream would now wait for the
+    other.
+    """
     custom = node.meta["custom"]
     return "s0" in custom.get(AFTER, ()) and "s0" in custom.get(BEFORE, ())
 
@@ -72,7 +73,7 @@ def _bytes(node: Node) -> int | None:
     return count
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _bytes_per_us(device_index: int) -> float:
     """Memory bandwidth of the device by its clock and bus width."""
     properties: Any = torch.cuda.get_device_properties(device_index)
@@ -118,12 +119,7 @@ def fold_branches(graph: Graph, limit_us: float) -> list[int]:
                 custom[key] = tuple(sorted({*custom.get(key, ()), f"s{stream}"} - {"s0"}))
             node.meta["custom"] = custom
         folded.append(stream)
-        log.debug("stream %d: %d pointwise nodes, %.2f us on the device, run on the ambient stream", stream, len(branch), time)
+        log.debug(
+            "stream %d: %d pointwise nodes, %.2f us on the device, run on the ambient stream", stream, len(branch), time
+        )
     return folded
-
-
-def run(original: Callable[..., Any], graph: Any, *args: Any) -> Any:
-    """Before a graph is lowered: its placement is final, and nothing is fused yet."""
-    if config.streams and config.fold_branches_below_us > 0:
-        fold_branches(graph.module.graph, config.fold_branches_below_us)
-    return original(graph, *args)

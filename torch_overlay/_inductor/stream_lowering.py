@@ -1,18 +1,24 @@
 """Order of the user's visible stream operations among the compute that Inductor schedules.
 
-A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to its place. It is
-tied here: behind every node that carries its token, and behind the visible operations before it. These are dependencies for the
-scheduler's order only; the planner makes them true on the device.
+A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to
+its place. It is tied here: behind every node that carries its token, and behind the visible operations before it.
+First in the FX graph, whose passes move nodes towards their users (`order_graph`), so that what is lowered before it
+becomes a buffer before it (`run_node`); then in the scheduler, as dependencies for its order only. The planner makes
+the order true on the device.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir
 from torch._inductor.virtualized import V
+
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import BEFORE, is_stream_op, REQUIRES
+from torch_overlay._functorch.stream_placement import BEFORE, is_stream_op, ORDER, REQUIRES
+from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, stream_operation
 
 
@@ -22,8 +28,61 @@ if TYPE_CHECKING:
     import torch
 
 
+def order_graph(graph: torch.fx.Graph) -> None:
+    """Sort the graph, changing as little as possible, so that visible stream operations stand where the user put
+    them.
+    """
+    visible = [n for n in graph.nodes if n.op == "call_function" and is_stream_op(n)]
+    if not visible:
+        return
+    nodes = list(graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    after: dict[torch.fx.Node, set[torch.fx.Node]] = {node: set(node.all_input_nodes) for node in nodes}
+    carriers: dict[str, list[torch.fx.Node]] = {}
+    for node in nodes:
+        for token in node.meta.get("custom", {}).get(BEFORE) or ():
+            carriers.setdefault(token, []).append(node)
+    visible.sort(key=lambda n: n.meta.get("custom", {}).get(ORDER) or 0)
+    for previous, node in itertools.pairwise(visible):
+        after[node].add(previous)
+    for node in visible:
+        after[node].update(n for n in carriers.get(node.meta.get("custom", {}).get(REQUIRES), ()) if n is not node)
+    after[nodes[-1]].update(nodes[:-1])  # the output
+    users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
+    missing = {node: len(inputs) for node, inputs in after.items()}
+    for node, inputs in after.items():
+        for needed in inputs:
+            users[needed].append(node)
+    ready = [position[node] for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, position[user])
+    if len(order) != len(nodes):
+        raise AssertionError("the stream program contradicts the order of the data that it synchronises")
+    if order != nodes:
+        for node in order[:-1]:
+            order[-1].prepend(node)
+
+
+def run(original: Callable[..., Any], graph: Any, *args: Any) -> Any:
+    """Before a graph is lowered: the passes are done, and nothing is fused yet."""
+    if config.streams:
+        order_graph(graph.module.graph)
+        if config.fold_branches_below_us > 0:
+            fold_branches(graph.module.graph, config.fold_branches_below_us)
+    return original(graph, *args)
+
+
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
-    """Values that an operation promises to have finished become buffers before it; a later consumer must not absorb them."""
+    """Values that an operation promises to have finished become buffers before it; a later consumer must not absorb
+    them.
+    """
     if config.streams and is_stream_op(node):
         token = node.meta.get("custom", {}).get(REQUIRES)
         for earlier, value in graph.env.items():

@@ -1,9 +1,10 @@
 """Events for generated code: a few driver calls, without what torch.Event adds around them.
 
-`torch.Event.record` costs 0.68 us of host time, of which the driver's share is a third; a fork and a join of eight streams is 25 such
-calls. `Event` here takes the raw handle of a stream, which generated code has anyway. It is built at first use by the
-compiler that Triton needs and cached by Triton; without a compiler, or without the driver, a Python class of the same behaviour takes
-its place. An event belongs to one device and orders streams of that device: an event that crosses devices is a torch.Event.
+`torch.Event.record` costs 0.68 us of host time, of which the driver's share is a third; a fork and a join of eight
+streams is 25 such calls. `Event` here takes the raw handle of a stream, which generated code has anyway. It is built
+at first use by the compiler that Triton needs and cached by Triton; without a compiler, or without the driver, a
+Python class of the same behaviour takes its place. An event belongs to one device and orders streams of that device:
+an event that crosses devices is a torch.Event.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from typing import Any
 
 import torch
+
 from torch_overlay import config
 
 
@@ -146,7 +148,7 @@ def _stream(raw_stream: int, device_index: int) -> torch.Stream:
     return torch.cuda.ExternalStream(raw_stream, device=device_index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def event_class() -> Any:
     """The native class if it can be built and is wanted (`config.native_events`), else the Python one."""
     if not config.native_events:

@@ -1,9 +1,10 @@
 """Placement survives the passes that rewrite FX graphs.
 
-A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0` becomes `x`, and
-`x` takes the addition's place and stream), or create nodes that have no placement. Around each pass: a node that was there before keeps
-its stream and tokens, and a new one without a placement between nodes of one stream joins that stream. What remains without a
-placement runs on the ambient stream: correct in any case, for the planner orders it.
+A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
+becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass:
+a node that was there before keeps its stream and tokens, and a new one without a placement between nodes of one
+stream joins that stream. What remains without a placement runs on the ambient stream: correct in any case, for the
+planner orders it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Which events order a schedule whose operations run on several streams.
 
-Note [Streams are placement, dependencies are order]
-----------------------------------------------------
-Inside one compiled region the graph is functional, so the only order that a program can observe is data dependence: a read
-after the write that it needs, a write after the reads and writes that it must not overtake. The stream of an operation says
-where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through the
-compiler as operations. They are read once, in program order, to find what the region owes to the outside (see
-`stream_placement`), and the events that the generated code needs are derived here, on the final schedule, after fusion and
-reordering, from the buffers that each operation reads and writes.
+Note [Streams are placement, dependencies are order] ---------------------------------------------------- Inside one
+compiled region the graph is functional, so the only order that a program can observe is data dependence: a read after
+the write that it needs, a write after the reads and writes that it must not overtake. The stream of an operation says
+where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through
+the compiler as operations. They are read once, in program order, to find what the region owes to the outside (see
+`stream_placement`), and the events that the generated code needs are derived here, on the final schedule, after
+fusion and reordering, from the buffers that each operation reads and writes.
 
 What the outside owes and is owed are *boundary effects*, written as tokens on operations:
 
@@ -17,10 +16,11 @@ What the outside owes and is owed are *boundary effects*, written as tokens on o
     before = {"e5.0"}   record 0 of the user's event 5 is ordered after this operation
     before = {"h2"}     host synchronisation 2 returns only after this operation has finished
 
-The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without any one of
-its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector clocks are exact here,
-because each stream is a total order; an event is emitted only where the clocks do not imply the order yet; and among the
-predecessors of one operation those that another one implies are dropped before any is emitted.
+The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without
+any one of its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector
+clocks are exact here, because each stream is a total order; an event is emitted only where the clocks do not imply
+the order yet; and among the predecessors of one operation those that another one implies are dropped before any is
+emitted.
 
 The module is a pure function on plain data. It imports no torch, and prints what it decided as a table.
 """
@@ -47,10 +47,11 @@ ENTRY = -1
 class Op:
     """One launch of the final schedule.
 
-    `stream` is a planner stream, `HOST`, or None for an operation that launches nothing and only names storage (a concatenation
-    of buffers that were written in place). `blocking` says that the host returns from the launch when the work is done.
-    `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it makes a boundary effect happen.
-    An operation of the host that `waits` does the waiting for them itself (it synchronises with the device or with an event).
+    `stream` is a planner stream, `HOST`, or None for an operation that launches nothing and only names storage (a
+    concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when
+    the work is done. `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it
+    makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
+    synchronises with the device or with an event).
     """
 
     name: str
@@ -68,8 +69,9 @@ class Op:
 class Buffer:
     """Memory that the region is responsible for.
 
-    `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first write; the
-    rest came in as an input and is given back. `views` are the names under which parts of it are written one by one.
+    `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
+    write; the rest came in as an input and is given back. `views` are the names under which parts of it are written
+    one by one.
     """
 
     name: str
@@ -80,7 +82,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Event:
-    """Recorded on `stream` right after operation `after` (or at `ENTRY`), waited on at each `(operation, stream)` of `waits`.
+    """Recorded on `stream` right after operation `after` (or at `ENTRY`), waited on at each `(operation, stream)` of
+    `waits`.
 
     An operation index equal to the number of operations means the exit of the region; a wait on `HOST` blocks the host.
     """
@@ -104,10 +107,10 @@ class BoundaryWait:
 class Plan:
     """Events, waits on the caller's events, and when memory that several streams touched may be given back.
 
-    `release[buffer]` is the operation after whose waits the buffer's own stream is ordered behind every access; `len(ops)` means
-    not before the exit of the region. Buffers that are not listed may be freed right after their last use.
-    `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even there, because the user
-    never asked for it: they are given back as eager gives them back.
+    `release[buffer]` is the operation after whose waits the buffer's own stream is ordered behind every access;
+    `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
+    last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
+    there, because the user never asked for it: they are given back as eager gives them back.
     """
 
     ops: tuple[Op, ...]
@@ -138,7 +141,9 @@ class Plan:
         return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
 
     def table(self) -> str:
-        """The plan as fixed-width text: one row an operation, with what is waited for before it and recorded after it."""
+        """The plan as fixed-width text: one row an operation, with what is waited for before it and recorded after
+        it.
+        """
         rows = [("", "stream", "operation", "waits before", "records after")]
 
         def label(stream: int | None) -> str:
@@ -277,7 +282,9 @@ class _Planner:
         return found
 
     def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[str]]:
-        """A block taken from another stream's memory is this operation's only after what that stream did with it before."""
+        """A block taken from another stream's memory is this operation's only after what that stream did with it
+        before.
+        """
         found: set[int] = set()
         tokens: set[str] = set()
         for name in op.writes:
@@ -380,7 +387,9 @@ class _Planner:
             Event(index, after, stream, tuple(waits))
             for index, ((after, stream), waits) in enumerate(sorted(self.waits.items(), key=lambda item: item[0]))
         )
-        return Plan(self.ops, events, tuple(self.boundary_waits), release, unordered, {b.name: b.stream for b in self.buffers})
+        return Plan(
+            self.ops, events, tuple(self.boundary_waits), release, unordered, {b.name: b.stream for b in self.buffers}
+        )
 
 
 def plan_streams(
@@ -388,7 +397,8 @@ def plan_streams(
 ) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
-    `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller. `promised` says which
-    of the caller's states (tokens) a stream must be ordered after when the region is left, whether or not an operation needs them.
+    `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller.
+    `promised` says which of the caller's states (tokens) a stream must be ordered after when the region is left,
+    whether or not an operation needs them.
     """
     return _Planner(ops, buffers).run(promised or {})

@@ -1,8 +1,9 @@
 """Which lists of nodes are planned on their own, and what joins them.
 
-Without CUDA graphs a compiled graph is one region: its boundary is the caller's. With CUDA graphs each partition is captured by itself, so
-it forks its side streams from the ambient stream and joins them again, and so do the nodes between partitions; the
-order that the caller's streams had before and expect afterwards is made once around all of them, outside every captured graph.
+Without CUDA graphs a compiled graph is one region: its boundary is the caller's. With CUDA graphs each partition is
+captured by itself, so it forks its side streams from the ambient stream and joins them again, and so do the nodes
+between partitions; the order that the caller's streams had before and expect afterwards is made once around all of
+them, outside every captured graph.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
+
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 
 
 CPP_WRAPPER = (
-    "torch_overlay: this graph uses CUDA streams or events, and the C++ wrapper (cpp_wrapper, AOTInductor) can't generate them yet. "
-    "Compile it with the Python wrapper (torch._inductor.config.cpp_wrapper = False), take the streams out of the exported function, or give "
-    "upstream's handling back with torch_overlay.config.streams = False."
+    "torch_overlay: this graph uses CUDA streams or events, and the C++ wrapper (cpp_wrapper, AOTInductor) can't "
+    "generate them yet. Compile it with the Python wrapper (torch._inductor.config.cpp_wrapper = False), take the "
+    "streams out of the exported function, or give upstream's handling back with torch_overlay.config.streams = False."
 )
 
 
@@ -109,14 +111,20 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         wrapper.writeline(StreamLine(line))
     original(scheduler)
     if streams:
-        lines = ["outer_ev0.record(raw0)", *(f"outer_ev0.wait(raw{s})" for s in streams), f"{pool}.append(outer_events)"]
+        lines = [
+            "outer_ev0.record(raw0)",
+            *(f"outer_ev0.wait(raw{s})" for s in streams),
+            f"{pool}.append(outer_events)",
+        ]
         for line in lines:
             wrapper.writeline(StreamLine(line))
     return None
 
 
 def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:
-    """Records that the caller can see, host synchronisation and queries happen at each call: never inside a captured graph."""
+    """Records that the caller can see, host synchronisation and queries happen at each call: never inside a captured
+    graph.
+    """
     reason = original(scheduler, node)
     if reason is None and config.streams and (overload := stream_operation(node)) is not None:
         return f"stream operation {overload}"

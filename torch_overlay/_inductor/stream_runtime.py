@@ -1,7 +1,8 @@
 """What generated code calls at run time for a region with streams.
 
-Events belong to the compiled module. A call takes a set of them from the module's pool and gives it back at its end, so two threads, or a
-call inside a call, never share one; list operations are atomic, and a call that raises only leaves its set to be collected.
+Events belong to the compiled module. A call takes a set of them from the module's pool and gives it back at its end,
+so two threads, or a call inside a call, never share one; list operations are atomic, and a call that raises only
+leaves its set to be collected.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
+
 from torch_overlay._dynamo import objects
+from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
 from torch_overlay._inductor.stream_native import event_class
 
 
 set_stream = torch._C._accelerator_setStream
-"""Makes a stream the current one of its device, and its device the current one: inside a device guard that is no change."""
+"""Makes a stream the current one of its device, and its device the current one: inside a device guard that is no
+change.
+"""
 
 
 def restore_stream(stream: torch.Stream) -> None:
@@ -35,7 +39,7 @@ def get_objects(*indices: int) -> list[Any]:
 
 
 def new_events(count: int, device_index: int | None) -> tuple[Any, ...]:
-    """Events of one device, recorded on raw handles; for None: torch.Event, recorded on stream objects of any device."""
+    """Events of one device, recorded on raw handles; for None: torch.Event, recorded on streams of any device."""
     if device_index is None:
         return tuple(torch.Event(device="cuda") for _ in range(count))
     make = event_class()

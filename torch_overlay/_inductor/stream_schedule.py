@@ -1,12 +1,13 @@
 """From Inductor's final schedule to the planner's input.
 
-Reads what each scheduler node touches after fusion and reordering, where it was placed, and which boundary tokens its FX origins
-carry, and hands plain data to `plan_streams`. Names follow storage: a mutation writes the buffer that it mutates, a slice of a
-concatenation is a view of the buffer that owns the memory, an output of a multi-output kernel shares the kernel's storage.
+Reads what each scheduler node touches after fusion and reordering, where it was placed, and which boundary tokens its
+FX origins carry, and hands plain data to `plan_streams`. Names follow storage: a mutation writes the buffer that it
+mutates, a slice of a concatenation is a view of the buffer that owns the memory, an output of a multi-output kernel
+shares the kernel's storage.
 
-A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and whatever is launched after it
-is ordered behind it by being launched later. A node that reads device memory from the CPU side (a copy to the host, `.item()`) runs on
-its stream.
+A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and whatever is
+launched after it is ordered behind it by being launched later. A node that reads device memory from the CPU side (a
+copy to the host, `.item()`) runs on its stream.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, REQUIRES
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
@@ -73,7 +75,9 @@ def _is_gpu(device: torch.device | None) -> bool:
 
 @dataclass
 class _Tokens:
-    """Boundary tokens per stream, for nodes whose FX origins lost theirs in some pass: they get all of their stream's."""
+    """Boundary tokens per stream, for nodes whose FX origins lost theirs in some pass: they get all of their
+    stream's.
+    """
 
     after: dict[int, set[str]] = field(default_factory=dict)
     before: dict[int, set[str]] = field(default_factory=dict)
@@ -82,8 +86,9 @@ class _Tokens:
 class RegionReader:
     """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
 
-    `enclosed` regions order themselves against the ambient stream alone: each side stream forks from it at the entry and joins it at
-    the exit. So it must be inside a captured graph, and where the rest of the user's program runs in other regions.
+    `enclosed` regions order themselves against the ambient stream alone: each side stream forks from it at the entry
+    and joins it at the exit. So it must be inside a captured graph, and where the rest of the user's program runs in
+    other regions.
     """
 
     def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:
@@ -99,13 +104,15 @@ class RegionReader:
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory: set[str] | None = None
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
-        # The current stream of another device is registered under a number of its own; here it has the number of that device.
+        # The current stream of another device is registered under a number of its own; here it has the number of that
+        # device.
         self.numbers = {
             i.index: ambient_stream(i.device.index or 0)
             for i in registry.describe()
             if i.origin == "ambient" and i.index != AMBIENT and i.device is not None
         }
-        # Streams that the frame makes and nobody else sees hold nothing at the entry, and nobody asks for their state at the exit.
+        # Streams that the frame makes and nobody else sees hold nothing at the entry, and nobody asks for their state
+        # at the exit.
         self.private = {f"s{i.index}" for i in registry.describe() if i.origin == "frame" and not i.escapes}
 
     # -- names
@@ -224,7 +231,8 @@ class RegionReader:
                 blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if not self.enclosed and not self.touches_caller_memory(reads | writes):
-            # Memory of the region: the stream's own order and the data edges are enough, until it is given back (`read`).
+            # Memory of the region: the stream's own order and the data edges are enough, until it is given back
+            # (`read`).
             after = frozenset()
             self.inner.add(len(self.ops))
         return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
@@ -281,7 +289,9 @@ class RegionReader:
         return found
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
-        """A stream need not be ordered after an operation that touched neither the caller's memory nor a block of that stream."""
+        """A stream need not be ordered after an operation that touched neither the caller's memory nor a block of
+        that stream.
+        """
         memory = {view: b.stream for b in buffers for view in (b.name, *b.views)}
         for i in self.inner:
             op = self.ops[i]
@@ -316,7 +326,9 @@ class Region:
 
 
 def needs_plan(scheduler: Scheduler) -> bool:
-    """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream program."""
+    """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
+    program.
+    """
     known = getattr(scheduler, "_overlay_needs_plan", None)
     if known is None:
         known = scheduler._overlay_needs_plan = any(_concerns_streams(scheduler, node) for node in scheduler.nodes)  # type: ignore[attr-defined]
@@ -339,4 +351,6 @@ def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclos
     reader.read()
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
-    return Region(plan_streams(reader.ops, buffers, reader.promised()), reader.index, reader.devices, reader.numbers, enclosed)
+    return Region(
+        plan_streams(reader.ops, buffers, reader.promised()), reader.index, reader.devices, reader.numbers, enclosed
+    )

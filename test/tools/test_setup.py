@@ -1,0 +1,149 @@
+"""`tools/setup`: which Python it takes, what it installs, and that each of its refusals says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import form
+
+
+sys.path.insert(0, str(form.ROOT / "tools"))
+import requirements
+
+
+NO_NETWORK = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+
+
+@form.overlay_only
+class TestSetup(unittest.TestCase):
+    """Each test works on a copy of tools/setup in a folder of its own, whose setup.cfg it writes."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        (self.root / "tools").mkdir()
+        for name in ("setup", "requirements.py"):
+            shutil.copy2(form.ROOT / "tools" / name, self.root / "tools" / name)
+        self.pins("torch==2.15.0", "")
+
+    def pins(self, torch: str, demo: str) -> None:
+        text = f"[options]\ninstall_requires =\n    {torch}\n[options.extras_require]\ndemo =\n    {demo}\n"
+        (self.root / "setup.cfg").write_text(text)
+
+    def program(self, name: str, text: str) -> None:
+        """Put a program in front of the PATH."""
+        path = self.root / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\n" + text)
+        path.chmod(0o755)
+
+    def run_setup(self, **env: str) -> subprocess.CompletedProcess[str]:
+        unset = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PYTHONPATH")
+        environment = {k: v for k, v in os.environ.items() if k not in unset}
+        environment["PATH"] = f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        environment |= {"PYTHON": sys.executable, **env}
+        command = [str(self.root / "tools" / "setup"), "demo"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    def test_python_that_has_everything_is_used_as_it_is(self) -> None:
+        result = self.run_setup()
+        self.assertEqual((result.returncode, result.stdout), (0, f"{sys.executable}\n"), result.stderr)
+        self.assertFalse((self.root / ".venv").exists())
+
+    def test_missing_package_is_installed_beside_the_torch_that_is_there(self) -> None:
+        package = self.root / "index" / "overlaytestpackage"
+        package.mkdir(parents=True)
+        wheel = package / "overlaytestpackage-1.0-py3-none-any.whl"
+        make_wheel(wheel)
+        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        local = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(package), "PIP_CONFIG_FILE": os.devnull}
+        result = self.run_setup(**local)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        python = self.root / ".venv" / "bin" / "python"
+        self.assertEqual(result.stdout, f"{python}\n")
+        code = "import importlib.metadata as m; print(m.version('torch'), m.version('overlaytestpackage'))"
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        self.assertRegex(found.stdout, r"^2\.15\.0\S* 1\.0$")
+        self.assertFalse(list((self.root / ".venv").glob("lib/python*/site-packages/torch")))
+        again = self.run_setup(**NO_NETWORK)
+        self.assertEqual((again.returncode, again.stdout), (0, f"{python}\n"), again.stderr)
+
+    def test_wrong_python_is_refused_with_the_version_found(self) -> None:
+        self.program("python3.9", "echo 3.9")
+        result = self.run_setup(PYTHON=str(self.root / "bin" / "python3.9"))
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("is not Python 3.11 or 3.12 (it says: '3.9')", result.stderr)
+
+    def test_no_fitting_python_on_the_path_says_what_to_install(self) -> None:
+        for name in ("python", "python3", "python3.11", "python3.12"):
+            self.program(name, "echo 3.9")
+        result = self.run_setup(PYTHON="")
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("Python 3.11 or 3.12 is needed; python3 here is '3.9'", result.stderr)
+        self.assertIn("PYTHON=/path/to/python3.12", result.stderr)
+
+    def test_full_disk_is_refused_before_anything_is_downloaded(self) -> None:
+        self.program("df", "echo header; echo fs 100 99 524288 99% /")
+        self.pins("torch==2.15.1", "")
+        result = self.run_setup(**NO_NETWORK)
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("12 GB are needed, 0 GB are free", result.stderr)
+
+    def test_no_network_is_said_and_a_second_run_goes_on(self) -> None:
+        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        for _ in range(2):
+            result = self.run_setup(**NO_NETWORK)
+            self.assertEqual((result.returncode, result.stdout), (1, ""))
+            self.assertIn("pip could not install overlaytestpackage==1.0", result.stderr)
+            self.assertIn("the network or the", result.stderr)
+
+    def test_broken_venv_is_named_and_not_touched(self) -> None:
+        self.pins("torch==2.15.0", "overlaytestpackage==1.0")
+        (self.root / ".venv").mkdir()
+        result = self.run_setup(**NO_NETWORK)
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("Remove it.", result.stderr)
+        self.assertEqual(list((self.root / ".venv").iterdir()), [])
+
+
+def make_wheel(path: Path) -> None:
+    import zipfile
+
+    info = "overlaytestpackage-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("overlaytestpackage.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: overlaytestpackage\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+class TestPins(unittest.TestCase):
+    def test_every_requirement_is_pinned_to_one_version(self) -> None:
+        for pin in requirements.pins(["demo", "test", "lint"]):
+            self.assertRegex(pin, r"^[a-z0-9-]+==\d+(\.\d+)+$")
+
+    def test_torch_is_the_release_that_the_seams_were_written_for(self) -> None:
+        import json
+
+        base = json.loads((form.ROOT / "torch_overlay" / "base.json").read_text())
+        self.assertEqual(requirements.pins([])[0], f"torch=={base['torch']}")
+
+    def test_build_without_cuda_is_not_the_pinned_torch(self) -> None:
+        from unittest import mock
+
+        for version, there in (("2.15.0", True), ("2.15.0+cu132", True), ("2.15.0+cpu", False), ("2.15.1", False)):
+            with mock.patch("importlib.metadata.version", return_value=version):
+                self.assertEqual(requirements.is_there("torch==2.15.0"), there, version)
+
+
+if __name__ == "__main__":
+    unittest.main()
