@@ -464,18 +464,18 @@ class TestThreads(FakeUpstream):
         original = module.plain
         installer = self.installer(self.seam("plain"), self.seam("cached"))
         errors: list[BaseException] = []
-        start = threading.Barrier(4)
+        start = threading.Barrier(3)
 
         def work() -> None:
             try:
                 start.wait()
-                for _ in range(200):
+                for _ in range(25):
                     installer.enable()
                     installer.disable()
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
+        threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -655,7 +655,7 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 
     def test_a_failed_import_says_why_and_can_be_repeated(self) -> None:
         self.run_ok("""
 import torch
-torch.__version__ = "2.14.0"
+installed, torch.__version__ = torch.__version__, "2.14.0"
 for _ in range(2):
     try:
         import torch_overlay
@@ -663,7 +663,7 @@ for _ in range(2):
         assert error.reason == "wrong_version" and "2.14.0" in str(error), error
     else:
         raise SystemExit("imported")
-torch.__version__ = "2.15.0"
+torch.__version__ = installed
 import torch_overlay
 assert torch_overlay.status().enabled
 """)
@@ -739,6 +739,10 @@ class TestCommandLine(unittest.TestCase):
             self.assertIn(seam.target, result.stdout)
         for word in ("enabled", verify.base()["torch"], "streams", "default"):
             self.assertIn(word, result.stdout)
+
+    def test_every_option_is_a_feature(self) -> None:
+        features = {feature.name for feature in form.overlay.status().features}
+        self.assertEqual(features, {name for name in form.overlay.config._config if not name.startswith("_")})
 
     def test_status_says_who_switched_a_feature_off(self) -> None:
         result = self.command("status", TORCH_OVERLAY_STREAMS="0")

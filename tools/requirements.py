@@ -3,8 +3,8 @@
     python tools/requirements.py EXTRA ...          prints what is missing, one pinned requirement a line
     python tools/requirements.py --torch            exit status 0 if torch is the pinned release, in its CUDA build
 
-Reads the metadata of installed packages and imports none of them. `tools/setup` runs it in every Python it considers, so
-it keeps to the standard library.
+Reads the metadata of installed packages and imports none of them. `tools/setup` runs it in every Python it considers,
+so it keeps to the standard library.
 """
 
 from __future__ import annotations

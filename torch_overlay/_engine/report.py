@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from .install import Installer
 
 # Option of torch_overlay.config -> what it switches. The option's own comment says the rest.
-FEATURES = {"streams": "user streams and events go through the compiler"}
+FEATURES = {
+    "streams": "user streams and events go through the compiler",
+    "native_events": "compiled code records and waits for events in C",
+    "fold_branches_below_us": "small branches on side streams run fused on the ambient stream",
+}
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def place_streams(gm: GraphModule) -> None:
         tokens: dict[str, Any] = {
             AFTER: tuple(sorted(after.get(node, ()))),
             BEFORE: tuple(sorted(before.get(node, ()))),
-            LEAVE: leave or None,
+            LEAVE: leave,
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }

@@ -24,12 +24,13 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
+from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_planner import ENTRY, HOST
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_operation
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
@@ -461,8 +462,21 @@ def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> No
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active(V.graph.scheduler)
-    if emitter is None or not emitter.write_stream_operation(node):
+    if node.op_overload is COPY_TO_HOST:
+        destination, source = node.codegen_args()[:2]
+        wrapper.writeline(f"{destination}.copy_({source}, True)")
+    elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
+
+
+def codegen_deferred_alignment_copies(
+    original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
+) -> None:
+    """The aligned copy of an input that a side stream reads must not replace the last reference to the original."""
+    input_names = list(input_names)
+    if active(V.graph.scheduler) is not None and stream != 0:
+        wrapper.mark_multistream_alignment(input_names)
+    original(wrapper, input_names, stream)
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:

@@ -17,7 +17,15 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import BEFORE, is_stream_op, ORDER, REQUIRES
+from torch_overlay._functorch.stream_placement import (
+    BEFORE,
+    is_stream_op,
+    LEAVE,
+    node_stream,
+    ORDER,
+    REQUIRES,
+)
+from torch_overlay._inductor.host_copies import download_in_place
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, stream_operation
 
@@ -70,13 +78,14 @@ def order_graph(graph: torch.fx.Graph) -> None:
             order[-1].prepend(node)
 
 
-def run(original: Callable[..., Any], graph: Any, *args: Any) -> Any:
-    """Before a graph is lowered: the passes are done, and nothing is fused yet."""
-    if config.streams:
-        order_graph(graph.module.graph)
+def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+    """The passes are done and nothing is lowered: the last moment at which the FX graph of a stream program may change."""
+    if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
+        order_graph(gm.graph)
+        download_in_place(gm.graph)
         if config.fold_branches_below_us > 0:
-            fold_branches(graph.module.graph, config.fold_branches_below_us)
-    return original(graph, *args)
+            fold_branches(gm.graph, config.fold_branches_below_us)
+    original(lowering, gm, *args, **kwargs)
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:

@@ -63,6 +63,6 @@ def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequen
         if known:
             context[key] = tuple(sorted({token for tokens in known for token in tokens}))
     for node in nodes:
-        if leave := node.meta.get("custom", {}).get(LEAVE):
-            context[LEAVE] = leave
+        if LEAVE in node.meta.get("custom", {}):
+            context[LEAVE] = node.meta["custom"][LEAVE]
     return context

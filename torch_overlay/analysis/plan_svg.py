@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.stream_planner import Plan
 
 BOX_WIDTH, BOX_HEIGHT, GAP, LANE_HEIGHT = 104, 30, 32, 58
-MARGIN, TOP, LEFT, LEGEND = 20, 64, 132, 46
+MARGIN, TOP, LEFT, LEGEND = 20, 64, 146, 46
 CHARACTER = 7.2  # width of a character of the 11-pixel monospace text
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6")
 HOST_COLOUR = "#8c8c8c"

@@ -7,7 +7,7 @@ import warnings
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_MADE_UP = 1.0  # what `.item()` of a device tensor returns between compiled regions, so that the program can go on
+_MADE_UP = 1.0  # what `.item()` returns between compiled regions, so that the program can go on
 
 
 class SimulatedTensorMode(FakeTensorMode):
@@ -37,13 +37,20 @@ class SimulatedTensorMode(FakeTensorMode):
             return args[0] in self._pinned
         if func is aten._pin_memory.default:
             return self._pin(super().dispatch(aten.clone.default, types, args[:1]))
-        if func is aten._local_scalar_dense.default and args[0].is_cuda:
-            return _MADE_UP if args[0].is_floating_point() else int(_MADE_UP)
+        if func is aten._local_scalar_dense.default:
+            return self._item(types, args)
         if func is aten.record_stream.default:
             return self._devices.record_stream(*args)
         pin = kwargs.pop("pin_memory", False)
         out = super().dispatch(func, types, args, kwargs)
         return self._pin(out) if pin and isinstance(out, torch.Tensor) else out
+
+    def _item(self, types: Any, args: Any) -> Any:
+        try:
+            return super().dispatch(aten._local_scalar_dense.default, types, args)
+        except DataDependentOutputException:
+            dtype = args[0].dtype
+            return _MADE_UP if dtype.is_floating_point else dtype is torch.bool or int(_MADE_UP)
 
     def _pin(self, tensor: Any) -> torch.Tensor:
         if tensor.device.type != "cpu":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-_UNKNOWN_SIZE = 8  # stands for a size that only the data could tell (an unbacked symbol)
+_UNKNOWN_SIZE, _UNKNOWN_NUMBER = 8, 1.0  # stand for what only the data could tell (unbacked symbols)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _TensorOutput:
 class _ScalarOutput:
     expr: Any
 
-    def make(self, value: Callable[[Any], int]) -> int | float:
+    def make(self, value: Callable[[Any], Any]) -> int | float | bool:
         return value(self.expr)
 
 
@@ -85,9 +85,10 @@ def stub_module(graph: Any) -> Any:
         _bind(inputs, args, given)
         args.clear()
 
-        def value(expr: Any) -> int:
+        def value(expr: Any) -> Any:
             result = sympy.sympify(expr).subs(given)
-            return int(result.subs(dict.fromkeys(result.free_symbols, _UNKNOWN_SIZE)))
+            result = result.subs({s: _UNKNOWN_SIZE if s.is_integer else _UNKNOWN_NUMBER for s in result.free_symbols})
+            return bool(result) if result.is_Boolean else int(result) if result.is_Integer else float(result)
 
         return tuple(o.make(value) for o in outputs)
 

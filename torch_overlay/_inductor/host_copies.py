@@ -1,0 +1,67 @@
+"""Copies from the device into a host tensor of the caller stay asynchronous.
+
+`result.copy_(y, non_blocking=True)` into a pinned tensor of the caller is, after functionalization, a new host tensor
+that is filled by a copy which blocks the host, and then a copy on the CPU into the caller's. Values are right, but
+the side stream that was to carry the download is waited for in the middle of the graph. Here the pair becomes one
+operation that copies into the caller's tensor on its stream, as eager does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._library.custom_ops import custom_op
+
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, Node
+
+
+@custom_op("streams_memory::copy_to_host_", mutates_args=("destination",))
+def copy_to_host_(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies device memory into host memory without blocking the host, in the order of the current stream."""
+    destination.copy_(source, non_blocking=True)
+
+
+@copy_to_host_.register_fake
+def _(destination: torch.Tensor, source: torch.Tensor) -> None:
+    return None
+
+
+COPY_TO_HOST = torch.ops.streams_memory.copy_to_host_.default
+
+
+def _device_type(node: object) -> str:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return value.device.type if isinstance(value, torch.Tensor) else ""
+
+
+def _downloads(write: Node) -> Node | None:
+    """The device tensor that a write-back to an input copies from, if the user wrote a non-blocking copy."""
+    destination, value = write.args[:2]
+    if not isinstance(destination, torch.fx.Node) or not isinstance(value, torch.fx.Node):
+        return None
+    if destination.op != "placeholder" or _device_type(destination) != "cpu" or len(value.users) != 1:
+        return None
+    if value.target is not torch.ops.aten.copy.default or len(value.args) < 3 or value.args[2] is not True:
+        return None
+    source = value.args[1]
+    same = isinstance(source, torch.fx.Node) and source.meta["val"].shape == destination.meta["val"].shape
+    return source if same and _device_type(source) == "cuda" else None  # type: ignore[return-value]
+
+
+def download_in_place(graph: Graph) -> None:
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        source = _downloads(write)
+        if source is None or write.users:
+            continue
+        value = write.args[1]
+        with graph.inserting_before(write):
+            node = graph.call_function(COPY_TO_HOST, (write.args[0], source))
+        node.meta.update({key: item for key, item in value.meta.items() if key != "val"})
+        if "custom" in write.meta:
+            node.meta["custom"] = write.meta["custom"]
+        node.meta["val"] = None
+        graph.erase_node(write)
+        graph.erase_node(value)
