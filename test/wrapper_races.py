@@ -318,7 +318,8 @@ def _make_args(machine: Machine, scope: dict[str, Any]) -> list[Any]:
 def _unjoined(machine: Machine, outputs: Any) -> Iterator[str]:
     for index, value in enumerate(outputs):
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            reader = machine.clock(f"ambient{value.device.index or 0}")
+            reader = Clock(machine.clock(f"ambient{value.device.index or 0}"))
+            reader.join(machine.clock(HOST))
             for access in machine.block(value).accesses:
                 if access.writes and not reader.covers(access.stream, access.position):
                     yield f"output {index} is written by {access.what} on {access.stream}, and nothing joins that"

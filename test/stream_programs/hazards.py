@@ -373,11 +373,14 @@ def producer_not_inlined(k: Kit) -> Any:
     return fn
 
 
-def _misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(-2, 3, (64 * 64 + 1,), generator=generator).float().to(device)[1:].view(64, 64)
+def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
+    """Aligned when the program is compiled, and at every third call an address that no vector load may use."""
+    offset = 1 if generator.initial_seed() % 3 == 2 else 0
+    base = torch.randint(-2, 3, (64 * 64 + 4,), generator=generator).float().to(device)
+    return base[offset : offset + 64 * 64].view(64, 64)
 
 
-@program("a misaligned input that several streams read is realigned once, on one of them (#187224)", tensors(_misaligned))
+@program("a misaligned input that several streams read is realigned once, on one of them (#187224)", tensors(_sometimes_misaligned))
 def misaligned_input_of_two_streams(k: Kit) -> Any:
     first, second, sleep = k.stream(), k.stream(), k.sleep
 

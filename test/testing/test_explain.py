@@ -136,14 +136,14 @@ class Explain(TestCase):
             self.assertIn(why, self.errors)
 
     def test_plain_columns_without_rich(self):
-        with unittest_mock_without_rich():
+        with without_rich():
             text = self.explain(f"{self.path}:branch")
         self.assertIn("  stream  node", text)
         self.assertIn("Graph breaks: none", text)
 
 
 @contextlib.contextmanager
-def unittest_mock_without_rich():
+def without_rich():
     from unittest import mock
 
     with mock.patch.dict(sys.modules, {"rich.console": None}):

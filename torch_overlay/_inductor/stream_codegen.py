@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
-from torch_overlay._inductor.stream_planner import ENTRY, HOST
+from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_operation
 
 
@@ -201,17 +201,28 @@ class RegionEmitter:
         self.wrapper.writeline(StreamLine(text))
 
     def records(self, first: int, last: int) -> list[str]:
-        return [
-            f"{self.event(e.index)}.record({self.handle(e.stream)})"
-            for e in self.plan.events
-            if first <= e.after <= last
-        ]
+        return [self.record(e) for e in self.plan.events if first <= e.after <= last]
+
+    def is_callers_state(self, event: Event) -> bool:
+        """What a side stream held when the region was entered: Note [Boundary events under the caller's capture]."""
+        return event.after == ENTRY and ambient_device(event.stream) is None and self.device is not None
+
+    def record(self, event: Event) -> str:
+        kind = "record_entry" if self.is_callers_state(event) else "record"
+        return f"{self.event(event.index)}.{kind}({self.handle(event.stream)})"
+
+    def wait(self, event: Event, stream: int, position: int) -> str:
+        name = self.event(event.index)
+        if stream == HOST:
+            return f"{name}.synchronize()"
+        if self.is_callers_state(event):
+            return f"{name}.wait_entry({self.handle(stream)})"
+        if position == len(self.plan.ops) and self.device is not None and ambient_device(stream) is None:
+            return f"{name}.wait_exit({self.handle(stream)}, {self.handle(ambient_stream(self.device))})"
+        return f"{name}.wait({self.handle(stream)})"
 
     def waits(self, position: int) -> list[str]:
-        lines = []
-        for event, stream in self.plan.waits_before(position):
-            name = self.event(event.index)
-            lines.append(f"{name}.synchronize()" if stream == HOST else f"{name}.wait({self.handle(stream)})")
+        lines = [self.wait(event, stream, position) for event, stream in self.plan.waits_before(position)]
         for wait in self.plan.boundary_waits:
             if wait.before == position:
                 lines.append(f"{self.object(int(wait.token[1:]))}.wait({self.stream(wait.stream)})")

@@ -1,10 +1,17 @@
 """Events for generated code: a few driver calls, without what torch.Event adds around them.
 
-`torch.Event.record` costs 0.68 us of host time, of which the driver's share is a third; a fork and a join of eight
+`torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third; a fork and a join of eight
 streams is 25 such calls. `Event` here takes the raw handle of a stream, which generated code has anyway. It is built
 at first use by the compiler that Triton needs and cached by Triton; without a compiler, or without the driver, a
 Python class of the same behaviour takes its place. An event belongs to one device and orders streams of that device:
 an event that crosses devices is a torch.Event.
+
+Note [Boundary events under the caller's capture]
+When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a stream
+that is. What another stream held before that is no part of the graph, and waiting for it would end the capture: such
+a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the ambient stream when the
+region is left would be part of the capture and never joined: it is joined at once (`wait_exit`), so that it stands as
+eager leaves a stream that was forked and joined.
 """
 
 from __future__ import annotations
@@ -29,10 +36,10 @@ typedef void *Handle;
 static struct {
     int (*get)(Handle *), (*push)(Handle), (*pop)(Handle *), (*device)(int *, int), (*retain)(Handle *, int);
     int (*create)(Handle *, unsigned), (*destroy)(Handle), (*record)(Handle, Handle), (*wait)(Handle, Handle, unsigned);
-    int (*synchronize)(Handle), (*text)(int, const char **);
+    int (*synchronize)(Handle), (*text)(int, const char **), (*capturing)(Handle, int *);
 } cu;
 
-typedef struct { PyObject_HEAD Handle event, context; } Event;
+typedef struct { PyObject_HEAD Handle event, context; int captured; } Event;
 
 static PyObject *fail(int code, const char *what) {
     const char *text = "unknown error";
@@ -85,6 +92,38 @@ static PyObject *event_wait(Event *self, PyObject *stream) {
     if (code) return fail(code, "Event.wait");
     Py_RETURN_NONE;
 }
+static int is_capturing(Handle stream) {
+    int status = 0;
+    return !cu.capturing(stream, &status) && status;
+}
+static PyObject *event_record_entry(Event *self, PyObject *stream) {
+    PyObject *result = event_record(self, stream);
+    if (result) self->captured = is_capturing(PyLong_AsVoidPtr(stream));
+    return result;
+}
+static PyObject *event_wait_entry(Event *self, PyObject *stream) {
+    if (!self->captured && is_capturing(PyLong_AsVoidPtr(stream))) Py_RETURN_NONE;
+    return event_wait(self, stream);
+}
+static PyObject *event_wait_exit(Event *self, PyObject *const *args, Py_ssize_t count) {
+    Handle stream, ambient, back = NULL;
+    PyObject *result;
+    int join, pushed, code;
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "wait_exit(raw_stream, raw_ambient) takes 2 arguments");
+    stream = PyLong_AsVoidPtr(args[0]);
+    ambient = PyLong_AsVoidPtr(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    join = is_capturing(ambient) && !is_capturing(stream);
+    if (!(result = event_wait(self, args[0])) || !join) return result;
+    Py_DECREF(result);
+    if (!(code = enter(self->context, &pushed))) {
+        if (!(code = cu.create(&back, 2)) && !(code = cu.record(back, stream))) code = cu.wait(ambient, back, 0);
+        if (back) cu.destroy(back);
+        leave(pushed);
+    }
+    if (code) return fail(code, "Event.wait_exit");
+    Py_RETURN_NONE;
+}
 static PyObject *event_synchronize(Event *self, PyObject *unused) {
     int code;
     Py_BEGIN_ALLOW_THREADS
@@ -96,6 +135,10 @@ static PyObject *event_synchronize(Event *self, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"record", (PyCFunction)event_record, METH_O, "record(raw_stream)"},
     {"wait", (PyCFunction)event_wait, METH_O, "wait(raw_stream): make the stream wait for this event"},
+    {"record_entry", (PyCFunction)event_record_entry, METH_O, "record(raw_stream) at the entry of a region"},
+    {"wait_entry", (PyCFunction)event_wait_entry, METH_O, "wait(raw_stream) for what the caller had on a stream"},
+    {"wait_exit", (PyCFunction)(void (*)(void))event_wait_exit, METH_FASTCALL,
+     "wait_exit(raw_stream, raw_ambient): the stream waits when the region is left"},
     {"synchronize", (PyCFunction)event_synchronize, METH_NOARGS, "synchronize(): make the host wait for this event"},
     {NULL}};
 static PyType_Slot slots[] = {
@@ -112,7 +155,7 @@ PyMODINIT_FUNC PyInit_torch_overlay_events(void) {
         {(void **)&cu.retain, "cuDevicePrimaryCtxRetain"}, {(void **)&cu.create, "cuEventCreate"},
         {(void **)&cu.destroy, "cuEventDestroy_v2"}, {(void **)&cu.record, "cuEventRecord"},
         {(void **)&cu.wait, "cuStreamWaitEvent"}, {(void **)&cu.synchronize, "cuEventSynchronize"},
-        {(void **)&cu.text, "cuGetErrorString"}};
+        {(void **)&cu.text, "cuGetErrorString"}, {(void **)&cu.capturing, "cuStreamIsCapturing"}};
     if (!driver) { PyErr_SetString(PyExc_ImportError, "libcuda.so.1 can't be loaded"); return NULL; }
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         if (!(*want[i].slot = dlsym(driver, want[i].name)))
@@ -130,12 +173,33 @@ class PythonEvent:
     def __init__(self, device_index: int) -> None:
         self.device = torch.device("cuda", device_index)
         self.event = torch.Event(device=self.device)
+        self.captured = False
 
     def record(self, raw_stream: int) -> None:
         self.event.record(_stream(raw_stream, self.device.index))
 
     def wait(self, raw_stream: int) -> None:
         self.event.wait(_stream(raw_stream, self.device.index))
+
+    def record_entry(self, raw_stream: int) -> None:
+        self.record(raw_stream)
+        self.captured = self._is_capturing(raw_stream)
+
+    def wait_entry(self, raw_stream: int) -> None:
+        if self.captured or not self._is_capturing(raw_stream):
+            self.wait(raw_stream)
+
+    def wait_exit(self, raw_stream: int, raw_ambient: int) -> None:
+        join = self._is_capturing(raw_ambient) and not self._is_capturing(raw_stream)
+        self.wait(raw_stream)
+        if join:
+            back = torch.Event(device=self.device)
+            back.record(_stream(raw_stream, self.device.index))
+            back.wait(_stream(raw_ambient, self.device.index))
+
+    def _is_capturing(self, raw_stream: int) -> bool:
+        with torch.cuda.stream(_stream(raw_stream, self.device.index)):  # type: ignore[arg-type]
+            return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
         self.event.synchronize()

@@ -101,6 +101,7 @@ class RegionReader:
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
+        self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory: set[str] | None = None
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
@@ -137,12 +138,29 @@ class RegionReader:
             return set(tokens)
         return {f"s{self.numbers.get(int(t[1:]), int(t[1:]))}" if t[0] == "s" else t for t in tokens}
 
+    def own_origins(self, node: BaseSchedulerNode) -> list[torch.fx.Node]:
+        """The FX nodes that this operation computes itself.
+
+        Inductor's origins also name what produced an operation's inputs, on whatever stream; those promised for
+        themselves. A node that was inlined here and elsewhere counts for both, if it reads the caller's memory in both.
+        """
+        reads = {d.name for d in node.read_writes.reads}
+        inherited = set().union(*(self.origins.get(name, set()) for name in reads))
+        return [
+            n
+            for n in _origins(node)
+            if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
+        ]
+
     def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
+        """Tokens of the operation; None if no pass has kept any for it."""
         found: set[str] | None = None
-        for origin in _origins(node):
+        for origin in self.own_origins(node):
             tokens = origin.meta.get("custom", {}).get(key)
             if tokens is not None:
                 found = (found or set()) | self.renumbered(tokens)
+        if found is None and any(key in origin.meta.get("custom", {}) for origin in _origins(node)):
+            return set()
         return found
 
     def collect_tokens(self) -> None:
@@ -245,7 +263,7 @@ class RegionReader:
             token = origin.meta.get("custom", {}).get(REQUIRES)
             if token:
                 requires.add(token)
-        after, before = self.annotated(node, AFTER) or set(), self.annotated(node, BEFORE) or set()
+        after = self.annotated(node, AFTER) or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
         stream, blocking, waits = HOST, False, False
@@ -257,13 +275,12 @@ class RegionReader:
             waits = True
         if self.enclosed:
             # What the user ordered before this lies in other regions, and all of them join the ambient stream.
-            after, before = ({"s0"} if stream not in (HOST, AMBIENT) else set()), set()
+            after = {"s0"} if stream not in (HOST, AMBIENT) else set()
         return Op(
             kind,
             stream,
             writes=writes,
             after=frozenset(after) if stream != HOST else frozenset(),
-            before=frozenset(before),
             requires=frozenset(requires),
             blocking=blocking,
             waits=waits,
@@ -312,6 +329,8 @@ class RegionReader:
                 self.note_outputs(node, op.stream)
             self.index[node] = len(self.ops)
             self.ops.append(op)
+            origins = set(_origins(node))
+            self.origins.update((name, origins) for name in node.get_buffer_names())
 
 
 @dataclass(frozen=True)

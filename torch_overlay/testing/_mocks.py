@@ -170,6 +170,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             "tries the C++ compiler out on the host's instruction sets, for seconds; host kernels stay text here",
         ),
         Mock("torch._inductor.select_algorithm.PRINT_AUTOTUNE", False, "would print times that nobody measured"),
+        Mock("torch._inductor.select_algorithm._log_autotune_choices_stats", _returns(None), "prints them as well"),
         Mock(
             "triton.runtime.driver.driver._active",
             _hardware.TritonDriver(),

@@ -2,7 +2,7 @@
 
 Note [Three pokes make C++ believe in a GPU]
 --------------------------------------------
-Most of a simulated device can be put into Python attributes (`mocks.py`). Three things can't, because C++ asks C++:
+Most of a simulated device can be put into Python attributes (`_mocks.py`). Three things can't, because C++ asks C++:
 
 1. Device guards. Autograd reads the current stream of each tensor's device when it builds a node, and c10 keeps one
    guard object per device type in an exported array. PyTorch ships `FakeGuardImpl`, with thread-local devices and

@@ -1,0 +1,848 @@
+"""User streams through Inductor: every program of the corpus, the hazards worth reading, the passes that could lose a placement.
+
+Three tiers. `TestCorpus` compiles each program without a GPU, executes the generated wrapper on a machine model (`wrapper_races`) and looks for
+whatever must not be in it. `TestHazards` and `TestPasses` show plans and wrappers as goldens. `TestGpu` runs each program on a GPU under
+injected delays and compares it with ordered eager.
+
+`# stream n` in a graph is a placement; streams have numbers per graph, and 0, the current stream of the caller, isn't written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form  # noqa: E402, F401
+import wrapper_races  # noqa: E402
+from stream_programs import by_name, gpu, Instance, Program, PROGRAMS  # noqa: E402
+
+from torch_overlay import config  # noqa: E402
+from torch_overlay.testing import Compiled, observe, simulated_gpu  # noqa: E402
+
+
+NAMES = [p.name for p in PROGRAMS]
+PAIRS = [(p.name, mode or "default") for p in PROGRAMS for mode in p.modes]
+
+# What the hot path of a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
+FORBIDDEN = ("with torch.cuda.stream", "with stream", "with default_stream", "_get_stream_by_index", "control_deps")
+FORBIDDEN_OPERATORS = re.compile(r"torch\.ops\.streams\.(?!synchronize_device)\w+")
+HOST_WAIT = re.compile(r"\.synchronize\(\)|synchronize_device|\.item\(\)")
+
+
+def compile_program(
+    program: Program, mode: str | None = None, sleeps: bool = False, fold: bool = False
+) -> tuple[Compiled, Instance]:
+    """Compile a program down to wrapper text. Small branches stay on their streams unless `fold` is set."""
+    torch._dynamo.reset()
+    threshold = config.fold_branches_below_us if fold else 0.0
+    with simulated_gpu(2), observe() as seen, config.patch(fold_branches_below_us=threshold):
+        instance = program.instance(program.compiler(mode), sleeps)
+        instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
+    return seen, instance
+
+
+def compiled(name: str, mode: str | None = None, **kwargs: Any) -> Compiled:
+    return compile_program(by_name(name), mode, **kwargs)[0]
+
+
+def mode_of(text: str) -> str | None:
+    return None if text == "default" else text
+
+
+def complete(wrapper: str) -> bool:
+    """False for the code of a subgraph, which is part of another wrapper."""
+    return "async_compile = " in wrapper
+
+
+class TestCorpus(TestCase):
+    """Each program compiles, in one graph unless it breaks one on purpose, to a wrapper that orders what it must."""
+
+    def check(self, name: str, mode: str | None, **kwargs: bool) -> None:
+        program = by_name(name)
+        seen, _ = compile_program(program, mode, **kwargs)
+        if program.fullgraph:
+            self.assertEqual([str(b) for b in seen.graph_breaks], [])
+        for text in (*seen.graphs, *seen.wrappers):
+            for pattern in FORBIDDEN:
+                self.assertNotIn(pattern, text)
+        self.assertNotRegex("\n".join(seen.wrappers), FORBIDDEN_OPERATORS)
+        if not program.host_reads and not program.group == "compute":
+            self.assertNotRegex(seen.calls(), HOST_WAIT)
+        self.check_races(program, seen)
+
+    def check_races(self, program: Program, seen: Compiled) -> None:
+        # Of several frames none sees what the others ordered; of two devices the model knows one.
+        if not program.fullgraph or program.frames or program.devices > 1:
+            return
+        for wrapper in filter(complete, seen.wrappers):
+            for owned in (False, True):
+                with simulated_gpu():
+                    found = wrapper_races.check(wrapper, joined=program.finish is None, owned=owned)
+                self.assertEqual(found, [], f"owned={owned}\n{wrapper}")
+
+    @parametrize("name,mode", PAIRS)
+    def test_compiles(self, name: str, mode: str) -> None:
+        self.check(name, mode_of(mode))
+
+    @parametrize("name", NAMES)
+    def test_compiles_with_operators_between(self, name: str) -> None:
+        self.check(name, None, sleeps=True)
+
+    @parametrize("name", NAMES)
+    def test_compiles_with_small_branches_folded(self, name: str) -> None:
+        self.check(name, None, fold=True)
+
+    @parametrize("name", ["concatenation_on_side_stream", "misaligned_input_of_two_streams", "parallel_transformer_block"])
+    def test_misaligned_inputs_are_realigned_in_order(self, name: str) -> None:
+        """The copy is made on the reader's stream, and the original isn't given back before that copy has been made."""
+        seen, _ = compile_program(by_name(name))
+        for owned in (False, True):
+            with simulated_gpu():
+                found = wrapper_races.check(seen.wrappers[0], owned=owned, misaligned=True)
+            self.assertEqual(found, [])
+
+    @parametrize("name", ["fork_join", "diamond", "events_made_inside", "eight_experts", "two_streams_made_inside", "input_read_then_mutated"])
+    def test_the_check_misses_no_wait(self, name: str) -> None:
+        """Without any one of its waits a wrapper races: the plan is minimal, and the machine model sees what is missing."""
+        program = by_name(name)
+        wrapper = compile_program(program)[0].wrappers[0]
+        waits = [line for line in wrapper.splitlines() if re.match(r" +ev\d+\.wait\(", line)]
+        self.assertTrue(waits)
+        for line in waits:
+            self.assertEqual(wrapper.count(line), 1)
+            with simulated_gpu():
+                found = wrapper_races.check(wrapper.replace(line, ""))
+            self.assertNotEqual(found, [], line)
+
+
+class TestHazards(TestCase):
+    """What upstream got wrong, as plans and wrappers to read."""
+
+    maxDiff = None
+
+    def table(self, name: str, mode: str | None = None) -> str:
+        plans = compiled(name, mode).plans
+        self.assertEqual(len(plans), 1)
+        return plans[0].table() + "\n"
+
+    def graph(self, name: str) -> str:
+        graphs = compiled(name).graphs
+        self.assertEqual(len(graphs), 1)
+        return graphs[0] + "\n"
+
+    def calls(self, name: str, mode: str | None = None) -> str:
+        return compiled(name, mode).calls()
+
+    def test_fork_join_costs_two_events(self) -> None:
+        self.assertExpectedInline(self.calls("fork_join"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, = get_objects(1)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    ev0, ev1, = events = take(_region0_events, 2, 0)
+    try:
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            arg0_1 = copy_if_misaligned(arg0_1)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream0_raw)
+            del arg0_1
+            ev0.record(stream0_raw)
+            ev0.wait(stream1_raw)
+            set_stream(stream1)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf0, buf0, out=buf1)
+            buf2 = buf1; del buf1  # reuse
+            triton_poi_fused_relu_1.run(buf2, 4096, stream=stream1_raw)
+            ev1.record(stream1_raw)
+            ev1.wait(stream0_raw)
+            buf3 = buf0; del buf0  # reuse
+            triton_poi_fused_add_mul_relu_2.run(buf3, buf2, 4096, stream=stream0_raw)
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf3, )
+""")
+
+    def test_second_consumer_of_an_event_waits_193409(self) -> None:
+        """Fails on stock: only the first consumer is tied to its wait."""
+        self.assertExpectedInline(self.table("two_consumers_of_one_event"), """\
+   stream  operation  waits before  records after
+           entry
+0  0       op0                      ev0@0
+1  2       op1        ev0@2         ev1@2
+2  3       op2        ev0@3         ev2@3
+3  0       op3        ev1@0 ev2@0   ev3@0
+           exit       ev3@2 ev3@3
+free buf0 (stream 0) after waits of 3
+free buf1 (stream 2) after exit
+free buf2 (stream 3) after exit
+""")
+
+    def test_mutation_is_ordered_before_the_callers_next_read_197416(self) -> None:
+        """Fails on stock: it doesn't compile, and before 2.15 the write-back races with the caller."""
+        self.assertExpectedInline(self.table("mutation_joined_by_wait_stream"), """\
+   stream  operation  waits before  records after
+           entry                    ev0@0 ev1@1
+0  0       op0        ev1@0
+1  1       op1_op2    ev0@1         ev2@1
+           exit       ev2@0
+free arg0_1 (stream 0) after exit
+""")
+
+    def test_mutation_is_covered_by_the_callers_event_177576(self) -> None:
+        """Fails on stock: recording an event after a mutation is an error."""
+        self.assertExpectedInline(self.calls("mutation_promised_by_escaping_event"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, event2, = get_objects(1, 2)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    ev0, = events = take(_region0_events, 1, 0)
+    ev0.record(stream0_raw)
+    ev0.wait(stream1_raw)
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        triton_poi_fused_add_copy__0.run(arg0_1, arg0_1, 4096, stream=stream1_raw)
+        event2.record(stream1)
+        buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
+        triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
+    _region0_events.append(events)
+    return (buf0, )
+""")
+
+    def test_kv_cache_then_forked_layer_195573(self) -> None:
+        """Fails on stock: recording an event after a mutation is an error, private or not."""
+        self.assertExpectedInline(self.table("kv_cache_then_forked_layer"), """\
+   stream  operation  waits before  records after
+           entry                    ev0@0
+0  0       op0                      ev1@0
+1  3       op2        ev0@3         ev2@3
+2  0       op1_op3    ev2@0
+           exit       ev1@3
+free buf2 (stream 3) after exit
+""")
+
+    def test_write_after_read_across_streams(self) -> None:
+        self.assertExpectedInline(self.table("input_read_then_mutated"), """\
+   stream  operation  waits before  records after
+           entry                    ev0@0
+0  1       op0        ev0@1
+1  1       op1                      ev1@1
+2  2       op2_op3    ev1@2         ev2@2
+           exit       ev2@0
+free arg0_1 (stream 0) after exit
+""")
+
+    def test_wait_stream_keeps_its_place_185546(self) -> None:
+        self.assertExpectedInline(self.table("wait_stream_is_not_first"), """\
+   stream  operation  waits before  records after
+           entry
+0  0       op0_op3                  ev0@0
+1  1       op1        ev0@1         ev1@1
+2  0       op2        ev1@0
+           exit
+free buf1 (stream 1) after exit
+""")
+
+    def test_host_waits_before_it_reads_189096(self) -> None:
+        self.assertExpectedInline(self.calls("event_synchronize_before_host_read"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, event2, = get_objects(1, 2)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    ev0, = events = take(_region0_events, 1, 0)
+    try:
+        ev0.record(stream0_raw)
+        ev0.wait(stream1_raw)
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            set_stream(stream1)
+            arg0_1_orig = arg0_1
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused__to_copy_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
+        buf1 = empty_strided_cpu_pinned((64, 64), (64, 1), torch.float32)
+        buf1.copy_(buf0, True)
+        del buf0
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            event2.record(stream1)
+            event2.synchronize()
+        buf4 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        cpp_fused_add_1(buf1, buf4)
+        del buf1
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf4, )
+""")
+
+    def test_two_records_in_a_row_189096(self) -> None:
+        self.assertExpectedInline(self.table("records_in_a_row"), """\
+   stream  operation     waits before  records after
+           entry                       ev0@0
+0  1       op0_op2       ev0@1
+1  1       record_event
+2  1       record_event
+3  1       record_event
+           exit
+free buf1 (stream 0) after exit
+free buf3 (stream 0) after exit
+free buf4 (stream 0) after exit
+""")
+
+    def test_diamond_reuses_no_memory_across_streams_178549(self) -> None:
+        self.assertExpectedInline(self.calls("diamond"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, stream2, = get_objects(1, 2)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    stream2_raw = stream2.cuda_stream
+    ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
+    try:
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            arg0_1_orig = arg0_1
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(arg0_1, arg0_1, out=buf0)
+            ev0.record(stream0_raw)
+            ev0.wait(stream1_raw)
+            set_stream(stream1)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_relu_0.run(buf0, buf1, 4096, stream=stream1_raw)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf1, arg0_1, out=buf2)
+            del buf1
+            ev1.record(stream1_raw)
+            ev0.wait(stream2_raw)
+            set_stream(stream2)
+            buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_neg_1.run(buf0, buf3, 4096, stream=stream2_raw)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf4 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf3, arg0_1, out=buf4)
+            del buf3
+            ev2.record(stream2_raw)
+            ev1.wait(stream0_raw)
+            ev2.wait(stream0_raw)
+            del arg0_1
+            del arg0_1_orig
+            buf5 = buf0; del buf0  # reuse
+            triton_poi_fused_add_mul_2.run(buf2, buf4, buf5, 4096, stream=stream0_raw)
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf5, )
+""")
+
+    def test_producer_of_another_stream_is_not_inlined_177324(self) -> None:
+        self.assertExpectedInline(self.table("producer_not_inlined"), """\
+   stream  operation  waits before  records after
+           entry                    ev0@0
+0  1       op0        ev0@1         ev1@1
+1  0       op1        ev1@0         ev2@0
+2  1       op2        ev2@1         ev3@1
+3  0       op3        ev3@0         ev4@0
+           exit       ev4@1
+free buf1 (stream 0) after waits of 3
+free buf2 (stream 1) after exit
+""")
+
+    def test_each_stream_realigns_a_misaligned_input_187224(self) -> None:
+        self.assertExpectedInline(self.calls("misaligned_input_of_two_streams"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, stream2, = get_objects(1, 2)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    stream2_raw = stream2.cuda_stream
+    ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
+    try:
+        ev0.record(stream0_raw)
+        ev0.wait(stream1_raw)
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            set_stream(stream1)
+            arg0_1_orig = arg0_1
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
+            ev1.record(stream1_raw)
+            ev0.wait(stream2_raw)
+            set_stream(stream2)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_1.run(arg0_1, buf1, 4096, stream=stream2_raw)
+            ev2.record(stream2_raw)
+            set_stream(stream0)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf2 = empty_strided_cuda((64, ), (1, ), torch.float32)
+            triton_per_fused_sum_2.run(arg0_1, buf2, 64, 64, stream=stream0_raw)
+            ev1.wait(stream0_raw)
+            ev2.wait(stream0_raw)
+            del arg0_1
+            del arg0_1_orig
+            buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_mul_3.run(buf0, buf1, buf2, buf3, 4096, stream=stream0_raw)
+            del buf2
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf3, )
+""")
+
+    def test_pinned_copy_on_side_stream(self) -> None:
+        """Fails on stock: `default_stream` is unbound."""
+        self.assertExpectedInline(self.calls("pinned_to_device"), """\
+def call(self, args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, = get_objects(1)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    ev0, ev1, = events = take(_region0_events, 2, 0)
+    try:
+        ev0.record(stream0_raw)
+        ev0.wait(stream1_raw)
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            set_stream(stream1)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            buf0.copy_(arg0_1, True)
+            del arg0_1
+            ev1.record(stream1_raw)
+            set_stream(stream0)
+            arg1_1 = copy_if_misaligned(arg1_1)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_mul_0.run(arg1_1, buf1, 4096, stream=stream0_raw)
+            del arg1_1
+            ev1.wait(stream0_raw)
+            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf0, buf1, out=buf2)
+            del buf1
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf2, )
+""")
+
+    def test_prefetch_gains_no_wait_for_the_current_stream(self) -> None:
+        """The copies start at once: nothing makes their stream wait for the ambient one."""
+        table = self.table("prefetch_without_waiting")
+        self.assertExpectedInline(table, """\
+   stream  operation      waits before  records after
+           entry
+0  1       op0
+1  host    record_stream
+2  1       op2                          ev0@1
+3  host    record_stream
+4  0       op4            ev0@0
+           exit
+free buf2 (stream 1) after exit
+""")
+        calls = self.calls("prefetch_without_waiting")
+        self.assertNotRegex(calls, r"\.wait\(stream1")
+
+    def test_event_returned_is_the_one_recorded_185594(self) -> None:
+        self.assertExpectedInline(self.calls("event_returned"), """\
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    stream0 = ambient(0)
+    stream1, event2, = get_objects(1, 2)
+    stream0_raw = stream0.cuda_stream
+    stream1_raw = stream1.cuda_stream
+    ev0, = events = take(_region0_events, 1, 0)
+    try:
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            arg0_1 = copy_if_misaligned(arg0_1)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream0_raw)
+            del arg0_1
+            ev0.record(stream0_raw)
+            ev0.wait(stream1_raw)
+            set_stream(stream1)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf0, buf0, out=buf1)
+            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_relu_1.run(buf1, buf2, 4096, stream=stream1_raw)
+            del buf1
+            event2.record(stream1)
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf2, )
+""")
+
+    def test_experts_fork_from_one_event(self) -> None:
+        plan = compiled("eight_experts").plans[0]
+        forks = [e for e in plan.events if len(e.waits) == 8]
+        self.assertEqual(len(forks), 1)
+        self.assertEqual(plan.num_waits, 8 + 8)
+        self.assertEqual(len(plan.events), 1 + 8)
+
+    def test_read_only_programs_do_not_mutate(self) -> None:
+        """Fails on stock: values that pass a sync count as mutated inputs, and cudagraph trees refuse the graph."""
+        for name in ("fork_join", "diamond", "eight_experts", "pinned_to_device"):
+            for graph in compiled(name, "reduce-overhead").cudagraphs:
+                self.assertEqual(tuple(graph["mutated_input_idxs"]), (), name)
+
+    def test_events_made_outside_under_reduce_overhead(self) -> None:
+        """Fails on stock, silently: the callee frees its input's block to a pool while the side stream still reads it (p02)."""
+        seen = compiled("events_made_outside", "reduce-overhead")
+        self.assertExpectedInline(seen.calls(), """\
+def partition_0(args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    stream0 = ambient(0)
+    stream2, = get_objects(2)
+    stream0_raw = stream0.cuda_stream
+    stream2_raw = stream2.cuda_stream
+    ev0, ev1, = events = take(_region0_events, 2, 0)
+    try:
+        arg0_1 = copy_if_misaligned(arg0_1)
+        buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream0_raw)
+        del arg0_1
+        ev0.record(stream0_raw)
+        ev0.wait(stream2_raw)
+        restore_stream(stream2)
+        buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        extern_kernels.mm(buf0, buf0, out=buf2)
+        ev1.record(stream2_raw)
+        ev1.wait(stream0_raw)
+        restore_stream(stream0)
+        arg1_1 = copy_if_misaligned(arg1_1)
+        buf4 = buf0; del buf0  # reuse
+        triton_poi_fused_add_mul_1.run(buf2, arg1_1, buf4, 4096, stream=stream0_raw)
+        del arg1_1
+    finally:
+        restore_stream(stream0)
+    _region0_events.append(events)
+    return (buf4, )
+def call(self, args):
+    arg0_1, arg1_1 = args
+    args.clear()
+    outer0 = ambient(0)
+    outer2, = get_objects(2)
+    raw0 = outer0.cuda_stream
+    raw2 = outer2.cuda_stream
+    outer_ev0, outer_ev2, = outer_events = take(_outer_events, 2, 0)
+    outer_ev2.record(raw2)
+    outer_ev2.wait(raw0)
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        partition0_args = [arg0_1, arg1_1]
+        del arg0_1, arg1_1
+        (buf4,) = self.partitions[0](partition0_args)
+        del partition0_args
+        stream0_1 = ambient(0)
+        stream2_1, event1_1, event3_1, = get_objects(2, 1, 3)
+        stream0_1_raw = stream0_1.cuda_stream
+        stream2_1_raw = stream2_1.cuda_stream
+        ev0_1, = events_1 = take(_region1_events, 1, 0)
+        ev0_1.record(stream0_1_raw)
+        event1_1.record(stream0_1)
+        ev0_1.wait(stream2_1_raw)
+        event3_1.record(stream2_1)
+        _region1_events.append(events_1)
+    outer_ev0.record(raw0)
+    outer_ev0.wait(raw2)
+    _outer_events.append(outer_events)
+    return (buf4, )
+""")
+        with simulated_gpu():
+            self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
+
+    def test_buffer_is_not_reused_while_another_stream_reads_it(self) -> None:
+        """Fails on stock (S2): a value that passed a sync reports stream 0, so its block is written again too early."""
+        for mode in (None, "reduce-overhead"):
+            seen = compiled("last_reader_on_another_stream", mode)
+            with simulated_gpu():
+                self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=mode is not None), [])
+        self.assertExpectedInline(self.table("last_reader_on_another_stream"), """\
+   stream  operation  waits before  records after
+           entry
+0  0       op0                      ev0@0
+1  1       op1        ev0@1         ev1@1
+2  0       op2
+3  0       op3
+4  0       op4
+5  0       op5
+6  0       op6        ev1@0
+           exit
+free buf0 (stream 0) after waits of 6
+free buf1 (stream 1) after exit
+""")
+
+    def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
+        program = by_name("fork_join")
+        with self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper"):
+            with torch._inductor.config.patch(cpp_wrapper=True):
+                compile_program(program)
+
+
+class TestPasses(TestCase):
+    """A placement survives every pass between Dynamo and the wrapper."""
+
+    def placements(self, graph: str) -> dict[str, int]:
+        """Stream of each computing node, by name."""
+        found = {}
+        for line in graph.splitlines():
+            match = re.match(r"(\w+)(?::.*?)? = (?!self\.)", line)
+            if match:
+                stream = re.search(r"# stream (\d+)$", line)
+                found[match[1]] = int(stream[1]) if stream else 0
+        return found
+
+    def compile(self, fn: Any, *inputs: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any) -> Compiled:
+        torch._dynamo.reset()
+        with observe() as seen, config.patch(fold_branches_below_us=0.0):
+            if mode is not None and options:
+                options = {**torch._inductor.list_mode_options(mode, dynamic), **options}
+                mode = None
+            torch.compile(fn, mode=mode, dynamic=dynamic, fullgraph=True, options=options or None)(*inputs)
+        return seen
+
+    def forked(self, work: Any) -> Any:
+        """`work` on a side stream, something else on the current one, and a join."""
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor, *others: torch.Tensor) -> Any:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a = work(x, *others)
+            b = x.neg()
+            current.wait_stream(side)
+            return a, b
+
+        return fn
+
+    def assert_all_placed(self, seen: Compiled) -> None:
+        """Everything but the negation of the current stream is on stream 1."""
+        placed = self.placements(seen.graphs[0])
+        self.assertEqual({name: s for name, s in placed.items() if not name.startswith("neg") and s != 1}, {})
+        self.assertEqual([s for name, s in placed.items() if name == "neg"], [0])
+        for op in seen.plans[0].ops:
+            self.assertIn(op.stream, (0, 1, None))
+        self.assertEqual(sum(op.stream == 0 for op in seen.plans[0].ops), 1)
+
+    @simulated_gpu()
+    def test_decomposition(self) -> None:
+        x = torch.randn(32, 64, device="cuda")
+        fn = self.forked(lambda x: torch.nn.functional.layer_norm(torch.nn.functional.gelu(x), (64,)).log_softmax(-1))
+        self.assert_all_placed(self.compile(fn, x))
+
+    @simulated_gpu()
+    def test_functionalization(self) -> None:
+        def work(x: torch.Tensor) -> torch.Tensor:
+            y = x.clone()
+            y[:4].mul_(2)
+            y.view(-1)[3:7].add_(1)
+            return y.relu_()
+
+        self.assert_all_placed(self.compile(self.forked(work), torch.randn(16, 64, device="cuda")))
+
+    @simulated_gpu()
+    def test_joint_graph_passes(self) -> None:
+        def work(x: torch.Tensor) -> torch.Tensor:
+            ones = torch.full((16, 64), 1.0, device="cuda")
+            return (x * ones).to(torch.float16).to(torch.float32).view(64, 16).view(16, 64).permute(1, 0).permute(1, 0) @ x.t()
+
+        seen = self.compile(self.forked(work), torch.randn(16, 64, device="cuda"))
+        self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_pattern_replaced_by_attention(self) -> None:
+        """Upstream lost the stream on the nodes of a replacement (#189095)."""
+
+        def work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(q @ k.transpose(-2, -1) / 8.0, -1) @ v
+
+        inputs = [torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16) for _ in range(3)]
+        seen = self.compile(self.forked(work), *inputs)
+        self.assertIn("scaled_dot_product", seen.graphs[0] + "".join(seen.wrappers))
+        self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_online_softmax_in_front_of_a_matmul(self) -> None:
+        """Upstream computed the softmax on the default stream, outside its context (#189095)."""
+        seen = self.compile(
+            self.forked(lambda x, y: torch.softmax(x, -1) @ y),
+            torch.randn(64, 4096, device="cuda"),
+            torch.randn(4096, 64, device="cuda"),
+        )
+        self.assertIn("prepare_softmax_online", "".join(seen.wrappers))
+        self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_matmul_patterns(self) -> None:
+        """A sum with a product becomes one kernel."""
+        seen = self.compile(
+            self.forked(lambda x, w, b: b + x @ w),
+            *[torch.randn(64, 64, device="cuda") for _ in range(3)],
+        )
+        self.assertIn("addmm", "".join(seen.wrappers))
+        self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_common_subexpressions_of_two_streams_stay_two(self) -> None:
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> Any:
+            current = torch.cuda.current_stream()
+            for side in (first, second):
+                side.wait_stream(current)
+            with torch.cuda.stream(first):
+                a = x.sin() + 1
+            with torch.cuda.stream(second):
+                b = x.sin() + 1
+            current.wait_stream(first)
+            current.wait_stream(second)
+            return a, b
+
+        seen = self.compile(fn, torch.randn(64, 64, device="cuda"))
+        self.assertEqual(sorted(self.placements(seen.graphs[0]).values()), [1, 1, 2, 2])
+        self.assertEqual(sorted(op.stream for op in seen.plans[0].ops), [1, 2])
+
+    @simulated_gpu()
+    def test_fusion_rounds(self) -> None:
+        """Fusion happens within a stream, in every round, and never across."""
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> Any:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            a, b = x, x
+            for i in range(4):
+                with torch.cuda.stream(side):
+                    a = (a * 2 + i).relu()
+                b = (b * 3 - i).relu()
+            with torch.cuda.stream(side):
+                a = a.softmax(-1) + a
+            b = b.sum(-1, keepdim=True) + b
+            current.wait_stream(side)
+            return a, b
+
+        seen = self.compile(fn, torch.randn(64, 64, device="cuda"))
+        self.assertEqual(sorted(op.stream for op in seen.plans[0].ops), [0, 1])
+
+    @simulated_gpu()
+    def test_combo_kernels(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a, b = a * 2, b.sin()
+            c, d = c * 3, d.cos()
+            current.wait_stream(side)
+            return a, b, c, d
+
+        inputs = [torch.randn(n, 64, device="cuda") for n in (8, 16, 24, 40)]
+        seen = self.compile(fn, *inputs, combo_kernels=True, benchmark_combo_kernel=False)
+        launches = re.findall(r"(\w+)\.run\(.*stream=stream(\d)_raw", seen.calls())
+        self.assertEqual(sorted(stream for _, stream in launches), ["0", "1"])
+
+    @simulated_gpu()
+    def test_matmul_templates(self) -> None:
+        seen = self.compile(
+            self.forked(lambda x, y: (x @ y).relu()),
+            *[torch.randn(128, 128, device="cuda") for _ in range(2)],
+            max_autotune=True,
+            max_autotune_gemm_backends="TRITON",
+        )
+        self.assertRegex(seen.calls(), r"triton_tem_fused_mm_relu_0\.run\(.*stream=stream1_raw\)")
+        self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_graph_partitions(self) -> None:
+        """Each captured partition forks its side stream from the ambient one and joins it again."""
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor, h: torch.Tensor) -> Any:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a = x @ x
+            h = h + 1
+            b = h.to("cuda") * x
+            with torch.cuda.stream(side):
+                c = a @ a
+            current.wait_stream(side)
+            return b + c
+
+        seen = self.compile(fn, torch.randn(64, 64, device="cuda"), torch.randn(64, 64), mode="reduce-overhead")
+        text = seen.calls()
+        bodies = [b for b in re.split(r"(?=^def )", text, flags=re.M) if b.startswith("def partition_")]
+        placed = [b for b in bodies if "stream1" in b]
+        self.assertTrue(placed)
+        for body in placed:
+            self.assertRegex(body, r"\.wait\(stream1\w*\)")
+            self.assertRegex(body, r"\.wait\(stream0\w*\)")
+        with simulated_gpu():
+            self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
+
+    @simulated_gpu()
+    def test_dynamic_shapes(self) -> None:
+        fn = self.forked(lambda x, w: (x @ w).relu() * x.shape[0])
+        seen = self.compile(fn, torch.randn(48, 64, device="cuda"), torch.randn(64, 32, device="cuda"), dynamic=True)
+        self.assertIn("s", re.search(r"f32\[(\w)", seen.graphs[0])[1])  # type: ignore[index]
+        self.assert_all_placed(seen)
+
+
+@unittest.skipUnless(gpu.devices(), "needs a GPU")
+class TestGpu(TestCase):
+    """50 calls of each program under injected delays, equal to ordered eager. `tools/gpu_check.py` runs these in parallel."""
+
+    def check(self, name: str, mode: str, sleeps: bool) -> None:
+        program = by_name(name)
+        if program.devices > gpu.devices():
+            self.skipTest(f"needs {program.devices} GPUs")
+        with config.patch(fold_branches_below_us=0.0):
+            gpu.check(program, mode_of(mode), sleeps=sleeps)
+
+    @parametrize("name,mode", PAIRS)
+    def test_delays_outside(self, name: str, mode: str) -> None:
+        self.check(name, mode, sleeps=False)
+
+    @parametrize("name,mode", PAIRS)
+    def test_delays_inside(self, name: str, mode: str) -> None:
+        self.check(name, mode, sleeps=True)
+
+
+instantiate_parametrized_tests(TestCorpus)
+instantiate_parametrized_tests(TestGpu)
+
+
+if __name__ == "__main__":
+    run_tests()
