@@ -79,7 +79,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
-    """The passes are done and nothing is lowered: the last moment at which the FX graph of a stream program may change."""
+    """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
     if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
         order_graph(gm.graph)
         download_in_place(gm.graph)

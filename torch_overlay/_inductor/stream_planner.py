@@ -351,6 +351,10 @@ class _Planner:
             carriers = self.carriers[entry_token(stream)].values()
             self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
 
+    @staticmethod
+    def covers_all(clock: _Clock | None, accesses: list[tuple[int | None, int]]) -> bool:
+        return clock is not None and all(s is not None and clock.covers(s, i) for s, i in accesses)
+
     def releases(self) -> tuple[dict[str, int], frozenset[str]]:
         end = len(self.ops)
         release: dict[str, int] = {}
@@ -362,16 +366,12 @@ class _Planner:
             if not foreign:
                 continue
             last = max(uses)
-
-            def covered(clock: _Clock | None) -> bool:
-                return clock is not None and all(s is not None and clock.covers(s, i) for s, i in foreign)
-
             own = self.on_stream[owner]
             known = [i for i in own if i <= last]
-            if known and covered(self.at[known[-1]]):
+            if known and self.covers_all(self.at[known[-1]], foreign):
                 continue
-            release[name] = next((i for i in own if i > last and covered(self.at[i])), end)
-            if release[name] == end and not covered(self.clocks.get(owner)):
+            release[name] = next((i for i in own if i > last and self.covers_all(self.at[i], foreign)), end)
+            if release[name] == end and not self.covers_all(self.clocks.get(owner), foreign):
                 unordered.add(name)
         return release, frozenset(unordered)
 

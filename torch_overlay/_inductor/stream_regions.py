@@ -71,9 +71,9 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
         if stream := user_stream(scheduler, node):
             streams[stream] = None
         overload = stream_operation(node)
-        if overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream")):
-            if stream := node.node.constant_args[-1]:
-                streams[stream] = None
+        named = overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream"))
+        if named and (stream := node.node.constant_args[-1]):
+            streams[stream] = None
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(AFTER) or ():
                 if token[0] == "e":

@@ -1,0 +1,193 @@
+"""Branches too small for a stream of their own run on the ambient stream; others stay where the user put them."""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+def fork_join(stream, branch, tail):
+    """fn(x): `branch` on the stream between a fork and a join, `tail` of its result on the current stream."""
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            side = branch(x)
+        current.wait_stream(stream)
+        return tail(side, x)
+
+    return fn
+
+
+class TestStreamFolding(TestCase):
+    def streams_of(self, build, *shape, mode=None):
+        """Planner streams of the launches, and the number of Triton kernels."""
+        torch._dynamo.reset()
+        with simulated_gpu():
+            result = compile_only(build(torch.cuda.Stream()), torch.randn(*shape, device="cuda"), mode=mode)
+        (plan,) = result.plans
+        return {op.stream for op in plan.ops}, result.wrappers[0].count(".run(")
+
+    def test_small_pointwise_branch_is_fused_with_its_consumer(self):
+        streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 64, 64)
+        self.assertEqual((streams, kernels), ({0}, 1))
+
+    def test_zero_keeps_every_branch(self):
+        with config.patch(fold_branches_below_us=0.0):
+            streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 64, 64)
+        self.assertEqual((streams, kernels), ({0, 1}, 2))
+
+    def test_large_pointwise_branch_stays(self):
+        streams, kernels = self.streams_of(lambda s: fork_join(s, torch.sin, torch.add), 4096, 4096)
+        self.assertEqual((streams, kernels), ({0, 1}, 2))
+
+    def test_branch_with_a_matmul_stays(self):
+        streams, _ = self.streams_of(lambda s: fork_join(s, lambda x: x @ x, torch.add), 64, 64)
+        self.assertEqual(streams, {0, 1})
+
+    def test_branch_with_a_reduction_stays(self):
+        streams, _ = self.streams_of(lambda s: fork_join(s, lambda x: x.sum(0), torch.add), 64, 64)
+        self.assertEqual(streams, {0, 1})
+
+    def test_what_the_outside_knows_of_the_stream_stays_true(self):
+        """The folded work comes after what the stream held before, and the stream is ordered behind it at the exit."""
+        torch._dynamo.reset()
+        with simulated_gpu():
+            fn = fork_join(torch.cuda.Stream(), torch.sin, torch.add)
+            (plan,) = compile_only(fn, torch.randn(64, 64, device="cuda")).plans
+        orders = {(e.after, e.stream, at, stream) for e in plan.events for at, stream in e.waits}
+        self.assertEqual(orders, {(-1, 1, 0, 0), (0, 0, len(plan.ops), 1)})
+
+    def test_stream_that_the_function_makes_leaves_nothing(self):
+        def fn(x):
+            return fork_join(torch.cuda.Stream(), torch.sin, torch.add)(x)
+
+        torch._dynamo.reset()
+        with simulated_gpu():
+            (plan,) = compile_only(fn, torch.randn(64, 64, device="cuda")).plans
+        self.assertEqual((plan.events, {op.stream for op in plan.ops}), ((), {0}))
+
+    def test_branch_that_is_not_joined_stays(self):
+        """On the ambient stream, later work of the caller would wait for what the side stream was busy with."""
+
+        def build(stream):
+            def fn(x):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    return x.sin()
+
+            return fn
+
+        self.assertEqual(self.streams_of(build, 64, 64)[0], {1})
+
+    def test_branch_that_is_not_forked_stays(self):
+        def build(stream):
+            def fn(x):
+                with torch.cuda.stream(stream):
+                    side = x.sin()
+                torch.cuda.current_stream().wait_stream(stream)
+                return side + 1
+
+            return fn
+
+        self.assertEqual(self.streams_of(build, 64, 64)[0], {0, 1})
+
+    def test_graph_breaks_and_placement_stay_as_written(self):
+        """Folding decides where kernels run. The graph that the user sees keeps what the user wrote."""
+        torch._dynamo.reset()
+        with simulated_gpu():
+            fn = fork_join(torch.cuda.Stream(), torch.sin, torch.add)
+            result = compile_only(fn, torch.randn(64, 64, device="cuda"))
+        self.assertEqual(result.graph_breaks, [])
+        self.assertIn("stream 1", result.graphs[0])
+
+
+class TestNativeEvents(TestCase):
+    def test_python_class_takes_its_place(self):
+        from torch_overlay._inductor import stream_native
+
+        stream_native.event_class.cache_clear()
+        try:
+            with config.patch(native_events=False):
+                self.assertIs(stream_native.event_class(), stream_native.PythonEvent)
+        finally:
+            stream_native.event_class.cache_clear()
+
+    def test_both_classes_have_the_same_methods(self):
+        from torch_overlay._inductor import stream_native
+
+        names = {n for n in vars(stream_native.PythonEvent) if not n.startswith("_")}
+        for name in names:
+            self.assertIn(f'{{"{name}", ', stream_native.SOURCE)
+
+    def test_source_compiles_without_warnings(self):
+        import subprocess
+        import sysconfig
+        import tempfile
+
+        from triton.runtime.build import _find_compiler
+
+        from torch_overlay._inductor import stream_native
+
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "events.c"
+            source.write_text(stream_native.SOURCE)
+            flags = ["-Wall", "-Werror", "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}"]
+            command = [_find_compiler("c"), str(source), *flags, "-o", str(Path(folder) / "events.so")]
+            done = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+    def test_both_classes_order_streams_on_a_gpu(self):
+        from torch_overlay._inductor import stream_native
+
+        for make in (stream_native.event_class(), stream_native.PythonEvent):
+            first, second = torch.cuda.Stream(), torch.cuda.Stream()
+            event = make(torch.cuda.current_device())
+            x = torch.zeros(1 << 20, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(20_000_000)
+                x.add_(1)
+            event.record(first.cuda_stream)
+            event.wait(second.cuda_stream)
+            with torch.cuda.stream(second):
+                y = x.clone()
+            event.synchronize()
+            torch.cuda.synchronize()
+            self.assertTrue(bool((y == 1).all()), make)
+
+    @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+    def test_compiled_streams_inside_the_callers_capture(self):
+        """Folded and unfolded branches, and waits for what a stream held before, inside torch.cuda.graph."""
+        for limit in (0.0, 5.0):
+            torch._dynamo.reset()
+            stream = torch.cuda.Stream()
+            fn = torch.compile(fork_join(stream, torch.sin, torch.add), fullgraph=True)
+            x = torch.randn(64, 64, device="cuda")
+            with config.patch(fold_branches_below_us=limit):
+                warm = torch.cuda.Stream()
+                warm.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(warm):
+                    for _ in range(3):
+                        fn(x)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    result = fn(x)
+            x.copy_(torch.randn(64, 64, device="cuda"))
+            graph.replay()
+            torch.cuda.synchronize()
+            self.assertEqual(result, x.sin() + x)
+
+
+if __name__ == "__main__":
+    run_tests()
