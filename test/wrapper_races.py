@@ -1,30 +1,33 @@
 """Runs a generated wrapper on a machine model, and reports every unordered access that it makes.
 
-The wrapper's text is executed as it is, inside `simulated_gpu()`: allocations, extern kernels and operators run on fake tensors, Triton
-and C++ kernels are stand-ins that know which arguments they write. The model keeps a vector clock for each stream and for the host, joined by
-records, waits and host synchronisation, and a caching allocator: memory whose last reference goes away returns to
-the pool of the stream that was current when it was allocated, and the next allocation there takes it. Two accesses of one piece of memory,
-one of them writing, that no chain of events orders are a race.
+The wrapper's text is executed as it is, inside `simulated_gpu()`: allocations, extern kernels and operators run on
+fake tensors, Triton and C++ kernels are stand-ins that know which arguments they write. The model keeps a vector
+clock for each stream and for the host, joined by records, waits and host synchronisation, and a caching allocator:
+memory whose last reference goes away returns to the pool of the stream that was current when it was allocated, and
+the next allocation there takes it. Two accesses of one piece of memory, one of them writing, that no chain of events
+orders are a race.
 
     races = check(wrapper_text)
 
-`check` calls the wrapper twice, as a loop does; the memory that the first call leaves to the pools serves the second. Inputs are
-written by the ambient stream before each call. It reports as well each output that the ambient stream isn't ordered behind at the
-end; programs that leave joins to the caller say so (`joined=False`).
-"""
+`check` calls the wrapper twice, as a loop does; the memory that the first call leaves to the pools serves the second.
+Inputs are written by the ambient stream before each call. It reports as well each output that the ambient stream
+isn't ordered behind at the end; programs that leave joins to the caller say so (`joined=False`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 HOST = "host"
@@ -163,9 +166,10 @@ class Machine(TorchDispatchMode):
             block = self.block(tensor)
             access = Access(what, stream, position, is_write, _elements(tensor))
             for earlier in block.accesses:
-                if (is_write or earlier.writes) and not clock.covers(earlier.stream, earlier.position):
-                    if earlier.elements is None or earlier.elements & access.elements:  # type: ignore[operator]
-                        self.report(earlier, access)
+                if not (is_write or earlier.writes) or clock.covers(earlier.stream, earlier.position):
+                    continue
+                if earlier.elements is None or earlier.elements & access.elements:  # type: ignore[operator]
+                    self.report(earlier, access)
             block.accesses.append(access)
 
     def report(self, first: Access, second: Access) -> None:

@@ -3,12 +3,12 @@
 
     python tools/gpu_check.py --out DIR [--jobs 12] [--calls 50] [--only 'prefetch*'] [--stock]
 
-Worker processes take one case after the other, so one that crashes or hangs costs its own case and no more. A case is a program, a mode of
-torch.compile and a variant: `outside` (delays around the call), `inside` (operators that sleep between the program's own, too) and
-`folded` (small branches folded into the current stream, which is the default outside these tests). The table comes last, failures only;
-DIR gets the whole table (summary.txt), a JSON line per case (results.jsonl), and what the workers printed (worker-*.log). The
-exit status is 1 if a case failed. With --stock the same programs run on PyTorch without the overlay.
-"""
+Worker processes take one case after the other, so one that crashes or hangs costs its own case and no more. A case is
+a program, a mode of torch.compile and a variant: `outside` (delays around the call), `inside` (operators that sleep
+between the program's own, too) and `folded` (small branches folded into the current stream, which is the default
+outside these tests). The table comes last, failures only; DIR gets the whole table (summary.txt), a JSON line per
+case (results.jsonl), and what the workers printed (worker-*.log). The exit status is 1 if a case failed. With --stock
+the same programs run on PyTorch without the overlay."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, IO
+from typing import Any, IO, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,8 +62,9 @@ class Result:
 
 def work(reply: IO[str], calls: int) -> None:
     """Read cases from stdin, one JSON line each, and answer each with one."""
-    import form
     import torch
+
+    import form
     from stream_programs import by_name, gpu
 
     stock = os.environ.get("TORCH_OVERLAY_DISABLE") == "1"
@@ -115,7 +119,13 @@ class Worker:
             environment["TORCH_OVERLAY_DISABLE"] = "1"
         command = [sys.executable, __file__, "--worker", "--calls", str(self.args.calls), "--out", str(self.args.out)]
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            bufsize=1,
         )
 
     def stop(self) -> None:
@@ -224,7 +234,9 @@ def table(results: Sequence[Result]) -> tuple[str, str]:
     head = " ".join(["program".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths))])
 
     def line(name: str) -> str:
-        return " ".join([name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]).rstrip()
+        return " ".join(
+            [name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]
+        ).rstrip()
 
     bad = [r for r in results if r.status not in ("ok", "skipped")]
     whole = "\n".join([head, *map(line, sorted(rows))])
@@ -278,7 +290,9 @@ def main() -> int:
     counts: dict[str, int] = {}
     for r in results:
         counts[r.status] = counts.get(r.status, 0) + 1
-    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: " + ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))
+    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: " + ", ".join(
+        f"{n} {s}" for s, n in sorted(counts.items())
+    )
     (args.out / "summary.txt").write_text(f"{whole}\n{short}\n{last}\n")
     print(f"\n{short}\n{last}")
     return 0 if set(counts) <= {"ok", "skipped"} else 1

@@ -61,16 +61,16 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 SEAMS: tuple[Seam, ...] = (
-    # ---- overlay form only
+    # ---- overlay-core
     Seam(
         target="torch._dynamo.trace_rules:",
-        impl="torch_overlay._engine.skip_files:register",
+        impl="torch_overlay._skip_files:register",
         kind="register",
-        patch=None,
+        patch="overlay-core",
         fingerprint="",
-        why="Dynamo must not trace the overlay's own frames. In the patched form they lie in torch/ and are skipped.",
+        why="Dynamo must not trace the frames of hooks and of what they call.",
+        ends="upstream takes the code into modules that it skips already",
     ),
-    # ---- overlay-core
     Seam(
         target="torch._logging._registrations:",
         impl="torch_overlay._logging:register",

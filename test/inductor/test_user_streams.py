@@ -1,11 +1,11 @@
-"""User streams through Inductor: every program of the corpus, the hazards worth reading, the passes that could lose a placement.
+"""User streams through Inductor: the program corpus, the hazards worth reading, the passes that could lose a placement.
 
-Three tiers. `TestCorpus` compiles each program without a GPU, executes the generated wrapper on a machine model (`wrapper_races`) and looks for
-whatever must not be in it. `TestHazards` and `TestPasses` show plans and wrappers as goldens. `TestGpu` runs each program on a GPU under
-injected delays and compares it with ordered eager.
+Three tiers. `TestCorpus` compiles each program without a GPU, executes the generated wrapper on a machine model
+(`wrapper_races`) and looks for whatever must not be in it. `TestHazards` and `TestPasses` show plans and wrappers as
+goldens. `TestGpu` runs each program on a GPU under injected delays and compares it with ordered eager.
 
-`# stream n` in a graph is a placement; streams have numbers per graph, and 0, the current stream of the caller, isn't written.
-"""
+`# stream n` in a graph is a placement; streams have numbers per graph, and 0, the current stream of the caller, isn't
+written."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import form  # noqa: E402, F401
-import wrapper_races  # noqa: E402
-from stream_programs import by_name, gpu, Instance, Program, PROGRAMS  # noqa: E402
-
-from torch_overlay import config  # noqa: E402
-from torch_overlay.testing import Compiled, observe, simulated_gpu  # noqa: E402
+import form  # noqa: F401
+import wrapper_races
+from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
+from torch_overlay import config
+from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
 NAMES = [p.name for p in PROGRAMS]
 PAIRS = [(p.name, mode or "default") for p in PROGRAMS for mode in p.modes]
 
-# What the hot path of a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
+# What a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
 FORBIDDEN = ("with torch.cuda.stream", "with stream", "with default_stream", "_get_stream_by_index", "control_deps")
 FORBIDDEN_OPERATORS = re.compile(r"torch\.ops\.streams\.(?!synchronize_device)\w+")
 HOST_WAIT = re.compile(r"\.synchronize\(\)|synchronize_device|\.item\(\)")
@@ -75,7 +74,7 @@ class TestCorpus(TestCase):
             for pattern in FORBIDDEN:
                 self.assertNotIn(pattern, text)
         self.assertNotRegex("\n".join(seen.wrappers), FORBIDDEN_OPERATORS)
-        if not program.host_reads and not program.group == "compute":
+        if not program.host_reads and program.group != "compute":
             self.assertNotRegex(seen.calls(), HOST_WAIT)
         self.check_races(program, seen)
 
@@ -101,7 +100,9 @@ class TestCorpus(TestCase):
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, None, fold=True)
 
-    @parametrize("name", ["concatenation_on_side_stream", "misaligned_input_of_two_streams", "parallel_transformer_block"])
+    @parametrize(
+        "name", ["concatenation_on_side_stream", "misaligned_input_of_two_streams", "parallel_transformer_block"]
+    )
     def test_misaligned_inputs_are_realigned_in_order(self, name: str) -> None:
         """The copy is made on the reader's stream, and the original isn't given back before that copy has been made."""
         seen, _ = compile_program(by_name(name))
@@ -110,9 +111,19 @@ class TestCorpus(TestCase):
                 found = wrapper_races.check(seen.wrappers[0], owned=owned, misaligned=True)
             self.assertEqual(found, [])
 
-    @parametrize("name", ["fork_join", "diamond", "events_made_inside", "eight_experts", "two_streams_made_inside", "input_read_then_mutated"])
+    @parametrize(
+        "name",
+        [
+            "fork_join",
+            "diamond",
+            "events_made_inside",
+            "eight_experts",
+            "two_streams_made_inside",
+            "input_read_then_mutated",
+        ],
+    )
     def test_the_check_misses_no_wait(self, name: str) -> None:
-        """Without any one of its waits a wrapper races: the plan is minimal, and the machine model sees what is missing."""
+        """Without any one of its waits a wrapper races: the plan is minimal, and the machine model sees it."""
         program = by_name(name)
         wrapper = compile_program(program)[0].wrappers[0]
         waits = [line for line in wrapper.splitlines() if re.match(r" +ev\d+\.wait\(", line)]
@@ -143,7 +154,9 @@ class TestHazards(TestCase):
         return compiled(name, mode).calls()
 
     def test_fork_join_costs_two_events(self) -> None:
-        self.assertExpectedInline(self.calls("fork_join"), """\
+        self.assertExpectedInline(
+            self.calls("fork_join"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -174,11 +187,14 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf3, )
-""")
+""",
+        )
 
     def test_second_consumer_of_an_event_waits_193409(self) -> None:
         """Fails on stock: only the first consumer is tied to its wait."""
-        self.assertExpectedInline(self.table("two_consumers_of_one_event"), """\
+        self.assertExpectedInline(
+            self.table("two_consumers_of_one_event"),
+            """\
    stream  operation  waits before  records after
            entry
 0  0       op0                      ev0@0
@@ -189,22 +205,28 @@ def call(self, args):
 free buf0 (stream 0) after waits of 3
 free buf1 (stream 2) after exit
 free buf2 (stream 3) after exit
-""")
+""",
+        )
 
     def test_mutation_is_ordered_before_the_callers_next_read_197416(self) -> None:
         """Fails on stock: it doesn't compile, and before 2.15 the write-back races with the caller."""
-        self.assertExpectedInline(self.table("mutation_joined_by_wait_stream"), """\
+        self.assertExpectedInline(
+            self.table("mutation_joined_by_wait_stream"),
+            """\
    stream  operation  waits before  records after
            entry                    ev0@0 ev1@1
 0  0       op0        ev1@0
 1  1       op1_op2    ev0@1         ev2@1
            exit       ev2@0
 free arg0_1 (stream 0) after exit
-""")
+""",
+        )
 
     def test_mutation_is_covered_by_the_callers_event_177576(self) -> None:
         """Fails on stock: recording an event after a mutation is an error."""
-        self.assertExpectedInline(self.calls("mutation_promised_by_escaping_event"), """\
+        self.assertExpectedInline(
+            self.calls("mutation_promised_by_escaping_event"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -223,11 +245,14 @@ def call(self, args):
         triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
     _region0_events.append(events)
     return (buf0, )
-""")
+""",
+        )
 
     def test_kv_cache_then_forked_layer_195573(self) -> None:
         """Fails on stock: recording an event after a mutation is an error, private or not."""
-        self.assertExpectedInline(self.table("kv_cache_then_forked_layer"), """\
+        self.assertExpectedInline(
+            self.table("kv_cache_then_forked_layer"),
+            """\
    stream  operation  waits before  records after
            entry                    ev0@0
 0  0       op0                      ev1@0
@@ -235,10 +260,13 @@ def call(self, args):
 2  0       op1_op3    ev2@0
            exit       ev1@3
 free buf2 (stream 3) after exit
-""")
+""",
+        )
 
     def test_write_after_read_across_streams(self) -> None:
-        self.assertExpectedInline(self.table("input_read_then_mutated"), """\
+        self.assertExpectedInline(
+            self.table("input_read_then_mutated"),
+            """\
    stream  operation  waits before  records after
            entry                    ev0@0
 0  1       op0        ev0@1
@@ -246,10 +274,13 @@ free buf2 (stream 3) after exit
 2  2       op2_op3    ev1@2         ev2@2
            exit       ev2@0
 free arg0_1 (stream 0) after exit
-""")
+""",
+        )
 
     def test_wait_stream_keeps_its_place_185546(self) -> None:
-        self.assertExpectedInline(self.table("wait_stream_is_not_first"), """\
+        self.assertExpectedInline(
+            self.table("wait_stream_is_not_first"),
+            """\
    stream  operation  waits before  records after
            entry
 0  0       op0_op3                  ev0@0
@@ -257,10 +288,13 @@ free arg0_1 (stream 0) after exit
 2  0       op2        ev1@0
            exit
 free buf1 (stream 1) after exit
-""")
+""",
+        )
 
     def test_host_waits_before_it_reads_189096(self) -> None:
-        self.assertExpectedInline(self.calls("event_synchronize_before_host_read"), """\
+        self.assertExpectedInline(
+            self.calls("event_synchronize_before_host_read"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -293,10 +327,13 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf4, )
-""")
+""",
+        )
 
     def test_two_records_in_a_row_189096(self) -> None:
-        self.assertExpectedInline(self.table("records_in_a_row"), """\
+        self.assertExpectedInline(
+            self.table("records_in_a_row"),
+            """\
    stream  operation     waits before  records after
            entry                       ev0@0
 0  1       op0_op2       ev0@1
@@ -307,10 +344,13 @@ def call(self, args):
 free buf1 (stream 0) after exit
 free buf3 (stream 0) after exit
 free buf4 (stream 0) after exit
-""")
+""",
+        )
 
     def test_diamond_reuses_no_memory_across_streams_178549(self) -> None:
-        self.assertExpectedInline(self.calls("diamond"), """\
+        self.assertExpectedInline(
+            self.calls("diamond"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -356,10 +396,13 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf5, )
-""")
+""",
+        )
 
     def test_producer_of_another_stream_is_not_inlined_177324(self) -> None:
-        self.assertExpectedInline(self.table("producer_not_inlined"), """\
+        self.assertExpectedInline(
+            self.table("producer_not_inlined"),
+            """\
    stream  operation  waits before  records after
            entry                    ev0@0
 0  1       op0        ev0@1         ev1@1
@@ -369,10 +412,13 @@ def call(self, args):
            exit       ev4@1
 free buf1 (stream 0) after waits of 3
 free buf2 (stream 1) after exit
-""")
+""",
+        )
 
     def test_each_stream_realigns_a_misaligned_input_187224(self) -> None:
-        self.assertExpectedInline(self.calls("misaligned_input_of_two_streams"), """\
+        self.assertExpectedInline(
+            self.calls("misaligned_input_of_two_streams"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -414,11 +460,14 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf3, )
-""")
+""",
+        )
 
     def test_pinned_copy_on_side_stream(self) -> None:
         """Fails on stock: `default_stream` is unbound."""
-        self.assertExpectedInline(self.calls("pinned_to_device"), """\
+        self.assertExpectedInline(
+            self.calls("pinned_to_device"),
+            """\
 def call(self, args):
     arg0_1, arg1_1 = args
     args.clear()
@@ -450,12 +499,15 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf2, )
-""")
+""",
+        )
 
     def test_prefetch_gains_no_wait_for_the_current_stream(self) -> None:
         """The copies start at once: nothing makes their stream wait for the ambient one."""
         table = self.table("prefetch_without_waiting")
-        self.assertExpectedInline(table, """\
+        self.assertExpectedInline(
+            table,
+            """\
    stream  operation      waits before  records after
            entry
 0  1       op0
@@ -465,12 +517,15 @@ def call(self, args):
 4  0       op4            ev0@0
            exit
 free buf2 (stream 1) after exit
-""")
+""",
+        )
         calls = self.calls("prefetch_without_waiting")
         self.assertNotRegex(calls, r"\.wait\(stream1")
 
     def test_event_returned_is_the_one_recorded_185594(self) -> None:
-        self.assertExpectedInline(self.calls("event_returned"), """\
+        self.assertExpectedInline(
+            self.calls("event_returned"),
+            """\
 def call(self, args):
     arg0_1, = args
     args.clear()
@@ -499,7 +554,8 @@ def call(self, args):
         restore_stream(stream0)
     _region0_events.append(events)
     return (buf2, )
-""")
+""",
+        )
 
     def test_experts_fork_from_one_event(self) -> None:
         plan = compiled("eight_experts").plans[0]
@@ -515,9 +571,11 @@ def call(self, args):
                 self.assertEqual(tuple(graph["mutated_input_idxs"]), (), name)
 
     def test_events_made_outside_under_reduce_overhead(self) -> None:
-        """Fails on stock, silently: the callee frees its input's block to a pool while the side stream still reads it (p02)."""
+        """Fails on stock, silently: the callee gives its input away while the side stream reads it (p02)."""
         seen = compiled("events_made_outside", "reduce-overhead")
-        self.assertExpectedInline(seen.calls(), """\
+        self.assertExpectedInline(
+            seen.calls(),
+            """\
 def partition_0(args):
     arg0_1, arg1_1 = args
     args.clear()
@@ -577,7 +635,8 @@ def call(self, args):
     outer_ev0.wait(raw2)
     _outer_events.append(outer_events)
     return (buf4, )
-""")
+""",
+        )
         with simulated_gpu():
             self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
 
@@ -587,7 +646,9 @@ def call(self, args):
             seen = compiled("last_reader_on_another_stream", mode)
             with simulated_gpu():
                 self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=mode is not None), [])
-        self.assertExpectedInline(self.table("last_reader_on_another_stream"), """\
+        self.assertExpectedInline(
+            self.table("last_reader_on_another_stream"),
+            """\
    stream  operation  waits before  records after
            entry
 0  0       op0                      ev0@0
@@ -600,13 +661,14 @@ def call(self, args):
            exit
 free buf0 (stream 0) after waits of 6
 free buf1 (stream 1) after exit
-""")
+""",
+        )
 
     def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
         program = by_name("fork_join")
-        with self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper"):
-            with torch._inductor.config.patch(cpp_wrapper=True):
-                compile_program(program)
+        refusal = self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper")
+        with torch._inductor.config.patch(cpp_wrapper=True), refusal:
+            compile_program(program)
 
 
 class TestPasses(TestCase):
@@ -622,7 +684,9 @@ class TestPasses(TestCase):
                 found[match[1]] = int(stream[1]) if stream else 0
         return found
 
-    def compile(self, fn: Any, *inputs: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any) -> Compiled:
+    def compile(
+        self, fn: Any, *inputs: Any, mode: str | None = None, dynamic: bool | None = None, **options: Any
+    ) -> Compiled:
         torch._dynamo.reset()
         with observe() as seen, config.patch(fold_branches_below_us=0.0):
             if mode is not None and options:
@@ -675,7 +739,9 @@ class TestPasses(TestCase):
     def test_joint_graph_passes(self) -> None:
         def work(x: torch.Tensor) -> torch.Tensor:
             ones = torch.full((16, 64), 1.0, device="cuda")
-            return (x * ones).to(torch.float16).to(torch.float32).view(64, 16).view(16, 64).permute(1, 0).permute(1, 0) @ x.t()
+            return (x * ones).to(torch.float16).to(torch.float32).view(64, 16).view(16, 64).permute(1, 0).permute(
+                1, 0
+            ) @ x.t()
 
         seen = self.compile(self.forked(work), torch.randn(16, 64, device="cuda"))
         self.assert_all_placed(seen)
@@ -822,7 +888,7 @@ class TestPasses(TestCase):
 
 @unittest.skipUnless(gpu.devices(), "needs a GPU")
 class TestGpu(TestCase):
-    """50 calls of each program under injected delays, equal to ordered eager. `tools/gpu_check.py` runs these in parallel."""
+    """50 calls of each program under injected delays, as in ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
     def check(self, name: str, mode: str, sleeps: bool) -> None:
         program = by_name(name)

@@ -7,8 +7,8 @@
 - compute: kinds of computation that reach the device in their own way, and larger programs
 """
 
-from stream_programs._program import by_name, Instance, Program, PROGRAMS
 from stream_programs import compute, hazards, idioms, memory, waiting  # noqa: F401  (they register their programs)
+from stream_programs._program import by_name, Instance, Program, PROGRAMS
 
 
 __all__ = ["Instance", "PROGRAMS", "Program", "by_name"]

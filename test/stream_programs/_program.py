@@ -1,7 +1,8 @@
 """What a program of the corpus is, and what it is built with.
 
-A program is a function that a user might compile, together with all that a test needs to run it honestly: how to make the
-function and its streams, how to make inputs, and what a correct caller does before reading the results (`finish`).
+A program is a function that a user might compile, together with all that a test needs to run it honestly: how to make
+the function and its streams, how to make inputs, and what a correct caller does before reading the results
+(`finish`).
 
     program = by_name("event_returned")
     instance = program.instance(program.compiler("reduce-overhead"))
@@ -12,9 +13,8 @@ parameters, made from one seed, so two instances never share state and compute t
 numbers, whose sums and products are exact in every dtype used here: results are compared bit by bit, in any order of
 summation, unless a program states a tolerance.
 
-`sleeps=True` puts operators that keep the stream busy at the places that a program calls `sleep`: a kernel that starts too
-early then reads what isn't there yet.
-"""
+`sleeps=True` puts operators that keep the stream busy at the places that a program calls `sleep`: a kernel that
+starts too early then reads what isn't there yet."""
 
 from __future__ import annotations
 

@@ -159,9 +159,10 @@ def convolution(k: Kit) -> Any:
     return fn
 
 
-@program("kernels of the fallback kind, with several outputs: sort and topk", tensors(
-    whole_numbers(64, 256, low=-50, high=50)
-))
+@program(
+    "kernels of the fallback kind, with several outputs: sort and topk",
+    tensors(whole_numbers(64, 256, low=-50, high=50)),
+)
 def kernels_with_several_outputs(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -178,10 +179,14 @@ def kernels_with_several_outputs(k: Kit) -> Any:
     return fn
 
 
-@program("scatter and index_put with accumulation on a side stream", tensors(
-    whole_numbers(64, 16), lambda device, generator: torch.randint(0, 64, (128,), generator=generator).to(device),
-    whole_numbers(128, 16),
-))
+@program(
+    "scatter and index_put with accumulation on a side stream",
+    tensors(
+        whole_numbers(64, 16),
+        lambda device, generator: torch.randint(0, 64, (128,), generator=generator).to(device),
+        whole_numbers(128, 16),
+    ),
+)
 def scatter_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -312,9 +317,10 @@ def unjoined_outputs(k: Kit) -> Any:
     return fn
 
 
-@program("empty tensors and tensors without dimensions", tensors(
-    whole_numbers(64, 64), whole_numbers(0, 64), whole_numbers()
-))
+@program(
+    "empty tensors and tensors without dimensions",
+    tensors(whole_numbers(64, 64), whole_numbers(0, 64), whole_numbers()),
+)
 def empty_and_scalar_tensors(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -331,11 +337,16 @@ def empty_and_scalar_tensors(k: Kit) -> Any:
     return fn
 
 
-@program("tensors of several dtypes, and conversions between them on a side stream", tensors(
-    whole_numbers(64, 64, dtype=torch.float16), whole_numbers(64, 64, dtype=torch.bfloat16),
-    whole_numbers(64, 64, dtype=torch.int32), whole_numbers(64, 64, dtype=torch.float64),
-    whole_numbers(64, 64, dtype=torch.bool, low=0, high=1),
-))
+@program(
+    "tensors of several dtypes, and conversions between them on a side stream",
+    tensors(
+        whole_numbers(64, 64, dtype=torch.float16),
+        whole_numbers(64, 64, dtype=torch.bfloat16),
+        whole_numbers(64, 64, dtype=torch.int32),
+        whole_numbers(64, 64, dtype=torch.float64),
+        whole_numbers(64, 64, dtype=torch.bool, low=0, high=1),
+    ),
+)
 def several_dtypes(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -557,7 +568,9 @@ def cond_on_side_stream(k: Kit) -> Any:
     return fn
 
 
-@program("a transformer block whose MLP and attention run side by side", tensors(whole_numbers(2, 32, 64)), tolerance=1e-3)
+@program(
+    "a transformer block whose MLP and attention run side by side", tensors(whole_numbers(2, 32, 64)), tolerance=1e-3
+)
 def parallel_transformer_block(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     qkv, out = k.parameter(64, 192), k.parameter(64, 64)

@@ -1,9 +1,11 @@
 """Runs a program on a GPU as an unfriendly caller would, and compares it with ordered eager.
 
-The oracle is the program in eager, with the whole device synchronised before it and after it: streams of the pool don't wait for the
-default stream, so without that the oracle itself could race. The compiled program runs without any such help, in bursts of calls:
+The oracle is the program in eager, with the whole device synchronised before it and after it: streams of the pool
+don't wait for the default stream, so without that the oracle itself could race. The compiled program runs without any
+such help, in bursts of calls:
 
-- its inputs are written late, on the current stream, behind a delay; until then the memory holds values that no program computes;
+- its inputs are written late, on the current stream, behind a delay; until then the memory holds values that no
+  program computes;
 - each of its side streams is busy for a while when the call begins, each call another one for another time;
 - outputs and mutated inputs are read at once on the current stream, after nothing but the program's own `finish`;
 - then the caller drops everything, allocates as much again, and overwrites it.
@@ -16,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.utils._pytree as pytree
 
-from stream_programs._program import Inputs, Instance, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stream_programs._program import Inputs, Instance, Program
 
 
 DELAYS = (0, 0, 200_000, 1_000_000, 3_000_000)  # clock cycles; a million is about half a millisecond
@@ -123,7 +128,9 @@ def _other_current_stream(use: bool) -> Iterator[None]:
 
 def _sleep(stream: torch.Stream, cycles: int) -> None:
     if cycles:
-        with torch.cuda.stream(torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=1)):
+        with torch.cuda.stream(
+            torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=1)
+        ):
             torch.cuda._sleep(cycles)
 
 

@@ -17,7 +17,10 @@ def _reads_input(instance, inputs, outputs):
 # ---- mutation of inputs
 
 
-@program("the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)", finish=_reads_input)
+@program(
+    "the write-back of a mutation comes after the user's join: the caller reads the old input (#197416)",
+    finish=_reads_input,
+)
 def mutation_joined_by_wait_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -91,7 +94,9 @@ def _joins_then_reads_input(instance, inputs, outputs):
     return inputs[0].clone()
 
 
-@program("the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input)
+@program(
+    "the stream that mutates is returned, and joined by the caller (#195573, review)", finish=_joins_then_reads_input
+)
 def mutation_on_returned_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -132,9 +137,11 @@ def kv_cache_then_forked_layer(k: Kit) -> Any:
     return fn
 
 
-@program("a KV cache updated on the side stream itself, read on the current one after the join", tensors(
-    whole_numbers(4, 32, 16), whole_numbers(4, 1, 16)
-), finish=_reads_input)
+@program(
+    "a KV cache updated on the side stream itself, read on the current one after the join",
+    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16)),
+    finish=_reads_input,
+)
 def kv_cache_updated_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -297,9 +304,10 @@ def record_between_work(k: Kit) -> Any:
     return fn
 
 
-@program("an event of the outside is waited for by a stream that does nothing else", tensors(
-    whole_numbers(64, 64), lambda device, generator: torch.cuda.current_stream().record_event()
-))
+@program(
+    "an event of the outside is waited for by a stream that does nothing else",
+    tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.current_stream().record_event()),
+)
 def wait_without_other_work(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
 
@@ -355,7 +363,7 @@ def chain_of_streams(k: Kit) -> Any:
 
 @program("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
 def producer_not_inlined(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
+    side, _sleep = k.stream(), k.sleep
 
     def fn(x):
         current = torch.cuda.current_stream()
@@ -380,7 +388,10 @@ def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tens
     return base[offset : offset + 64 * 64].view(64, 64)
 
 
-@program("a misaligned input that several streams read is realigned once, on one of them (#187224)", tensors(_sometimes_misaligned))
+@program(
+    "a misaligned input that several streams read is realigned once, on one of them (#187224)",
+    tensors(_sometimes_misaligned),
+)
 def misaligned_input_of_two_streams(k: Kit) -> Any:
     first, second, sleep = k.stream(), k.stream(), k.sleep
 
@@ -420,7 +431,9 @@ def record_stream_on_intermediate(k: Kit) -> Any:
     return fn
 
 
-@program("an input freed by the caller while the side stream still reads it, protected by record_stream", finish=joins_all)
+@program(
+    "an input freed by the caller while the side stream still reads it, protected by record_stream", finish=joins_all
+)
 def input_protected_by_record_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -592,9 +605,11 @@ def aux_stream_of_second_device(k: Kit) -> Any:
     return fn
 
 
-@program("streams of two devices in one graph", tensors(
-    whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)
-), devices=2)
+@program(
+    "streams of two devices in one graph",
+    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    devices=2,
+)
 def streams_of_two_devices(k: Kit) -> Any:
     near, far, sleep = k.stream(device="cuda:0"), k.stream(device="cuda:1"), k.sleep
 

@@ -187,9 +187,10 @@ def timing_event_by_position(k: Kit) -> Any:
 # ---- where they are held
 
 
-@program("a stream passed as an argument, another one at each call", tensors(
-    whole_numbers(64, 64), lambda device, generator: torch.cuda.Stream()
-))
+@program(
+    "a stream passed as an argument, another one at each call",
+    tensors(whole_numbers(64, 64), lambda device, generator: torch.cuda.Stream()),
+)
 def stream_as_argument(k: Kit) -> Any:
     sleep = k.sleep
 
@@ -338,7 +339,9 @@ def _waits_for_returned_event(instance, inputs, outputs):
     return outputs[0]
 
 
-@program("an event recorded inside and returned: it must be the recorded one (#185594)", finish=_waits_for_returned_event)
+@program(
+    "an event recorded inside and returned: it must be the recorded one (#185594)", finish=_waits_for_returned_event
+)
 def event_returned(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 

@@ -29,7 +29,10 @@ def diamond(k: Kit) -> Any:
     return fn
 
 
-@program("a buffer whose last reader is on another stream is written again by its own (S2, #168061)", matrices(2, low=-1, high=1))
+@program(
+    "a buffer whose last reader is on another stream is written again by its own (S2, #168061)",
+    matrices(2, low=-1, high=1),
+)
 def last_reader_on_another_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -48,7 +51,10 @@ def last_reader_on_another_stream(k: Kit) -> Any:
     return fn
 
 
-@program("memory of a side stream, last read on the current one, is taken by the side stream again", matrices(1, low=-1, high=1))
+@program(
+    "memory of a side stream, last read on the current one, is taken by the side stream again",
+    matrices(1, low=-1, high=1),
+)
 def side_memory_read_elsewhere(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -68,9 +74,10 @@ def side_memory_read_elsewhere(k: Kit) -> Any:
     return fn
 
 
-@program("outputs of one kernel, read on another stream, are taken for memory of the current one", tensors(
-    whole_numbers(64, 256, low=-50, high=50)
-))
+@program(
+    "outputs of one kernel, read on another stream, are taken for memory of the current one",
+    tensors(whole_numbers(64, 256, low=-50, high=50)),
+)
 def several_outputs_read_elsewhere(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -201,7 +208,11 @@ def outputs_of_two_calls(k: Kit) -> Any:
     return step
 
 
-@program("an output written on a stream that the caller doesn't join, next to one that it does", matrices(2), finish=joins_all)
+@program(
+    "an output written on a stream that the caller doesn't join, next to one that it does",
+    matrices(2),
+    finish=joins_all,
+)
 def one_joined_one_not(k: Kit) -> Any:
     joined, loose, sleep = k.stream(), k.stream(), k.sleep
 

@@ -1,8 +1,7 @@
 """Programs in which the host waits or asks, and copies between host and device.
 
-What the host reads must have arrived: these programs do the waiting that eager needs, no more, and a compiler that moves a
-synchronisation in front of the work that it waits for hands stale host memory on.
-"""
+What the host reads must have arrived: these programs do the waiting that eager needs, no more, and a compiler that
+moves a synchronisation in front of the work that it waits for hands stale host memory on."""
 
 from __future__ import annotations
 
@@ -123,7 +122,10 @@ def _asks_elapsed_time(instance, inputs, outputs):
     return value, 0.0 < start.elapsed_time(end) < 60_000.0
 
 
-@program("timing events made in the graph and read outside are other events, never recorded (#185594)", finish=_asks_elapsed_time)
+@program(
+    "timing events made in the graph and read outside are other events, never recorded (#185594)",
+    finish=_asks_elapsed_time,
+)
 def elapsed_time_outside(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -355,9 +357,12 @@ def prefetch_for_next_call(k: Kit) -> Any:
     return fn
 
 
-@program("host memory copied from while the caller may refill it: it may only after the event", tensors(
-    whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)
-), finish=lambda instance, inputs, outputs: _refill(inputs, outputs), host_reads=True)
+@program(
+    "host memory copied from while the caller may refill it: it may only after the event",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    finish=lambda instance, inputs, outputs: _refill(inputs, outputs),
+    host_reads=True,
+)
 def source_refilled_after_event(k: Kit) -> Any:
     copies, sleep = k.stream(), k.sleep
     done = torch.cuda.Event()
@@ -378,5 +383,3 @@ def source_refilled_after_event(k: Kit) -> Any:
 def _refill(inputs: tuple, outputs: Any) -> Any:
     inputs[1].fill_(100)
     return outputs
-
-

@@ -34,7 +34,8 @@ class TestSetup(unittest.TestCase):
         self.pins("torch==2.15.0", "")
 
     def pins(self, torch: str, demo: str) -> None:
-        text = f"[options]\ninstall_requires =\n    {torch}\n[options.extras_require]\ndemo =\n    {demo}\n"
+        extras = f"[options.extras_require]\ndemo =\n    {demo}\ntest =\n"
+        text = f"[options]\ninstall_requires =\n    {torch}\n{extras}"
         (self.root / "setup.cfg").write_text(text)
 
     def program(self, name: str, text: str) -> None:
@@ -44,12 +45,12 @@ class TestSetup(unittest.TestCase):
         path.write_text("#!/bin/sh\n" + text)
         path.chmod(0o755)
 
-    def run_setup(self, **env: str) -> subprocess.CompletedProcess[str]:
+    def run_setup(self, extra: str = "demo", **env: str) -> subprocess.CompletedProcess[str]:
         unset = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PYTHONPATH")
         environment = {k: v for k, v in os.environ.items() if k not in unset}
         environment["PATH"] = f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}"
         environment |= {"PYTHON": sys.executable, **env}
-        command = [str(self.root / "tools" / "setup"), "demo"]
+        command = [str(self.root / "tools" / "setup"), extra]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     def test_python_that_has_everything_is_used_as_it_is(self) -> None:
@@ -88,6 +89,13 @@ class TestSetup(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertIn("Python 3.11 or 3.12 is needed; python3 here is '3.9'", result.stderr)
         self.assertIn("PYTHON=/path/to/python3.12", result.stderr)
+
+    def test_tests_without_a_compiler_are_refused(self) -> None:
+        for name in ("bash", "dirname", "uname"):
+            self.program(name, f'exec {shutil.which(name)} "$@"')
+        result = self.run_setup("test", PATH=str(self.root / "bin"))
+        self.assertEqual((result.returncode, result.stdout), (1, ""))
+        self.assertIn("no C or C++ compiler (looked for: g++)", result.stderr)
 
     def test_full_disk_is_refused_before_anything_is_downloaded(self) -> None:
         self.program("df", "echo header; echo fs 100 99 524288 99% /")

@@ -1,4 +1,4 @@
-"""Keeps Dynamo from tracing the overlay's own frames."""
+"""Keeps Dynamo from tracing our own frames: hooks and what they call also run between a program's compiled parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def register(trace_rules: ModuleType) -> Callable[[], None]:
     """Adds this package to the folders that Dynamo skips."""
-    folder = Path(__file__).resolve().parent.parent.as_posix() + "/"
+    folder = Path(__file__).resolve().parent.as_posix() + "/"
     trace_rules.SKIP_DIRS.append(folder)
     trace_rules._recompile_re()
 
