@@ -16,6 +16,7 @@ isn't ordered behind at the end; programs that leave joins to the caller say so 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -34,6 +35,9 @@ HOST = "host"
 AMBIENT = "ambient0"
 
 
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+
+
 class Clock(dict[str, int]):
     def join(self, other: Clock) -> None:
         for stream, position in other.items():
@@ -49,7 +53,7 @@ class Access:
     stream: str
     position: int
     writes: bool
-    elements: frozenset[int] | None  # None: all of the block
+    layout: Layout | None  # None: all of the block
 
 
 @dataclasses.dataclass
@@ -83,6 +87,15 @@ class Handle:
 
     def wait(self, stream: Handle) -> None:
         self.machine.clock(stream.name).join(self._state())
+
+    def record_entry(self, stream: Handle) -> None:
+        self.record(stream)
+
+    def wait_entry(self, stream: Handle) -> None:
+        self.wait(stream)
+
+    def wait_exit(self, stream: Handle, ambient: Handle) -> None:
+        self.wait(stream)
 
     def synchronize(self) -> None:
         is_stream = self.name in self.machine.clocks
@@ -139,7 +152,7 @@ class Machine(TorchDispatchMode):
         else:
             self.free.remove(block)
             for access in block.accesses:
-                access.elements = None
+                access.layout = None
         storage = tensor.untyped_storage()
         self.blocks[storage._cdata] = StorageWeakRef(storage), block
 
@@ -164,11 +177,11 @@ class Machine(TorchDispatchMode):
             if not tensor.numel():
                 continue
             block = self.block(tensor)
-            access = Access(what, stream, position, is_write, _elements(tensor))
+            access = Access(what, stream, position, is_write, _layout(tensor))
             for earlier in block.accesses:
                 if not (is_write or earlier.writes) or clock.covers(earlier.stream, earlier.position):
                     continue
-                if earlier.elements is None or earlier.elements & access.elements:  # type: ignore[operator]
+                if _overlap(earlier.layout, access.layout):
                     self.report(earlier, access)
             block.accesses.append(access)
 
@@ -255,13 +268,23 @@ class Machine(TorchDispatchMode):
         return pool.pop() if pool else tuple(Handle(self, f"event of {id(pool)}") for _ in range(count))
 
 
-def _elements(tensor: torch.Tensor) -> frozenset[int]:
-    if tensor.numel() > 1 << 16:  # large tensors: whole blocks are good enough
-        return frozenset((-1,))
-    offsets = numpy.zeros((), dtype=numpy.int64) + int(tensor.storage_offset())
-    for size, stride in zip(tensor.shape, tensor.stride()):
-        offsets = numpy.add.outer(offsets, numpy.arange(int(size)) * int(stride))
-    return frozenset(offsets.ravel().tolist())
+def _layout(tensor: torch.Tensor) -> Layout:
+    return int(tensor.storage_offset()), tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+
+
+def _overlap(first: Layout | None, second: Layout | None) -> bool:
+    if first is None or second is None or first == second:
+        return True
+    return not _elements(first).isdisjoint(_elements(second))
+
+
+@functools.lru_cache(maxsize=64)
+def _elements(layout: Layout) -> frozenset[int]:
+    offset, sizes, strides = layout
+    found = numpy.full((), offset, dtype=numpy.int64)
+    for size, stride in zip(sizes, strides):
+        found = numpy.add.outer(found, numpy.arange(size) * stride)
+    return frozenset(found.ravel().tolist())
 
 
 class _Compile:

@@ -64,8 +64,8 @@ def work(reply: IO[str], calls: int) -> None:
     """Read cases from stdin, one JSON line each, and answer each with one."""
     import torch
 
-    import form
-    from stream_programs import by_name, gpu
+    import form  # pyrefly: ignore[missing-import]
+    from stream_programs import by_name, gpu  # pyrefly: ignore[missing-import]
 
     stock = os.environ.get("TORCH_OVERLAY_DISABLE") == "1"
     config = None if stock else form.overlay.config
@@ -269,7 +269,7 @@ def main() -> int:
             os.dup2(2, 1)
             work(reply, args.calls)
         return 0
-    from stream_programs import gpu, PROGRAMS
+    from stream_programs import gpu, PROGRAMS  # pyrefly: ignore[missing-import]
 
     if not gpu.devices():
         print("gpu_check: no GPU here, nothing to run")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from types import FunctionType
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -33,6 +34,12 @@ class Mock:
     replacement: Any
     why: str
     create: bool = False
+
+    def __post_init__(self) -> None:
+        # A mock that ends up in a graph prints as what it stands for.
+        if isinstance(self.replacement, FunctionType) and self.replacement.__name__ == "<lambda>":
+            self.replacement.__module__, _, name = self.target.rpartition(".")
+            self.replacement.__name__ = self.replacement.__qualname__ = name
 
     def patch(self) -> contextlib.AbstractContextManager[Any]:
         return mock.patch(self.target, self.replacement, create=self.create)
