@@ -11,7 +11,8 @@ orders are a race.
 
 `check` calls the wrapper twice, as a loop does; the memory that the first call leaves to the pools serves the second.
 Inputs are written by the ambient stream before each call. It reports as well each output that the ambient stream
-isn't ordered behind at the end; programs that leave joins to the caller say so (`joined=False`)."""
+isn't ordered behind at the end; programs that leave joins to the caller say so (`joined=False`).
+"""
 
 from __future__ import annotations
 
@@ -94,6 +95,12 @@ class Handle:
     def wait_entry(self, stream: Handle) -> None:
         self.wait(stream)
 
+    def wait_stream(self, other: Handle) -> None:
+        self.machine.clock(self.name).join(self.machine.clock(other.name))
+
+    def wait_event(self, event: Handle) -> None:
+        event.wait(self)
+
     def wait_exit(self, stream: Handle, ambient: Handle) -> None:
         self.wait(stream)
 
@@ -126,6 +133,13 @@ class Machine(TorchDispatchMode):
 
     def current_stream(self, device: int = 0) -> str:
         return self.current.get(device, f"ambient{device}")
+
+    def align(self, *streams: Handle) -> None:
+        everything = Clock()
+        for stream in streams:
+            everything.join(self.clock(stream.name))
+        for stream in streams:
+            self.clock(stream.name).join(everything)
 
     def set_stream(self, stream: Handle) -> None:
         device = int(stream.name[7:]) if stream.name.startswith("ambient") else torch.cuda.current_device()
@@ -320,6 +334,7 @@ def load(machine: Machine, text: str, misaligned: bool) -> dict[str, Any]:
         take=machine.take,
         set_stream=machine.set_stream,
         restore_stream=machine.set_stream,
+        align=machine.align,
         assert_size_stride=ignore,
         assert_size_stride_grouped=ignore,
         assert_alignment=ignore,

@@ -8,7 +8,8 @@ a program, a mode of torch.compile and a variant: `outside` (delays around the c
 between the program's own, too) and `folded` (small branches folded into the current stream, which is the default
 outside these tests). The table comes last, failures only; DIR gets the whole table (summary.txt), a JSON line per
 case (results.jsonl), and what the workers printed (worker-*.log). The exit status is 1 if a case failed. With --stock
-the same programs run on PyTorch without the overlay."""
+the same programs run on PyTorch without the overlay.
+"""
 
 from __future__ import annotations
 

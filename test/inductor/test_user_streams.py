@@ -5,7 +5,8 @@ Three tiers. `TestCorpus` compiles each program without a GPU, executes the gene
 goldens. `TestGpu` runs each program on a GPU under injected delays and compares it with ordered eager.
 
 `# stream n` in a graph is a placement; streams have numbers per graph, and 0, the current stream of the caller, isn't
-written."""
+written.
+"""
 
 from __future__ import annotations
 
@@ -165,6 +166,8 @@ def call(self, args):
     stream0_raw = stream0.cuda_stream
     stream1_raw = stream1.cuda_stream
     ev0, ev1, = events = take(_region0_events, 2, 0)
+    if (aliased := len({stream0_raw, stream1_raw}) < 2):
+        align(stream0, stream1)
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -186,12 +189,14 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1)
     return (buf3, )
 """,
         )
 
     def test_second_consumer_of_an_event_waits_193409(self) -> None:
-        """Fails on stock: only the first consumer is tied to its wait."""
+        """Upstream tied only the first consumer to its wait."""
         self.assertExpectedInline(
             self.table("two_consumers_of_one_event"),
             """\
@@ -209,7 +214,7 @@ free buf2 (stream 3) after exit
         )
 
     def test_mutation_is_ordered_before_the_callers_next_read_197416(self) -> None:
-        """Fails on stock: it doesn't compile, and before 2.15 the write-back races with the caller."""
+        """Fails on stock: it doesn't compile there; before 2.15 the write-back raced with the caller."""
         self.assertExpectedInline(
             self.table("mutation_joined_by_wait_stream"),
             """\
@@ -235,6 +240,8 @@ def call(self, args):
     stream0_raw = stream0.cuda_stream
     stream1_raw = stream1.cuda_stream
     ev0, = events = take(_region0_events, 1, 0)
+    if (aliased := len({stream0_raw, stream1_raw}) < 2):
+        align(stream0, stream1)
     ev0.record(stream0_raw)
     ev0.wait(stream1_raw)
     with torch.cuda._DeviceGuard(0):
@@ -244,6 +251,8 @@ def call(self, args):
         buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
         triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1); event2.record(stream1)
     return (buf0, )
 """,
         )
@@ -303,6 +312,8 @@ def call(self, args):
     stream0_raw = stream0.cuda_stream
     stream1_raw = stream1.cuda_stream
     ev0, ev1, = events = take(_region0_events, 2, 0)
+    if (aliased := len({stream0_raw, stream1_raw}) < 2):
+        align(stream0, stream1)
     try:
         ev0.record(stream0_raw)
         ev0.wait(stream1_raw)
@@ -328,6 +339,8 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1); event2.record(stream1)
     return (buf4, )
 """,
         )
@@ -362,6 +375,8 @@ def call(self, args):
     stream1_raw = stream1.cuda_stream
     stream2_raw = stream2.cuda_stream
     ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
+    if (aliased := len({stream0_raw, stream1_raw, stream2_raw}) < 3):
+        align(stream0, stream1, stream2)
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -397,6 +412,8 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1, stream2)
     return (buf5, )
 """,
         )
@@ -430,6 +447,8 @@ def call(self, args):
     stream1_raw = stream1.cuda_stream
     stream2_raw = stream2.cuda_stream
     ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
+    if (aliased := len({stream0_raw, stream1_raw, stream2_raw}) < 3):
+        align(stream0, stream1, stream2)
     try:
         ev0.record(stream0_raw)
         ev0.wait(stream1_raw)
@@ -461,12 +480,14 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1, stream2)
     return (buf3, )
 """,
         )
 
     def test_pinned_copy_on_side_stream(self) -> None:
-        """Fails on stock: `default_stream` is unbound."""
+        """Fails on stock when it is called: `default_stream` is unbound."""
         self.assertExpectedInline(
             self.calls("pinned_to_device"),
             """\
@@ -478,6 +499,8 @@ def call(self, args):
     stream0_raw = stream0.cuda_stream
     stream1_raw = stream1.cuda_stream
     ev0, ev1, = events = take(_region0_events, 2, 0)
+    if (aliased := len({stream0_raw, stream1_raw}) < 2):
+        align(stream0, stream1)
     try:
         ev0.record(stream0_raw)
         ev0.wait(stream1_raw)
@@ -500,6 +523,8 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1)
     return (buf2, )
 """,
         )
@@ -536,6 +561,8 @@ def call(self, args):
     stream0_raw = stream0.cuda_stream
     stream1_raw = stream1.cuda_stream
     ev0, = events = take(_region0_events, 1, 0)
+    if (aliased := len({stream0_raw, stream1_raw}) < 2):
+        align(stream0, stream1)
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -555,6 +582,8 @@ def call(self, args):
     finally:
         restore_stream(stream0)
     _region0_events.append(events)
+    if aliased:
+        align(stream0, stream1); event2.record(stream1)
     return (buf2, )
 """,
         )

@@ -14,7 +14,8 @@ numbers, whose sums and products are exact in every dtype used here: results are
 summation, unless a program states a tolerance.
 
 `sleeps=True` puts operators that keep the stream busy at the places that a program calls `sleep`: a kernel that
-starts too early then reads what isn't there yet."""
+starts too early then reads what isn't there yet.
+"""
 
 from __future__ import annotations
 

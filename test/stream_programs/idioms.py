@@ -206,6 +206,33 @@ def stream_as_argument(k: Kit) -> Any:
     return fn
 
 
+def _sometimes_one_stream(device: str, generator: torch.Generator) -> tuple[Any, ...]:
+    x = whole_numbers(64, 64)(device, generator)
+    first = torch.cuda.Stream()
+    kind = generator.initial_seed() % 3
+    return x, first, (torch.cuda.Stream(), first, torch.cuda.current_stream())[kind]
+
+
+@program("two streams of the caller are one stream, or the current one, at some calls", _sometimes_one_stream)
+def streams_that_are_one(k: Kit) -> Any:
+    sleep = k.sleep
+
+    def fn(x, first, second):
+        current = torch.cuda.current_stream()
+        x = sleep(x + 1)
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = _branch(sleep(x))
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            b = sleep(a) * 2
+        c = x * 3
+        current.wait_stream(second)
+        return a + b + c
+
+    return fn
+
+
 def _waits_for_argument(instance, inputs, outputs):
     inputs[2].wait()
     return outputs

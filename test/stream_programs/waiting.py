@@ -1,7 +1,8 @@
 """Programs in which the host waits or asks, and copies between host and device.
 
 What the host reads must have arrived: these programs do the waiting that eager needs, no more, and a compiler that
-moves a synchronisation in front of the work that it waits for hands stale host memory on."""
+moves a synchronisation in front of the work that it waits for hands stale host memory on.
+"""
 
 from __future__ import annotations
 

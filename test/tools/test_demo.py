@@ -21,10 +21,11 @@ import form
 
 
 if not form.PATCHED:
-    from torch_overlay import _demo
+    from torch_overlay import _demo, _demo_gpu
     from torch_overlay._demo import Events
     from torch_overlay._inductor.stream_planner import HOST, Op, plan_streams
     from torch_overlay._terminal import plain_table, Screen
+    from torch_overlay.testing import simulated_gpu
 
 
 def run_demo(*arguments: str, folder: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -148,6 +149,44 @@ class TestMeasurements(unittest.TestCase):
     def test_rounds_take_turns_in_both_orders(self) -> None:
         self.assertEqual(_demo.ROUNDS, _demo.ROUNDS[::-1])
         self.assertEqual(set(_demo.ROUNDS), {"overlay", "stock"})
+
+
+@form.overlay_only
+class TestOnGpu(unittest.TestCase):
+    """What runs in the processes that measure, as far as it needs no GPU."""
+
+    def test_difference_is_relative_to_the_largest_value(self) -> None:
+        expected, found = torch.tensor([1.0, -100.0]), torch.tensor([2.0, -100.0])
+        self.assertAlmostEqual(_demo_gpu.difference([expected], [found]), 0.01)
+
+    def test_not_a_number_is_never_equal(self) -> None:
+        found = torch.tensor([1.0, float("nan")])
+        self.assertEqual(_demo_gpu.difference([torch.ones(2)], [found]), float("inf"))
+
+    def test_missing_output_is_an_error(self) -> None:
+        with self.assertRaises(ValueError):
+            _demo_gpu.difference([torch.ones(2)], [])
+
+    def test_oracle_runs_everything_on_the_current_stream(self) -> None:
+        with simulated_gpu() as gpu:
+            function, args = _demo.load("moe_experts").make()
+            start = len(gpu.device_log)
+            with _demo_gpu.ordered():
+                function(*args)
+            self.assertEqual([line for line in gpu.device_log[start:] if line.startswith(("set", "enter"))], [])
+            function(*args)
+            self.assertNotEqual([line for line in gpu.device_log[start:] if line.startswith(("set", "enter"))], [])
+
+    def test_program_that_fails_is_reported_and_the_next_one_runs(self) -> None:
+        programs = {"bad": mock.Mock(side_effect=RuntimeError("broken\nat length")), "good": mock.Mock()}
+        programs["good"].return_value = {"difference": 0.0}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(_demo_gpu, "measure", lambda name: programs[name]()),
+        ):
+            _demo_gpu.main(result := Path(folder, "result.json"), ["bad", "good"])
+            found = json.loads(result.read_text())
+        self.assertEqual(found, {"bad": {"error": "RuntimeError: broken"}, "good": {"difference": 0.0}})
 
 
 @form.overlay_only

@@ -1,7 +1,8 @@
 """What the stream benchmark measures: one function a row, run in a process of its own by streams.py.
 
 Each function returns named medians; streams.py divides them. A call's time is taken on the host, from an idle device
-until the device is idle again, or, where a row says so, until the call returns."""
+until the device is idle again, or, where a row says so, until the call returns.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
 Every round measures both sides in both orders (overlay, stock, stock, overlay), each in a process of its own, stock
 with TORCH_OVERLAY_DISABLE=1; a row's figure is the median over processes of medians over calls. A row that fails on
 one side says why, and the rest goes on. The table is printed last; a JSON line per row goes to stdout before it and,
-with --out, to DIR/bench.jsonl."""
+with --out, to DIR/bench.jsonl.
+"""
 
 from __future__ import annotations
 

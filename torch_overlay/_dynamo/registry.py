@@ -17,6 +17,7 @@ from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_bytecode_inputs as upstream
+from torch._dynamo.source import CurrentStreamSource
 
 from torch_overlay._dynamo import objects
 
@@ -163,6 +164,14 @@ def local_of(output: OutputGraph, index: int) -> str:
     return name
 
 
+def _is_ambient(value: torch.Stream) -> bool:
+    """The stream that the frame is traced with as its current one."""
+    known = upstream.index_to_external_object_weakref
+    ambient = known[AMBIENT_INDEX]() if known else None
+    # Streams of different types never compare equal, not even those of torch.accelerator and torch.cuda.
+    return isinstance(ambient, torch.Stream) and (ambient.stream_id, ambient.device) == (value.stream_id, value.device)
+
+
 # Seams.
 
 
@@ -173,11 +182,19 @@ def reset_user_object_tracking(original: Callable[[], None]) -> None:
 
 
 def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
-    """One event has one number, also when the frame reaches it in two ways; upstream does that for streams."""
-    if not isinstance(value, torch.Event):
-        return original(value, source)
-    from torch._dynamo.guards import install_guard
+    """One event has one number, also when the frame reaches it in two ways; upstream does that for streams.
+
+    And a stream object of the caller that is the ambient stream has the ambient stream's number, under a guard: a wait
+    on `default_stream()`, or on what `current_stream()` returned before a graph break, is a wait on the current stream.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.builder import make_dupe_guard
+
+    if not isinstance(value, torch.Event):
+        if isinstance(value, torch.Stream) and _is_ambient(value) and not isinstance(source, CurrentStreamSource):
+            install_guard(source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))
+            return AMBIENT_INDEX
+        return original(value, source)
 
     for index, entry in _frame.entries.items():
         if entry.value is value and entry.source is not None:

@@ -259,8 +259,10 @@ def place_streams(gm: GraphModule) -> None:
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         _annotate(node, stream=node_stream(node) or None, **tokens)
+    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
+    computes = any(n.op == "call_function" and not is_stream_op(n) for n in nodes)
     for node in program.ops:
-        if not program.keeps(node):
+        if node.target is _DEALLOC or (computes and not program.keeps(node)):
             gm.graph.erase_node(node)
     _follow_mutations(gm)
     gm.recompile()

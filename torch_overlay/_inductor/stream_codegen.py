@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
 
-RUNTIME = "from torch_overlay._inductor.stream_runtime import ambient, get_objects, restore_stream, set_stream, take"
+RUNTIME = "from torch_overlay._inductor.stream_runtime import align, ambient, get_objects, restore_stream, set_stream, take"
 
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
@@ -159,6 +159,7 @@ class RegionEmitter:
         self.streams: dict[int, None] = {}  # in use, in order of first use
         self.raw: set[int] = set()
         self.objects: dict[int, None] = {}
+        self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
         devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
         known = {i.index: i.device for i in registry.describe() if i.kind == "stream" and i.device is not None}
         devices |= {known[s].index for s in self.plan.streams if s in known and ambient_device(s) is None}
@@ -257,6 +258,8 @@ class RegionEmitter:
 
     def end(self) -> None:
         last = len(self.plan.ops)
+        for stream in self.may_alias:
+            self.raw_stream(stream)
         for line in [*self.records(max(self.done, 0), last), *self.waits(last)]:
             self.write(line)
         self.wrapper.writeline(EndRegion(self))
@@ -293,10 +296,31 @@ class RegionEmitter:
         if self.plan.events:
             names = ", ".join(self.event(e.index) for e in self.plan.events)
             lines.append(f"{names}, = events{self.suffix} = take({self.pool}, {len(self.plan.events)}, {self.device})")
+        if self.may_alias:
+            handles = ", ".join(f"{self.stream(s)}_raw" for s in self.may_alias)
+            lines.append(f"if (aliased{self.suffix} := len({{{handles}}}) < {len(self.may_alias)}):")
+            waits = [f"{self.object(int(w.token[1:]))}.wait({self.stream(0)})" for w in self.plan.boundary_waits]
+            lines.append("    " + "; ".join([self.aligned, *waits]))
         return lines
 
+    @property
+    def may_alias(self) -> list[int]:
+        """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
+        if self.region.enclosed or self.device is None:
+            return []
+        theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
+        return [s for s in self.streams if s not in theirs and ambient_device(s) is not None][:1] + theirs if theirs else []
+
+    @property
+    def aligned(self) -> str:
+        return f"align({', '.join(self.stream(s) for s in self.may_alias)})"
+
     def epilogue(self) -> list[str]:
-        return [f"{self.pool}.append(events{self.suffix})"] if self.plan.events else []
+        lines = [f"{self.pool}.append(events{self.suffix})"] if self.plan.events else []
+        if self.may_alias:
+            again = [f"{event}.record({stream})" for event, stream in self.recorded]
+            lines += [f"if aliased{self.suffix}:", "    " + "; ".join([self.aligned, *again])]
+        return lines
 
     # -- questions of the code generator
 
@@ -312,7 +336,13 @@ class RegionEmitter:
         kind, arguments = stream_operation_kind(overload), node.constant_args
         stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
         if kind == "record_event":
+            self.recorded[self.object(arguments[0]), self.stream(stream)] = None
             self.write(f"{self.object(arguments[0])}.record({self.stream(stream)})")
+        elif kind == "wait_event":
+            self.write(f"{self.object(arguments[0])}.wait({self.stream(stream)})")
+        elif kind == "wait_stream":
+            waiting = self.region.numbers.get(arguments[0], arguments[0])
+            self.write(f"{self.stream(waiting)}.wait_stream({self.stream(stream)})")
         elif kind == "synchronize_event":
             self.write(f"{self.object(arguments[0])}.synchronize()")
         elif kind == "synchronize_stream":

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import AFTER
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE
 from torch_overlay._inductor.stream_codegen import _root, active, RegionEmitter, RUNTIME, StreamLine
 from torch_overlay._inductor.stream_schedule import _origins, needs_plan, plan_region, stream_operation, user_stream
 
@@ -75,11 +75,15 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
         if named and (stream := node.node.constant_args[-1]):
             streams[stream] = None
         for origin in _origins(node):
-            for token in origin.meta.get("custom", {}).get(AFTER) or ():
-                if token[0] == "e":
+            custom = origin.meta.get("custom", {})
+            for token in (*(custom.get(AFTER) or ()), *(custom.get(BEFORE) or ())):
+                if token[0] == "e" and "." not in token:
                     events[int(token[1:])] = None
-                elif token != "s0":
+                elif token[0] == "s" and token != "s0":
                     streams[int(token[1:])] = None
+            for stream, tokens in custom.get(LEAVE) or ():
+                named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
+                streams.update((s, None) for s in named if s)
     own = {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
     return sorted(set(streams) - own), sorted(events)
 

@@ -30,12 +30,26 @@ def restore_stream(stream: torch.Stream) -> None:
         torch._C._cuda_setDevice(device)
 
 
+def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
+    """The torch.cuda.Stream of a device-agnostic torch.Stream, which doesn't show its handle."""
+    key = (stream.stream_id, stream.device_index, stream.device_type)
+    found = objects._stream_objects.get(key)
+    if found is None:
+        found = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])
+        objects._stream_objects[key] = found
+    return found
+
+
 def get_objects(*indices: int) -> list[Any]:
     """The streams and events of the running graph with these numbers."""
     table = objects._thread.objects
     if table is None:
         return [get_object(index) for index in indices]  # raises
-    return [found.resolve() if type(found := table[index]) is Owned else found for index in indices]
+    found = [one.resolve() if type(one := table[index]) is Owned else one for index in indices]
+    for i, one in enumerate(found):
+        if type(one) is torch.Stream:
+            found[i] = _as_cuda_stream(one)
+    return found
 
 
 def new_events(count: int, device_index: int | None) -> tuple[Any, ...]:
@@ -54,4 +68,19 @@ def take(pool: list[tuple[Any, ...]], count: int, device_index: int | None) -> t
         return new_events(count, device_index)
 
 
-__all__ = ["ambient", "get_object", "get_objects", "new_events", "restore_stream", "set_stream", "take"]
+def align(*streams: torch.Stream) -> None:
+    """Order all the streams behind one another.
+
+    The plan takes the caller's streams for different ones, and none for the ambient stream, as they were when the
+    function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the other: the
+    call orders them fully at its entry and exit instead.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    events = [stream.record_event() for stream in streams]
+    for stream in streams:
+        for event in events:
+            stream.wait_event(event)
+
+
+__all__ = ["align", "ambient", "get_object", "get_objects", "new_events", "restore_stream", "set_stream", "take"]

@@ -341,6 +341,7 @@ class Region:
     index: dict[BaseSchedulerNode, int]
     devices: dict[int, int]
     numbers: dict[int, int]
+    private: frozenset[str]
     enclosed: bool
 
 
@@ -370,6 +371,5 @@ def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclos
     reader.read()
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
-    return Region(
-        plan_streams(reader.ops, buffers, reader.promised()), reader.index, reader.devices, reader.numbers, enclosed
-    )
+    plan = plan_streams(reader.ops, buffers, reader.promised())
+    return Region(plan, reader.index, reader.devices, reader.numbers, frozenset(reader.private), enclosed)
