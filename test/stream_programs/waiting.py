@@ -372,7 +372,7 @@ def source_refilled_after_event(k: Kit) -> Any:
         current = torch.cuda.current_stream()
         copies.wait_stream(current)
         with torch.cuda.stream(copies):
-            a = sleep(x).copy_(batch, non_blocking=True)
+            a = sleep(x + 0).copy_(batch, non_blocking=True)
             done.record()
         current.wait_event(done)
         done.synchronize()

@@ -239,6 +239,7 @@ def reconstruct(original: Callable[..., None], self: StreamVariable | EventVaria
 
 
 def stream_handle(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
+    registry.current().handle_is_read = True
     return _ask_the_run_or_guard(self, tx, ops.stream_handle, "cuda_stream")
 
 

@@ -70,6 +70,8 @@ class _Frame:
         self.locals: dict[int, str] = {}
         # Streams that are current, on their devices, when the frame ends, in the order in which they were set.
         self.set_streams: dict[torch.device, int] = {}
+        # The frame reads a stream's raw handle: what is launched on it can't be part of a captured graph.
+        self.handle_is_read = False
 
 
 _frame = _Frame()

@@ -210,15 +210,19 @@ def _place_subgraphs(gm: GraphModule) -> None:
             _place_subgraphs(body)
 
 
+def _producer(value: Any) -> Node | None:
+    """The operation that computes a value, behind aliases and selections of an output."""
+    while isinstance(value, torch.fx.Node) and value.target in (operator.getitem, torch.ops.aten.alias.default):
+        value = value.args[0]
+    return value if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
+
+
 def _follow_mutations(gm: GraphModule) -> None:
     """A write-back copy takes stream and promises of the value that it writes, and of no later point."""
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        value = copy.args[1]
-        if copy.args[0].op != "placeholder" or not isinstance(value, torch.fx.Node):
-            continue
-        while value.op == "call_function" and value.target in (operator.getitem, torch.ops.aten.alias.default):
-            value = value.args[0]
-        if value.op != "call_function":
+        target: Any = copy.args[0]
+        value = _producer(copy.args[1])
+        if target.op != "placeholder" or value is None:
             continue
         custom = value.meta.get("custom", {})
         _annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})

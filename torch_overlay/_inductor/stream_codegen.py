@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
+import torch._inductor.config as inductor_config
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
 
-RUNTIME = "from torch_overlay._inductor.stream_runtime import align, ambient, get_objects, restore_stream, set_stream, take"
+RUNTIME = (
+    "from torch_overlay._inductor.stream_runtime import align, ambient, get_objects, restore_stream, set_stream, take"
+)
 
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
@@ -165,6 +168,7 @@ class RegionEmitter:
         devices |= {known[s].index for s in self.plan.streams if s in known and ambient_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
         self.device: int | None = devices.pop() if len(devices) == 1 else None
+        self.may_alias: list[int] = []
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
 
@@ -258,10 +262,9 @@ class RegionEmitter:
 
     def end(self) -> None:
         last = len(self.plan.ops)
-        for stream in self.may_alias:
-            self.raw_stream(stream)
         for line in [*self.records(max(self.done, 0), last), *self.waits(last)]:
             self.write(line)
+        self.may_alias = self.find_aliases()
         self.wrapper.writeline(EndRegion(self))
 
     def release(self, here: int) -> None:
@@ -303,13 +306,15 @@ class RegionEmitter:
             lines.append("    " + "; ".join([self.aligned, *waits]))
         return lines
 
-    @property
-    def may_alias(self) -> list[int]:
+    def find_aliases(self) -> list[int]:
         """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
         if self.region.enclosed or self.device is None:
             return []
         theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
-        return [s for s in self.streams if s not in theirs and ambient_device(s) is not None][:1] + theirs if theirs else []
+        found = [ambient_stream(self.device), *theirs] if theirs else []
+        for stream in found:
+            self.raw_stream(stream)
+        return found
 
     @property
     def aligned(self) -> str:
@@ -349,6 +354,8 @@ class RegionEmitter:
             self.write(f"{self.stream(stream)}.synchronize()")
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
+            if inductor_config.triton.cudagraphs and tensor not in V.graph.graph_inputs:
+                return True  # memory of a captured graph's pool, which the allocator doesn't hand to others
             if tensor in self.wrapper._alignment_orig_saved:
                 tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
             self.write(f"{tensor}.record_stream({self.stream(stream)})")

@@ -34,6 +34,11 @@ CPP_WRAPPER = (
 )
 
 
+HANDLE_IS_READ = (
+    "the raw handle of a stream is read (Stream.cuda_stream), and a capture runs on another stream than that handle's"
+)
+
+
 class UnsupportedStreams(RuntimeError):
     """A graph with streams that no wrapper can be generated for."""
 
@@ -92,6 +97,8 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
     if not (config.streams and inductor_config.triton.cudagraphs) or not needs_plan(scheduler):
         return original(scheduler)
+    if registry.current().handle_is_read:
+        V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     streams, events = _outside(scheduler)
     wrapper: Any = V.graph.wrapper_code
     root: Any = _root(wrapper)

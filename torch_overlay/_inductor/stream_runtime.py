@@ -72,8 +72,8 @@ def align(*streams: torch.Stream) -> None:
     """Order all the streams behind one another.
 
     The plan takes the caller's streams for different ones, and none for the ambient stream, as they were when the
-    function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the other: the
-    call orders them fully at its entry and exit instead.
+    function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the other:
+    the call orders them fully at its entry and exit instead.
     """
     if torch.cuda.is_current_stream_capturing():
         return

@@ -103,7 +103,8 @@ class RegionReader:
         self.known = _Tokens()
         self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
-        self.caller_memory: set[str] | None = None
+        self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
+        self.output_memory = {self.storage(name) for name in V.graph.get_output_names()}
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
@@ -197,11 +198,11 @@ class RegionReader:
                     }
         return {}
 
-    def touches_caller_memory(self, names: set[str]) -> bool:
-        if self.caller_memory is None:
-            outputs = {self.storage(n) for n in V.graph.get_output_names()}
-            self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants, *outputs}
-        return not self.caller_memory.isdisjoint(names)
+    def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
+        """True for memory that the caller holds during the call; with `outputs`, also what it gets from the call."""
+        if not self.caller_memory.isdisjoint(names):
+            return True
+        return outputs and not self.output_memory.isdisjoint(names)
 
     # -- operations
 
@@ -243,15 +244,16 @@ class RegionReader:
             if not _is_gpu(device):
                 device = next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r)))
             stream = self.stream_of(node, device)
-            self.devices[len(self.ops)] = device.index or 0
+            self.devices[len(self.ops)] = (device.index if device is not None else None) or 0
             if not _is_gpu(node.get_device()):
                 copies = isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
                 blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
-        if not self.enclosed and not self.touches_caller_memory(reads | writes):
-            # Memory of the region: the stream's own order and the data edges are enough, until it is given back
-            # (`read`).
+        if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=False):
+            # Memory of the region: the stream's own order and the data edges are enough.
             after = frozenset()
+        if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
+            # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
 
