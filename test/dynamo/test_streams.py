@@ -359,9 +359,9 @@ class TestCurrentStream(StreamTestCase):
         self.assertExpectedInline(
             str(graphs),
             """\
-wait_stream = wait_stream(2, 1)
-add = add(l_x_, 1) @2
-wait_stream_1 = wait_stream(1, 2)
+wait_stream = wait_stream(1, 0)
+add = add(l_x_, 1) @1
+wait_stream_1 = wait_stream(0, 1)
 return add""",
         )
         self.assertEqual(default, torch.cuda.default_stream())

@@ -219,10 +219,10 @@ free buf2 (stream 3) after exit
             self.table("mutation_joined_by_wait_stream"),
             """\
    stream  operation  waits before  records after
-           entry                    ev0@0 ev1@1
-0  0       op0        ev1@0
-1  1       op1_op2    ev0@1         ev2@1
-           exit       ev2@0
+           entry                    ev0@0
+0  0       op0
+1  1       op1_op2    ev0@1         ev1@1
+           exit       ev1@0
 free arg0_1 (stream 0) after exit
 """,
         )
