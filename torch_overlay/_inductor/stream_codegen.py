@@ -27,7 +27,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
-from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_operation
+from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region
 
 
 if TYPE_CHECKING:
@@ -335,10 +335,9 @@ class RegionEmitter:
 
     def write_stream_operation(self, node: Any) -> bool:
         """The user's records, synchronisations and `record_stream`, as direct calls. False: use the operator."""
-        overload = node.op_overload
-        if stream_operation_kind(overload) is None:
+        kind, arguments = stream_operation_kind(node.op_overload), node.constant_args
+        if kind is None:
             return False
-        kind, arguments = stream_operation_kind(overload), node.constant_args
         stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
         if kind == "record_event":
             self.recorded[self.object(arguments[0]), self.stream(stream)] = None
@@ -472,11 +471,6 @@ def active(scheduler: Any) -> RegionEmitter | None:
     return getattr(scheduler, "_overlay_region", None)
 
 
-def current_node_is_planned(scheduler: Any, node: BaseSchedulerNode) -> bool:
-    emitter = active(scheduler)
-    return emitter is not None and node in emitter.region.index
-
-
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
     emitter = active(scheduler)
     if emitter is not None:
@@ -564,6 +558,3 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
         return original(wrapper, is_inference)
     original(wrapper, False)  # pooling memory planning shares blocks between streams
     wrapper.lines = switch_streams(wrapper.lines)
-
-
-__all__ = ["RegionEmitter", "switch_streams", "active", "stream_operation"]

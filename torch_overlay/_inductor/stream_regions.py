@@ -18,7 +18,14 @@ from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE
 from torch_overlay._inductor.stream_codegen import _root, active, RegionEmitter, RUNTIME, StreamLine
-from torch_overlay._inductor.stream_schedule import _origins, needs_plan, plan_region, stream_operation, user_stream
+from torch_overlay._inductor.stream_schedule import (
+    _origins,
+    needs_plan,
+    plan_region,
+    private_streams,
+    stream_operation,
+    user_stream,
+)
 
 
 if TYPE_CHECKING:
@@ -89,8 +96,7 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
             for stream, tokens in custom.get(LEAVE) or ():
                 named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
                 streams.update((s, None) for s in named if s)
-    own = {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
-    return sorted(set(streams) - own), sorted(events)
+    return sorted(set(streams) - private_streams()), sorted(events)
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:

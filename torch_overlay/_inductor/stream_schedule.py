@@ -48,6 +48,11 @@ def ambient_device(stream: int) -> int | None:
     return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None
 
 
+def private_streams() -> set[int]:
+    """Registry indices of the streams that the frame makes and nobody else sees."""
+    return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
+
+
 def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
     """Registry index of the stream that a node was placed on; 0 without a placement."""
     return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), AMBIENT)
@@ -115,7 +120,7 @@ class RegionReader:
         }
         # Streams that the frame makes and nobody else sees hold nothing at the entry, and nobody asks for their state
         # at the exit.
-        self.private = {f"s{i.index}" for i in registry.describe() if i.origin == "frame" and not i.escapes}
+        self.private = {f"s{stream}" for stream in private_streams()}
 
     # -- names
 
