@@ -89,9 +89,6 @@ class Handle:
     def wait(self, stream: Handle) -> None:
         self.machine.clock(stream.name).join(self._state())
 
-    def record_entry(self, stream: Handle) -> None:
-        self.record(stream)
-
     def wait_entry(self, stream: Handle) -> None:
         self.wait(stream)
 
@@ -100,9 +97,6 @@ class Handle:
 
     def wait_event(self, event: Handle) -> None:
         event.wait(self)
-
-    def wait_exit(self, stream: Handle, ambient: Handle) -> None:
-        self.wait(stream)
 
     def synchronize(self) -> None:
         is_stream = self.name in self.machine.clocks
@@ -133,13 +127,6 @@ class Machine(TorchDispatchMode):
 
     def current_stream(self, device: int = 0) -> str:
         return self.current.get(device, f"ambient{device}")
-
-    def align(self, *streams: Handle) -> None:
-        everything = Clock()
-        for stream in streams:
-            everything.join(self.clock(stream.name))
-        for stream in streams:
-            self.clock(stream.name).join(everything)
 
     def set_stream(self, stream: Handle) -> None:
         device = int(stream.name[7:]) if stream.name.startswith("ambient") else torch.cuda.current_device()
@@ -278,8 +265,45 @@ class Machine(TorchDispatchMode):
 
         return run
 
-    def take(self, pool: list[Any], count: int, *device: Any) -> tuple[Handle, ...]:
-        return pool.pop() if pool else tuple(Handle(self, f"event of {id(pool)}") for _ in range(count))
+    def region(self, device: int | None, streams: dict[str, int | str], events: int = 0, **fields: Any) -> Region:
+        return Region(self, streams, events, fields)
+
+
+class Region:
+    """The region of a wrapper, on the machine's streams."""
+
+    def __init__(self, machine: Machine, streams: dict[str, int | str], events: int, fields: dict[str, Any]) -> None:
+        self.machine, self.streams, self.count, self.fields = machine, streams, events, fields
+
+    def find(self, name: str) -> Handle:
+        where = self.streams.get(name)
+        if isinstance(where, str):
+            return self.machine.object(self.machine.current_stream(int(where[5:])))
+        return self.machine.object(f"object{self.fields['objects'][name] if where is None else where}")
+
+    def enter(self) -> tuple[Any, ...]:
+        return (frame := Frame(self)), *map(frame.named, self.fields.get("returns", ()))
+
+
+class Frame:
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.events = [Handle(region.machine, "event of a region") for _ in range(region.count)]
+        self.streams = {name: region.find(name) for name in region.streams}
+        self.run("entry")
+
+    def named(self, name: str) -> Handle:
+        if name.startswith("ev") and name[2].isdigit():
+            return self.events[int(name[2:].partition("_")[0])]
+        plain = name.removesuffix("_raw")
+        return self.streams[plain] if plain in self.streams else self.region.find(name)
+
+    def run(self, boundary: str) -> None:
+        for kind, event, stream in self.region.fields.get(boundary, ()):
+            getattr(self.named(event), kind.partition("_")[0])(self.streams[stream])
+
+    def leave(self) -> None:
+        self.run("exit")
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
@@ -316,7 +340,10 @@ def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:
 def load(machine: Machine, text: str, misaligned: bool) -> dict[str, Any]:
     """The wrapper as a module of the machine."""
     scope: dict[str, Any] = {"_simulated": _Compile(machine), "__name__": "wrapper"}
-    exec(text.replace("async_compile = AsyncCompile()", "async_compile = _simulated"), scope)
+    from torch_overlay._inductor import stream_runtime
+
+    with mock.patch.object(stream_runtime, "region", machine.region):
+        exec(text.replace("async_compile = AsyncCompile()", "async_compile = _simulated"), scope)
 
     def ignore(*args: Any, **kwargs: Any) -> None:
         pass
@@ -327,14 +354,10 @@ def load(machine: Machine, text: str, misaligned: bool) -> dict[str, Any]:
         empty_strided_cpu_pinned=_strided("cpu", True),
         reinterpret_tensor=lambda t, size, stride, offset=0: t.as_strided(size, stride, t.storage_offset() + offset),
         copy_if_misaligned=(lambda t: t.clone()) if misaligned else (lambda t: t),
-        ambient=lambda device=0: machine.object(machine.current_stream(device)),
         get_object=lambda index: machine.object(f"object{index}"),
-        get_objects=lambda *indices: [machine.object(f"object{index}") for index in indices],
         get_raw_stream=lambda device: machine.object(machine.current_stream(device)),
-        take=machine.take,
         set_stream=machine.set_stream,
         restore_stream=machine.set_stream,
-        align=machine.align,
         assert_size_stride=ignore,
         assert_size_stride_grouped=ignore,
         assert_alignment=ignore,

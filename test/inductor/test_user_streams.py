@@ -158,16 +158,17 @@ class TestHazards(TestCase):
         self.assertExpectedInline(
             self.calls("fork_join"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=2,
+    returns=('ev0', 'stream0_raw', 'stream1_raw', 'ev1', 'stream1', 'stream0'),
+    distinct=('stream0', 'stream1'),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, = get_objects(1)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    ev0, ev1, = events = take(_region0_events, 2, 0)
-    if (aliased := len({stream0_raw, stream1_raw}) < 2):
-        align(stream0, stream1)
+    frame0, ev0, stream0_raw, stream1_raw, ev1, stream1, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -188,9 +189,7 @@ def call(self, args):
             triton_poi_fused_add_mul_relu_2.run(buf3, buf2, 4096, stream=stream0_raw)
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1)
+    frame0.leave()
     return (buf3, )
 """,
         )
@@ -232,27 +231,27 @@ free arg0_1 (stream 0) after exit
         self.assertExpectedInline(
             self.calls("mutation_promised_by_escaping_event"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=1,
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+    returns=('event2', 'stream1', 'stream1_raw', 'stream0_raw'),
+    objects={'event2': 2},
+    distinct=('stream0', 'stream1'),
+    records_again=(('event2', 'stream1'),),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, event2, = get_objects(1, 2)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    ev0, = events = take(_region0_events, 1, 0)
-    if (aliased := len({stream0_raw, stream1_raw}) < 2):
-        align(stream0, stream1)
-    ev0.record(stream0_raw)
-    ev0.wait(stream1_raw)
+    frame0, event2, stream1, stream1_raw, stream0_raw, = _region0.enter()
     with torch.cuda._DeviceGuard(0):
         torch.cuda.set_device(0)
         triton_poi_fused_add_copy__0.run(arg0_1, arg0_1, 4096, stream=stream1_raw)
         event2.record(stream1)
         buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
         triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1); event2.record(stream1)
+    frame0.leave()
     return (buf0, )
 """,
         )
@@ -304,19 +303,21 @@ free buf1 (stream 1) after exit
         self.assertExpectedInline(
             self.calls("event_synchronize_before_host_read"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=2,
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+    returns=('ev1', 'stream1_raw', 'event2', 'stream1', 'stream0'),
+    objects={'event2': 2},
+    distinct=('stream0', 'stream1'),
+    records_again=(('event2', 'stream1'),),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, event2, = get_objects(1, 2)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    ev0, ev1, = events = take(_region0_events, 2, 0)
-    if (aliased := len({stream0_raw, stream1_raw}) < 2):
-        align(stream0, stream1)
+    frame0, ev1, stream1_raw, event2, stream1, stream0, = _region0.enter()
     try:
-        ev0.record(stream0_raw)
-        ev0.wait(stream1_raw)
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             set_stream(stream1)
@@ -338,9 +339,7 @@ def call(self, args):
         del buf1
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1); event2.record(stream1)
+    frame0.leave()
     return (buf4, )
 """,
         )
@@ -366,17 +365,17 @@ free buf4 (stream 0) after exit
         self.assertExpectedInline(
             self.calls("diamond"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
+    events=3,
+    returns=('ev0', 'stream0_raw', 'stream1_raw', 'ev1', 'stream2_raw', 'ev2', 'stream1', 'stream2', 'stream0'),
+    distinct=('stream0', 'stream1', 'stream2'),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, stream2, = get_objects(1, 2)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    stream2_raw = stream2.cuda_stream
-    ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
-    if (aliased := len({stream0_raw, stream1_raw, stream2_raw}) < 3):
-        align(stream0, stream1, stream2)
+    frame0, ev0, stream0_raw, stream1_raw, ev1, stream2_raw, ev2, stream1, stream2, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -411,9 +410,7 @@ def call(self, args):
             triton_poi_fused_add_mul_2.run(buf2, buf4, buf5, 4096, stream=stream0_raw)
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1, stream2)
+    frame0.leave()
     return (buf5, )
 """,
         )
@@ -438,20 +435,19 @@ free buf2 (stream 1) after exit
         self.assertExpectedInline(
             self.calls("misaligned_input_of_two_streams"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
+    events=3,
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1'), ('wait', 'ev0', 'stream2')),
+    returns=('ev1', 'stream1_raw', 'ev2', 'stream2_raw', 'stream0_raw', 'stream1', 'stream2', 'stream0'),
+    distinct=('stream0', 'stream1', 'stream2'),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, stream2, = get_objects(1, 2)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    stream2_raw = stream2.cuda_stream
-    ev0, ev1, ev2, = events = take(_region0_events, 3, 0)
-    if (aliased := len({stream0_raw, stream1_raw, stream2_raw}) < 3):
-        align(stream0, stream1, stream2)
+    frame0, ev1, stream1_raw, ev2, stream2_raw, stream0_raw, stream1, stream2, stream0, = _region0.enter()
     try:
-        ev0.record(stream0_raw)
-        ev0.wait(stream1_raw)
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             set_stream(stream1)
@@ -460,7 +456,6 @@ def call(self, args):
             buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             triton_poi_fused_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
             ev1.record(stream1_raw)
-            ev0.wait(stream2_raw)
             set_stream(stream2)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
@@ -479,9 +474,7 @@ def call(self, args):
             del buf2
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1, stream2)
+    frame0.leave()
     return (buf3, )
 """,
         )
@@ -491,19 +484,19 @@ def call(self, args):
         self.assertExpectedInline(
             self.calls("pinned_to_device"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=2,
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+    returns=('ev1', 'stream1_raw', 'stream0_raw', 'stream1', 'stream0'),
+    distinct=('stream0', 'stream1'),
+)
 def call(self, args):
     arg0_1, arg1_1 = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, = get_objects(1)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    ev0, ev1, = events = take(_region0_events, 2, 0)
-    if (aliased := len({stream0_raw, stream1_raw}) < 2):
-        align(stream0, stream1)
+    frame0, ev1, stream1_raw, stream0_raw, stream1, stream0, = _region0.enter()
     try:
-        ev0.record(stream0_raw)
-        ev0.wait(stream1_raw)
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             set_stream(stream1)
@@ -522,9 +515,7 @@ def call(self, args):
             del buf1
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1)
+    frame0.leave()
     return (buf2, )
 """,
         )
@@ -553,16 +544,19 @@ free buf2 (stream 1) after exit
         self.assertExpectedInline(
             self.calls("event_returned"),
             """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1},
+    events=1,
+    returns=('ev0', 'stream0_raw', 'stream1_raw', 'event2', 'stream1', 'stream0'),
+    objects={'event2': 2},
+    distinct=('stream0', 'stream1'),
+    records_again=(('event2', 'stream1'),),
+)
 def call(self, args):
     arg0_1, = args
     args.clear()
-    stream0 = ambient(0)
-    stream1, event2, = get_objects(1, 2)
-    stream0_raw = stream0.cuda_stream
-    stream1_raw = stream1.cuda_stream
-    ev0, = events = take(_region0_events, 1, 0)
-    if (aliased := len({stream0_raw, stream1_raw}) < 2):
-        align(stream0, stream1)
+    frame0, ev0, stream0_raw, stream1_raw, event2, stream1, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -581,9 +575,7 @@ def call(self, args):
             event2.record(stream1)
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
-    if aliased:
-        align(stream0, stream1); event2.record(stream1)
+    frame0.leave()
     return (buf2, )
 """,
         )
@@ -607,14 +599,31 @@ def call(self, args):
         self.assertExpectedInline(
             seen.calls(),
             """\
+_outer = region(
+    device=0,
+    streams={'stream0_outer': 'cuda:0', 'stream2_outer': 2},
+    events=2,
+    entry=(('record_entry', 'ev1_outer', 'stream2_outer'), ('wait_entry', 'ev1_outer', 'stream0_outer')),
+    exit=(('record', 'ev0_outer', 'stream0_outer'), ('wait_exit', 'ev0_outer', 'stream2_outer')),
+)
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream2': 2},
+    events=2,
+    returns=('ev0', 'stream0_raw', 'stream2_raw', 'ev1', 'stream2', 'stream0'),
+)
+_region1 = region(
+    device=0,
+    streams={'stream0_1': 'cuda:0', 'stream2_1': 2},
+    events=1,
+    entry=(('record', 'ev0_1', 'stream0_1'), ('wait', 'ev0_1', 'stream2_1')),
+    returns=('event1_1', 'stream0_1', 'event3_1', 'stream2_1'),
+    objects={'event1_1': 1, 'event3_1': 3},
+)
 def partition_0(args):
     arg0_1, arg1_1 = args
     args.clear()
-    stream0 = ambient(0)
-    stream2, = get_objects(2)
-    stream0_raw = stream0.cuda_stream
-    stream2_raw = stream2.cuda_stream
-    ev0, ev1, = events = take(_region0_events, 2, 0)
+    frame0, ev0, stream0_raw, stream2_raw, ev1, stream2, stream0, = _region0.enter()
     try:
         arg0_1 = copy_if_misaligned(arg0_1)
         buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
@@ -634,37 +643,23 @@ def partition_0(args):
         del arg1_1
     finally:
         restore_stream(stream0)
-    _region0_events.append(events)
+    frame0.leave()
     return (buf4, )
 def call(self, args):
     arg0_1, arg1_1 = args
     args.clear()
-    outer0 = ambient(0)
-    outer2, = get_objects(2)
-    raw0 = outer0.cuda_stream
-    raw2 = outer2.cuda_stream
-    outer_ev0, outer_ev2, = outer_events = take(_outer_events, 2, 0)
-    outer_ev2.record(raw2)
-    outer_ev2.wait(raw0)
+    frame_outer, = _outer.enter()
     with torch.cuda._DeviceGuard(0):
         torch.cuda.set_device(0)
         partition0_args = [arg0_1, arg1_1]
         del arg0_1, arg1_1
         (buf4,) = self.partitions[0](partition0_args)
         del partition0_args
-        stream0_1 = ambient(0)
-        stream2_1, event1_1, event3_1, = get_objects(2, 1, 3)
-        stream0_1_raw = stream0_1.cuda_stream
-        stream2_1_raw = stream2_1.cuda_stream
-        ev0_1, = events_1 = take(_region1_events, 1, 0)
-        ev0_1.record(stream0_1_raw)
+        frame1, event1_1, stream0_1, event3_1, stream2_1, = _region1.enter()
         event1_1.record(stream0_1)
-        ev0_1.wait(stream2_1_raw)
         event3_1.record(stream2_1)
-        _region1_events.append(events_1)
-    outer_ev0.record(raw0)
-    outer_ev0.wait(raw2)
-    _outer_events.append(outer_events)
+        frame1.leave()
+    frame_outer.leave()
     return (buf4, )
 """,
         )
@@ -901,11 +896,13 @@ class TestPasses(TestCase):
         seen = self.compile(fn, torch.randn(64, 64, device="cuda"), torch.randn(64, 64), mode="reduce-overhead")
         text = seen.calls()
         bodies = [b for b in re.split(r"(?=^def )", text, flags=re.M) if b.startswith("def partition_")]
+        regions = dict(re.findall(r"^_(region\d+) = region\(\n((?:    .*\n)*)", text, flags=re.M))
         placed = [b for b in bodies if "stream1" in b]
         self.assertTrue(placed)
         for body in placed:
-            self.assertRegex(body, r"\.wait\(stream1\w*\)")
-            self.assertRegex(body, r"\.wait\(stream0\w*\)")
+            number = re.search(r"_(region\d+)\.enter", body)
+            self.assertRegex(regions[number[1]], r"'wait', 'ev\d+\w*', 'stream1\w*'")
+            self.assertRegex(body + regions[number[1]], r"\.wait\(stream0\w*\)|exit=.*'wait', 'ev\d+\w*', 'stream0")
         with simulated_gpu():
             self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
 

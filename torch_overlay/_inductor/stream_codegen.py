@@ -3,9 +3,9 @@
 While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks
 which stream each node's lines belong to. After memory planning has decided which allocations remain, `switch_streams`
 walks the finished lines and switches the current stream only where a line reads it: an allocation, an extern kernel,
-a copy. Triton kernels get the raw handle of their stream. A region costs its caller, per call: one look-up per
-stream, one `take` of events, the records and waits of the plan, and the switches. There is no context manager and no
-operator of the dispatcher in it.
+a copy. Triton kernels get the raw handle of their stream. A region costs its caller, per call: one native call at the
+entry and one at the exit, which look streams up, record and wait (`stream_runtime.region`), the records and waits
+between, and the switches. There is no context manager and no operator of the dispatcher in it.
 
 Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
 current, as in eager, so the caching allocator and Inductor's own reuse hand a block from one operation of a stream to
@@ -17,6 +17,8 @@ it back when the function returns.
 from __future__ import annotations
 
 import dataclasses
+import pprint
+import textwrap
 from typing import Any, TYPE_CHECKING
 
 import torch._inductor.config as inductor_config
@@ -38,9 +40,7 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
 
-RUNTIME = (
-    "from torch_overlay._inductor.stream_runtime import align, ambient, get_objects, restore_stream, set_stream, take"
-)
+RUNTIME = "from torch_overlay._inductor.stream_runtime import region, restore_stream, set_stream"
 
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
@@ -145,49 +145,73 @@ def _root(wrapper: Any) -> PythonWrapperCodegen:
     return wrapper
 
 
+Operation = tuple[str, str, str]
+"""What a region does with an event and a stream at its boundary: ("wait", "ev0", "stream1")."""
+
+
+def declare_runtime(root: Any) -> None:
+    if not root.imports.contains(RUNTIME):
+        root.imports.writeline(RUNTIME)
+
+
+def define_region(root: Any, name: str, **fields: Any) -> None:
+    """Write the statement that defines a region into the generated module's header; empty fields are left out."""
+    root.header.writeline(f"{name} = region(")
+    for key, value in fields.items():
+        if value or key in ("device", "streams"):
+            text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
+            root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
+    root.header.writeline(")")
+
+
 class RegionEmitter:
     """Puts one plan into the lines of the wrapper that is being generated."""
 
     def __init__(self, scheduler: Scheduler, region: Region) -> None:
         self.scheduler, self.region, self.plan = scheduler, region, region.plan
         self.wrapper: Any = V.graph.wrapper_code
-        root: Any = _root(self.wrapper)
-        self.number: int = getattr(root, "_overlay_regions", 0)
-        root._overlay_regions = self.number + 1
-        if not root.imports.contains(RUNTIME):
-            root.imports.writeline(RUNTIME)
-        if self.plan.events:
-            root.header.writeline(f"{self.pool} = []")
+        self.root: Any = _root(self.wrapper)
+        self.number: int = getattr(self.root, "_overlay_regions", 0)
+        self.root._overlay_regions = self.number + 1
+        declare_runtime(self.root)
         self.suffix = f"_{self.number}" if self.number else ""
         self.streams: dict[int, None] = {}  # in use, in order of first use
-        self.raw: set[int] = set()
-        self.objects: dict[int, None] = {}
+        self.objects: dict[int, None] = {}  # events of the caller
+        self.returned: dict[str, None] = {}  # what the lines of the region use
         self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
+        self.entry: list[Operation] = []
+        self.exit: list[Operation] = []
         devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
         known = {i.index: i.device for i in registry.describe() if i.kind == "stream" and i.device is not None}
         devices |= {known[s].index for s in self.plan.streams if s in known and ambient_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
         self.device: int | None = devices.pop() if len(devices) == 1 else None
+        if self.device is not None:
+            self.named(ambient_stream(self.device))
         self.may_alias: list[int] = []
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
+        self.is_defined = False
 
     # -- names
 
-    @property
-    def pool(self) -> str:
-        return f"_region{self.number}_events"
-
-    def stream(self, stream: int) -> str:
+    def named(self, stream: int) -> str:
         self.streams[stream] = None
         device = ambient_device(stream)
         if device is None:
             return f"stream{stream}{self.suffix}"
         return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
 
+    def use(self, name: str) -> str:
+        """A name that `enter` has to return, since the region's lines use it."""
+        self.returned[name] = None
+        return name
+
+    def stream(self, stream: int) -> str:
+        return self.use(self.named(stream))
+
     def raw_stream(self, stream: int) -> str:
-        self.raw.add(stream)
-        return f"{self.stream(stream)}_raw"
+        return self.use(f"{self.named(stream)}_raw")
 
     def handle(self, stream: int) -> str:
         """What an event of this region is recorded on and waited for by."""
@@ -200,54 +224,75 @@ class RegionEmitter:
         self.objects[index] = None
         return f"event{index}{self.suffix}"
 
-    # -- lines
+    # -- records and waits
 
     def write(self, text: str) -> None:
         self.wrapper.writeline(StreamLine(text))
 
-    def records(self, first: int, last: int) -> list[str]:
-        return [self.record(e) for e in self.plan.events if first <= e.after <= last]
+    def write_operation(self, operation: tuple[str, Event, int]) -> None:
+        kind, event, stream = operation
+        name = self.use(self.event(event.index))
+        self.write(f"{name}.synchronize()" if stream == HOST else f"{name}.{kind}({self.handle(stream)})")
+
+    def at_boundary(self, operation: tuple[str, Event, int]) -> Operation:
+        kind, event, stream = operation
+        return kind, self.event(event.index), self.named(stream)
 
     def is_callers_state(self, event: Event) -> bool:
         """What a side stream held when the region was entered: Note [Boundary events under the caller's capture]."""
         return event.after == ENTRY and ambient_device(event.stream) is None and self.device is not None
 
-    def record(self, event: Event) -> str:
-        kind = "record_entry" if self.is_callers_state(event) else "record"
-        return f"{self.event(event.index)}.{kind}({self.handle(event.stream)})"
+    def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
+        return [
+            ("record_entry" if self.is_callers_state(e) else "record", e, e.stream)
+            for e in self.plan.events
+            if first <= e.after <= last
+        ]
 
-    def wait(self, event: Event, stream: int, position: int) -> str:
-        name = self.event(event.index)
-        if stream == HOST:
-            return f"{name}.synchronize()"
-        if self.is_callers_state(event):
-            return f"{name}.wait_entry({self.handle(stream)})"
-        if position == len(self.plan.ops) and self.device is not None and ambient_device(stream) is None:
-            return f"{name}.wait_exit({self.handle(stream)}, {self.handle(ambient_stream(self.device))})"
-        return f"{name}.wait({self.handle(stream)})"
+    def waits(self, position: int) -> list[tuple[str, Event, int]]:
+        found = []
+        for event, stream in self.plan.waits_before(position):
+            kind = "wait"
+            if self.is_callers_state(event):
+                kind = "wait_entry"
+            elif position == len(self.plan.ops) and self.device is not None and ambient_device(stream) is None:
+                kind = "wait_exit"
+            found.append((kind, event, stream))
+        return found
 
-    def waits(self, position: int) -> list[str]:
-        lines = [self.wait(event, stream, position) for event, stream in self.plan.waits_before(position)]
+    def is_wait_at_entry(self, event: Event, stream: int, position: int) -> bool:
+        """The wait can be made when the region is entered: the stream gets nothing to do before it."""
+        earlier = self.plan.ops[:position]
+        return event.after == ENTRY and stream != HOST and all(op.stream != stream for op in earlier)
+
+    def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
             if wait.before == position:
-                lines.append(f"{self.object(int(wait.token[1:]))}.wait({self.stream(wait.stream)})")
-        return lines
+                self.write(f"{self.use(self.object(int(wait.token[1:])))}.wait({self.stream(wait.stream)})")
+
+    # -- the region's lines
 
     def begin(self) -> None:
         plan_log.publish(self.plan)
         self.wrapper.writeline(BeginRegion(self))
-        for line in self.records(ENTRY, ENTRY):
-            self.write(line)
+        self.entry += map(self.at_boundary, self.records(ENTRY, ENTRY))
+        for position in range(len(self.plan.ops) + 1):
+            self.entry += [
+                self.at_boundary(wait)
+                for wait in self.waits(position)
+                if self.is_wait_at_entry(wait[1], wait[2], position)
+            ]
 
     def before(self, node: BaseSchedulerNode) -> None:
         """What stands between the previous node's lines and this one's."""
         here = self.region.index[node]
-        lines = self.records(max(self.done, 0), here - 1) if here else []
-        lines += self.waits(here)
-        if lines:
+        operations = self.records(max(self.done, 0), here - 1) if here else []
+        operations += [w for w in self.waits(here) if not self.is_wait_at_entry(w[1], w[2], here)]
+        if operations or any(wait.before == here for wait in self.plan.boundary_waits):
             self.scheduler.flush()
-        for line in lines:
-            self.write(line)
+        for operation in operations:
+            self.write_operation(operation)
+        self.write_boundary_waits(here)
         self.done = here
         self.release(here)
         op = self.plan.ops[here]
@@ -262,8 +307,9 @@ class RegionEmitter:
 
     def end(self) -> None:
         last = len(self.plan.ops)
-        for line in [*self.records(max(self.done, 0), last), *self.waits(last)]:
-            self.write(line)
+        waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
+        self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
+        self.write_boundary_waits(last)
         self.may_alias = self.find_aliases()
         self.wrapper.writeline(EndRegion(self))
 
@@ -283,49 +329,50 @@ class RegionEmitter:
         elif at < len(self.plan.ops):
             self.pending.append((at, free))
 
-    def prologue(self) -> list[str]:
-        lines = []
-        looked_up = {}
-        for stream in self.streams:
-            device = ambient_device(stream)
-            if device is None:
-                looked_up[self.stream(stream)] = stream
-            else:
-                lines.append(f"{self.stream(stream)} = ambient({device})")
-        looked_up.update({self.object(index): index for index in self.objects})
-        if looked_up:
-            lines.append(f"{', '.join(looked_up)}, = get_objects({', '.join(map(str, looked_up.values()))})")
-        lines += [f"{self.stream(s)}_raw = {self.stream(s)}.cuda_stream" for s in self.streams if s in self.raw]
-        if self.plan.events:
-            names = ", ".join(self.event(e.index) for e in self.plan.events)
-            lines.append(f"{names}, = events{self.suffix} = take({self.pool}, {len(self.plan.events)}, {self.device})")
-        if self.may_alias:
-            handles = ", ".join(f"{self.stream(s)}_raw" for s in self.may_alias)
-            lines.append(f"if (aliased{self.suffix} := len({{{handles}}}) < {len(self.may_alias)}):")
-            waits = [f"{self.object(int(w.token[1:]))}.wait({self.stream(0)})" for w in self.plan.boundary_waits]
-            lines.append("    " + "; ".join([self.aligned, *waits]))
-        return lines
-
     def find_aliases(self) -> list[int]:
         """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
         if self.region.enclosed or self.device is None:
             return []
         theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
-        found = [ambient_stream(self.device), *theirs] if theirs else []
-        for stream in found:
-            self.raw_stream(stream)
-        return found
+        return [ambient_stream(self.device), *theirs] if theirs else []
 
     @property
-    def aligned(self) -> str:
-        return f"align({', '.join(self.stream(s) for s in self.may_alias)})"
+    def is_idle(self) -> bool:
+        """Nothing is looked up, recorded or waited for."""
+        return not (self.returned or self.entry or self.exit or self.may_alias)
+
+    def define(self) -> None:
+        """Write the region's definition into the module's header. All lines of the region are known by now."""
+        self.is_defined = True
+        streams: dict[str, int | str] = {}
+        for stream in self.streams:
+            device = ambient_device(stream)
+            streams[self.named(stream)] = stream if device is None else f"cuda:{device}"
+        define_region(
+            self.root,
+            f"_region{self.number}",
+            device=self.device,
+            streams=streams,
+            events=len(self.plan.events),
+            entry=tuple(self.entry),
+            exit=tuple(self.exit),
+            returns=tuple(self.returned),
+            objects={self.object(index): index for index in self.objects},
+            distinct=tuple(map(self.named, self.may_alias)),
+            waits_again=tuple(self.object(int(w.token[1:])) for w in self.plan.boundary_waits if self.may_alias),
+            records_again=tuple(self.recorded if self.may_alias else ()),
+        )
+
+    def prologue(self) -> list[str]:
+        if self.is_idle:
+            return []
+        if not self.is_defined:
+            self.define()
+        names = ", ".join([f"frame{self.number}", *self.returned])
+        return [f"{names}, = _region{self.number}.enter()"]
 
     def epilogue(self) -> list[str]:
-        lines = [f"{self.pool}.append(events{self.suffix})"] if self.plan.events else []
-        if self.may_alias:
-            again = [f"{event}.record({stream})" for event, stream in self.recorded]
-            lines += [f"if aliased{self.suffix}:", "    " + "; ".join([self.aligned, *again])]
-        return lines
+        return [] if self.is_idle else [f"frame{self.number}.leave()"]
 
     # -- questions of the code generator
 
@@ -340,15 +387,16 @@ class RegionEmitter:
             return False
         stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
         if kind == "record_event":
-            self.recorded[self.object(arguments[0]), self.stream(stream)] = None
-            self.write(f"{self.object(arguments[0])}.record({self.stream(stream)})")
+            event = self.use(self.object(arguments[0]))
+            self.recorded[event, self.stream(stream)] = None
+            self.write(f"{event}.record({self.stream(stream)})")
         elif kind == "wait_event":
-            self.write(f"{self.object(arguments[0])}.wait({self.stream(stream)})")
+            self.write(f"{self.use(self.object(arguments[0]))}.wait({self.stream(stream)})")
         elif kind == "wait_stream":
             waiting = self.region.numbers.get(arguments[0], arguments[0])
             self.write(f"{self.stream(waiting)}.wait_stream({self.stream(stream)})")
         elif kind == "synchronize_event":
-            self.write(f"{self.object(arguments[0])}.synchronize()")
+            self.write(f"{self.use(self.object(arguments[0]))}.synchronize()")
         elif kind == "synchronize_stream":
             self.write(f"{self.stream(stream)}.synchronize()")
         elif kind == "record_stream":

@@ -1,10 +1,11 @@
-"""Events for generated code: a few driver calls, without what torch.Event adds around them.
+"""Events and region boundaries for generated code: driver calls, without what torch.Event adds around them.
 
 `torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third; a fork and a join of eight
-streams is 25 such calls. `Event` here takes the raw handle of a stream, which generated code has anyway. It is built
-at first use by the compiler that Triton needs and cached by Triton; without a compiler, or without the driver, a
-Python class of the same behaviour takes its place. An event belongs to one device and orders streams of that device:
-an event that crosses devices is a torch.Event.
+streams is 25 such calls. `Event` here takes the raw handle of a stream, which generated code has anyway; `Region`
+does in one call what a region does when it is entered, and in one what it does when it is left. The module is built
+at first use by the compiler that Triton needs and cached by Triton; without a compiler, or without the driver, Python
+classes of the same behaviour take its place (`PythonEvent` here, `PythonRegion` in stream_runtime). An event belongs
+to one device and orders streams of that device: an event that crosses devices is a torch.Event.
 
 Note [Boundary events under the caller's capture]
 When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a stream
@@ -96,33 +97,17 @@ static int is_capturing(Handle stream) {
     int status = 0;
     return !cu.capturing(stream, &status) && status;
 }
-static PyObject *event_record_entry(Event *self, PyObject *stream) {
-    PyObject *result = event_record(self, stream);
-    if (result) self->captured = is_capturing(PyLong_AsVoidPtr(stream));
-    return result;
-}
 static PyObject *event_wait_entry(Event *self, PyObject *stream) {
     if (!self->captured && is_capturing(PyLong_AsVoidPtr(stream))) Py_RETURN_NONE;
     return event_wait(self, stream);
 }
-static PyObject *event_wait_exit(Event *self, PyObject *const *args, Py_ssize_t count) {
-    Handle stream, ambient, back = NULL;
-    PyObject *result;
-    int join, pushed, code;
-    if (count != 2) return PyErr_Format(PyExc_TypeError, "wait_exit(raw_stream, raw_ambient) takes 2 arguments");
-    stream = PyLong_AsVoidPtr(args[0]);
-    ambient = PyLong_AsVoidPtr(args[1]);
-    if (PyErr_Occurred()) return NULL;
-    join = is_capturing(ambient) && !is_capturing(stream);
-    if (!(result = event_wait(self, args[0])) || !join) return result;
-    Py_DECREF(result);
-    if (!(code = enter(self->context, &pushed))) {
-        if (!(code = cu.create(&back, 2)) && !(code = cu.record(back, stream))) code = cu.wait(ambient, back, 0);
-        if (back) cu.destroy(back);
-        leave(pushed);
-    }
-    if (code) return fail(code, "Event.wait_exit");
-    Py_RETURN_NONE;
+static int wait_exit(Event *self, Handle stream, Handle ambient) {
+    Handle back = NULL;
+    int join = is_capturing(ambient) && !is_capturing(stream), code = cu.wait(stream, self->event, 0);
+    if (code || !join) return code;
+    if (!(code = cu.create(&back, 2)) && !(code = cu.record(back, stream))) code = cu.wait(ambient, back, 0);
+    if (back) cu.destroy(back);
+    return code;
 }
 static PyObject *event_synchronize(Event *self, PyObject *unused) {
     int code;
@@ -135,15 +120,286 @@ static PyObject *event_synchronize(Event *self, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"record", (PyCFunction)event_record, METH_O, "record(raw_stream)"},
     {"wait", (PyCFunction)event_wait, METH_O, "wait(raw_stream): make the stream wait for this event"},
-    {"record_entry", (PyCFunction)event_record_entry, METH_O, "record(raw_stream) at the entry of a region"},
     {"wait_entry", (PyCFunction)event_wait_entry, METH_O, "wait(raw_stream) for what the caller had on a stream"},
-    {"wait_exit", (PyCFunction)(void (*)(void))event_wait_exit, METH_FASTCALL,
-     "wait_exit(raw_stream, raw_ambient): the stream waits when the region is left"},
     {"synchronize", (PyCFunction)event_synchronize, METH_NOARGS, "synchronize(): make the host wait for this event"},
     {NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, event_new}, {Py_tp_dealloc, event_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
 static PyType_Spec spec = {"torch_overlay_events.Event", sizeof(Event), 0, Py_TPFLAGS_DEFAULT, slots};
+/* A region of generated code: what it looks up, records and waits for when it is entered and left. */
+typedef struct { int kind, event, stream; } Operation;
+enum { RECORD, RECORD_ENTRY, WAIT, WAIT_ENTRY, WAIT_EXIT };
+enum { RAW, STREAM, EVENT, OBJECT };
+static const char *const operation_kinds[] = {"record", "record_entry", "wait", "wait_entry", "wait_exit", NULL};
+static const char *const result_kinds[] = {"raw", "stream", "event", "object", NULL};
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *device, *thread, *stream_type, *current_raw, *current, *resolve, *aliased, *frames;
+    PyObject *objects_name, *handle_name;
+    Py_ssize_t streams, results, entries, exits, distincts, count;
+    Py_ssize_t *indices;  /* of each stream in the table of the running graph; -1: the current stream of the device */
+    int *distinct;
+    Operation *entry, *exit;
+    struct { int kind; Py_ssize_t which; } *result;
+} Region;
+typedef struct {
+    PyObject_HEAD
+    Region *region;  /* NULL while no call uses the frame */
+    PyObject *events;  /* a tuple */
+    PyObject **streams;
+    Handle *raw;
+    Py_ssize_t count;
+    int aliased;
+} Frame;
+
+static PyTypeObject *frame_type, *event_type;
+
+static void frame_clear(Frame *self) {
+    for (Py_ssize_t i = 0; self->streams && i < self->count; i++) Py_CLEAR(self->streams[i]);
+    Py_CLEAR(self->region);
+}
+static void frame_dealloc(Frame *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    frame_clear(self);
+    PyMem_Free(self->streams);
+    PyMem_Free(self->raw);
+    Py_XDECREF(self->events);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+static Frame *frame_new(Region *region) {
+    Frame *self = (Frame *)frame_type->tp_alloc(frame_type, 0);
+    if (!self) return NULL;
+    self->count = region->streams;
+    self->streams = PyMem_Calloc(region->streams + 1, sizeof *self->streams);
+    self->raw = PyMem_Calloc(region->streams + 1, sizeof *self->raw);
+    if (!self->streams || !self->raw) { Py_DECREF(self); PyErr_NoMemory(); return NULL; }
+    if (!(self->events = PyTuple_New(region->count))) { Py_DECREF(self); return NULL; }
+    for (Py_ssize_t i = 0; i < region->count; i++) {
+        PyObject *event = PyObject_CallOneArg((PyObject *)event_type, region->device);
+        if (!event) { Py_DECREF(self); return NULL; }
+        PyTuple_SET_ITEM(self->events, i, event);
+    }
+    return self;
+}
+static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
+    Event *first = count ? (Event *)PyTuple_GET_ITEM(self->events, ops[0].event) : NULL;
+    int pushed = 0, code = first ? enter(first->context, &pushed) : 0;
+    for (Py_ssize_t i = 0; i < count && !code; i++) {
+        Event *event = (Event *)PyTuple_GET_ITEM(self->events, ops[i].event);
+        Handle stream = self->raw[ops[i].stream];
+        switch (ops[i].kind) {
+        case RECORD: code = cu.record(event->event, stream); break;
+        case RECORD_ENTRY:
+            code = cu.record(event->event, stream);
+            event->captured = is_capturing(stream);
+            break;
+        case WAIT: code = cu.wait(stream, event->event, 0); break;
+        case WAIT_ENTRY:
+            if (event->captured || !is_capturing(stream)) code = cu.wait(stream, event->event, 0);
+            break;
+        case WAIT_EXIT: code = wait_exit(event, stream, self->raw[0]); break;
+        }
+    }
+    if (first) leave(pushed);
+    if (code) { fail(code, "a region's events"); return -1; }
+    return 0;
+}
+static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
+    Region *region = self->region;
+    Py_ssize_t index = region->indices[slot];
+    PyObject *raw, *item;
+    if (index < 0) {
+        raw = PyObject_CallOneArg(region->current_raw, region->device);
+    } else {
+        if (index >= PySequence_Fast_GET_SIZE(table)) {
+            PyErr_Format(PyExc_RuntimeError, "stream object %zd isn't in the table of the running graph", index);
+            return -1;
+        }
+        item = Py_NewRef(PySequence_Fast_GET_ITEM(table, index));
+        if ((PyObject *)Py_TYPE(item) != region->stream_type) Py_SETREF(item, PyObject_CallOneArg(region->resolve, item));
+        if (!item) return -1;
+        Py_XSETREF(self->streams[slot], item);
+        raw = PyObject_GetAttr(item, region->handle_name);
+    }
+    if (!raw) return -1;
+    self->raw[slot] = PyLong_AsVoidPtr(raw);
+    Py_DECREF(raw);
+    return PyErr_Occurred() ? -1 : 0;
+}
+static PyObject *frame_result(Frame *self, PyObject *table, int kind, Py_ssize_t which) {
+    Region *region = self->region;
+    switch (kind) {
+    case RAW: return PyLong_FromVoidPtr(self->raw[which]);
+    case STREAM:
+        if (!self->streams[which]) self->streams[which] = PyObject_CallOneArg(region->current, region->device);
+        return Py_XNewRef(self->streams[which]);
+    case EVENT: return Py_NewRef(PyTuple_GET_ITEM(self->events, which));
+    }
+    if (!table || which >= PySequence_Fast_GET_SIZE(table))
+        return PyErr_Format(PyExc_RuntimeError, "event object %zd isn't in the table of the running graph", which);
+    return PyObject_CallOneArg(region->resolve, PySequence_Fast_GET_ITEM(table, which));
+}
+static PyObject *region_enter(Region *self, PyObject *unused) {
+    Frame *frame = NULL;
+    PyObject *table = NULL, *results = NULL;
+    Py_ssize_t free_frames = PyList_GET_SIZE(self->frames);
+    if (free_frames) {
+        frame = (Frame *)Py_NewRef(PyList_GET_ITEM(self->frames, free_frames - 1));
+        if (PyList_SetSlice(self->frames, free_frames - 1, free_frames, NULL)) goto failed;
+    } else if (!(frame = frame_new(self))) {
+        goto failed;
+    }
+    frame->region = (Region *)Py_NewRef((PyObject *)self);
+    PyObject *found = PyObject_GetAttr(self->thread, self->objects_name);
+    if (!found) goto failed;
+    if (found == Py_None) Py_DECREF(found);
+    else {
+        table = PySequence_Fast(found, "the table of stream objects is no sequence");
+        Py_DECREF(found);
+        if (!table) goto failed;
+    }
+    for (Py_ssize_t slot = 0; slot < self->streams; slot++) {
+        if (!table && self->indices[slot] >= 0) {
+            PyErr_SetString(PyExc_RuntimeError, "a stream was looked up outside the call of the graph it belongs to");
+            goto failed;
+        }
+        if (frame_look_up(frame, table, slot)) goto failed;
+    }
+    frame->aliased = 0;
+    for (Py_ssize_t i = 1; i < self->distincts; i++)
+        for (Py_ssize_t j = 0; j < i; j++)
+            frame->aliased |= frame->raw[self->distinct[i]] == frame->raw[self->distinct[j]];
+    if (frame->aliased) {
+        PyObject *done = PyObject_CallOneArg(self->aliased, Py_True);
+        if (!done) goto failed;
+        Py_DECREF(done);
+    }
+    if (frame_run(frame, self->entry, self->entries)) goto failed;
+    if (!(results = PyTuple_New(self->results + 1))) goto failed;
+    for (Py_ssize_t i = 0; i < self->results; i++) {
+        PyObject *one = frame_result(frame, table, self->result[i].kind, self->result[i].which);
+        if (!one) goto failed;
+        PyTuple_SET_ITEM(results, i + 1, one);
+    }
+    PyTuple_SET_ITEM(results, 0, (PyObject *)frame);
+    Py_XDECREF(table);
+    return results;
+failed:
+    Py_XDECREF(results);
+    Py_XDECREF(table);
+    Py_XDECREF((PyObject *)frame);
+    return NULL;
+}
+static PyObject *frame_leave(Frame *self, PyObject *unused) {
+    Region *region = self->region;
+    PyObject *done;
+    if (!region) return PyErr_Format(PyExc_RuntimeError, "leave() of a region that was left already");
+    if (frame_run(self, region->exit, region->exits)) return NULL;
+    Py_INCREF((PyObject *)region);
+    frame_clear(self);
+    done = PyList_Append(region->frames, (PyObject *)self) ? NULL
+         : self->aliased ? PyObject_CallOneArg(region->aliased, Py_False) : Py_NewRef(Py_None);
+    Py_DECREF((PyObject *)region);
+    return done;
+}
+
+static int number_of(const char *const *names, PyObject *name) {
+    for (int i = 0; names[i]; i++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[i])) return i;
+    PyErr_Format(PyExc_ValueError, "Region: unknown kind %R", name);
+    return -1;
+}
+static Operation *operations(PyObject *list, Py_ssize_t events, Py_ssize_t streams, Py_ssize_t *count) {
+    Operation *ops;
+    *count = PyTuple_Size(list);
+    if (*count < 0 || !(ops = PyMem_Calloc(*count + 1, sizeof *ops))) return NULL;
+    for (Py_ssize_t i = 0; i < *count; i++) {
+        PyObject *kind;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(list, i), "Oii", &kind, &ops[i].event, &ops[i].stream)) goto failed;
+        if ((ops[i].kind = number_of(operation_kinds, kind)) < 0) goto failed;
+        if (ops[i].event < 0 || ops[i].event >= events || ops[i].stream < 0 || ops[i].stream >= streams) {
+            PyErr_SetString(PyExc_ValueError, "Region: an operation names an event or a stream that it doesn't have");
+            goto failed;
+        }
+    }
+    return ops;
+failed:
+    PyMem_Free(ops);
+    return NULL;
+}
+static void region_dealloc(Region *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF(self->device); Py_XDECREF(self->thread); Py_XDECREF(self->stream_type); Py_XDECREF(self->current_raw);
+    Py_XDECREF(self->current); Py_XDECREF(self->resolve); Py_XDECREF(self->aliased); Py_XDECREF(self->frames);
+    Py_XDECREF(self->objects_name); Py_XDECREF(self->handle_name);
+    PyMem_Free(self->indices); PyMem_Free(self->distinct); PyMem_Free(self->entry); PyMem_Free(self->exit);
+    PyMem_Free(self->result);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"device", "indices", "events", "entry", "exit", "results", "distinct", "thread",
+                            "stream_type", "current_raw", "current", "resolve", "aliased", NULL};
+    PyObject *device, *indices, *entry, *exit_, *results, *distinct, *thread, *stream_type, *raw, *current, *resolve;
+    PyObject *aliased;
+    Py_ssize_t events;
+    Region *self;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO", names, &device, &PyTuple_Type, &indices, &events,
+            &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results, &PyTuple_Type, &distinct, &thread,
+            &stream_type, &raw, &current, &resolve, &aliased)) return NULL;
+    if (!(self = (Region *)type->tp_alloc(type, 0))) return NULL;
+    self->device = Py_NewRef(device); self->thread = Py_NewRef(thread); self->stream_type = Py_NewRef(stream_type);
+    self->current_raw = Py_NewRef(raw); self->current = Py_NewRef(current); self->resolve = Py_NewRef(resolve);
+    self->aliased = Py_NewRef(aliased);
+    self->count = events;
+    self->streams = PyTuple_GET_SIZE(indices);
+    self->results = PyTuple_GET_SIZE(results);
+    self->distincts = PyTuple_GET_SIZE(distinct);
+    self->indices = PyMem_Calloc(self->streams + 1, sizeof *self->indices);
+    self->distinct = PyMem_Calloc(self->distincts + 1, sizeof *self->distinct);
+    self->result = PyMem_Calloc(self->results + 1, sizeof *self->result);
+    if (!self->indices || !self->distinct || !self->result) { PyErr_NoMemory(); goto failed; }
+    if (!(self->frames = PyList_New(0)) || !(self->objects_name = PyUnicode_InternFromString("objects"))
+        || !(self->handle_name = PyUnicode_InternFromString("cuda_stream"))) goto failed;
+    for (Py_ssize_t i = 0; i < self->streams; i++)
+        self->indices[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
+    for (Py_ssize_t i = 0; i < self->distincts; i++) {
+        self->distinct[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(distinct, i));
+        if (self->distinct[i] < 0 || self->distinct[i] >= self->streams) {
+            PyErr_SetString(PyExc_ValueError, "Region: distinct names a stream that the region doesn't have");
+            goto failed;
+        }
+    }
+    if (PyErr_Occurred()) goto failed;
+    if (!(self->entry = operations(entry, events, self->streams, &self->entries))) goto failed;
+    if (!(self->exit = operations(exit_, events, self->streams, &self->exits))) goto failed;
+    for (Py_ssize_t i = 0; i < self->results; i++) {
+        PyObject *kind;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "On", &kind, &self->result[i].which)) goto failed;
+        if ((self->result[i].kind = number_of(result_kinds, kind)) < 0) goto failed;
+        Py_ssize_t limit = self->result[i].kind == EVENT ? events : self->streams;
+        if (self->result[i].which < 0 || (self->result[i].kind != OBJECT && self->result[i].which >= limit)) {
+            PyErr_SetString(PyExc_ValueError, "Region: a result names an event or a stream that the region doesn't have");
+            goto failed;
+        }
+    }
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+static PyMethodDef region_methods[] = {
+    {"enter", (PyCFunction)region_enter, METH_NOARGS, "enter() -> (frame, *results)"}, {NULL}};
+static PyMethodDef frame_methods[] = {
+    {"leave", (PyCFunction)frame_leave, METH_NOARGS, "leave(): what the region owes to the caller's streams"}, {NULL}};
+static PyType_Slot region_slots[] = {
+    {Py_tp_new, region_new}, {Py_tp_dealloc, region_dealloc}, {Py_tp_methods, region_methods}, {0, NULL}};
+static PyType_Slot frame_slots[] = {{Py_tp_dealloc, frame_dealloc}, {Py_tp_methods, frame_methods}, {0, NULL}};
+static PyType_Spec region_spec = {"torch_overlay_events.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT, region_slots};
+static PyType_Spec frame_spec = {"torch_overlay_events.Frame", sizeof(Frame), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, frame_slots};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torch_overlay_events", NULL, -1, NULL};
 
 PyMODINIT_FUNC PyInit_torch_overlay_events(void) {
@@ -161,7 +417,10 @@ PyMODINIT_FUNC PyInit_torch_overlay_events(void) {
         if (!(*want[i].slot = dlsym(driver, want[i].name)))
             return PyErr_Format(PyExc_ImportError, "libcuda.so.1 has no %s", want[i].name);
     if (!(self = PyModule_Create(&module)) || !(type = PyType_FromSpec(&spec))) return NULL;
+    event_type = (PyTypeObject *)Py_NewRef(type);
     if (PyModule_AddObject(self, "Event", type) < 0) return NULL;
+    if (!(frame_type = (PyTypeObject *)PyType_FromSpec(&frame_spec))) return NULL;
+    if (!(type = PyType_FromSpec(&region_spec)) || PyModule_AddObject(self, "Region", type) < 0) return NULL;
     return self;
 }
 """
@@ -181,23 +440,11 @@ class PythonEvent:
     def wait(self, raw_stream: int) -> None:
         self.event.wait(_stream(raw_stream, self.device.index))
 
-    def record_entry(self, raw_stream: int) -> None:
-        self.record(raw_stream)
-        self.captured = self._is_capturing(raw_stream)
-
     def wait_entry(self, raw_stream: int) -> None:
-        if self.captured or not self._is_capturing(raw_stream):
+        if self.captured or not self.is_capturing(raw_stream):
             self.wait(raw_stream)
 
-    def wait_exit(self, raw_stream: int, raw_ambient: int) -> None:
-        join = self._is_capturing(raw_ambient) and not self._is_capturing(raw_stream)
-        self.wait(raw_stream)
-        if join:
-            back = torch.Event(device=self.device)
-            back.record(_stream(raw_stream, self.device.index))
-            back.wait(_stream(raw_ambient, self.device.index))
-
-    def _is_capturing(self, raw_stream: int) -> bool:
+    def is_capturing(self, raw_stream: int) -> bool:
         with torch.cuda.stream(_stream(raw_stream, self.device.index)):  # type: ignore[arg-type]
             return torch.cuda.is_current_stream_capturing()
 
@@ -213,14 +460,14 @@ def _stream(raw_stream: int, device_index: int) -> torch.Stream:
 
 
 @functools.cache
-def event_class() -> Any:
-    """The native class if it can be built and is wanted (`config.native_events`), else the Python one."""
+def module() -> Any:
+    """The native module if it can be built and is wanted (`config.native_events`), else None."""
     if not config.native_events:
-        return PythonEvent
+        return None
     try:
         from triton.runtime.build import compile_module_from_src
 
-        return compile_module_from_src(SOURCE, "torch_overlay_events").Event
+        return compile_module_from_src(SOURCE, "torch_overlay_events")
     except Exception as error:
-        log.info("events run in Python, some 0.4 us slower each: the native class was not built (%s)", error)
-        return PythonEvent
+        log.info("events run in Python, some 0.4 us slower each: the native module was not built (%s)", error)
+        return None

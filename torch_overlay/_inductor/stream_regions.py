@@ -17,7 +17,15 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE
-from torch_overlay._inductor.stream_codegen import _root, active, RegionEmitter, RUNTIME, StreamLine
+from torch_overlay._inductor.stream_codegen import (
+    _root,
+    active,
+    declare_runtime,
+    define_region,
+    Operation,
+    RegionEmitter,
+    StreamLine,
+)
 from torch_overlay._inductor.stream_schedule import (
     _origins,
     needs_plan,
@@ -106,35 +114,35 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     if registry.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     streams, events = _outside(scheduler)
+    if not (streams or events):
+        return original(scheduler)
     wrapper: Any = V.graph.wrapper_code
     root: Any = _root(wrapper)
-    if not root.imports.contains(RUNTIME):
-        root.imports.writeline(RUNTIME)
-    pool = "_outer_events"
-    root.header.writeline(f"{pool} = []")
-    device = torch.accelerator.current_device_index()
-    numbers = [*streams, *events]
-    named = [*(f"outer{s}" for s in streams), *(f"outer_event{e}" for e in events)]
-    lines = [f"outer0 = ambient({device})"]
-    if numbers:
-        lines.append(f"{', '.join(named)}, = get_objects({', '.join(map(str, numbers))})")
-    if streams:
-        lines += [f"raw{s} = outer{s}.cuda_stream" for s in (0, *streams)]
-        names = [f"outer_ev{s}" for s in (0, *streams)]
-        lines.append(f"{', '.join(names)}, = outer_events = take({pool}, {len(names)}, {device})")
-        lines += [line for s in streams for line in (f"outer_ev{s}.record(raw{s})", f"outer_ev{s}.wait(raw0)")]
-    lines += [f"outer_event{e}.wait(outer0)" for e in events]
-    for line in lines:
-        wrapper.writeline(StreamLine(line))
+    declare_runtime(root)
+    names = {f"stream{s}_outer": s for s in streams}
+    objects = {f"event{e}_outer": e for e in events}
+    caller = "stream0_outer"
+    entry: list[Operation] = []
+    for event, stream in enumerate(names, start=1):
+        entry.append(("record_entry", f"ev{event}_outer", stream))
+        entry.append(("wait_entry", f"ev{event}_outer", caller))
+    define_region(
+        root,
+        "_outer",
+        device=(device := torch.accelerator.current_device_index()),
+        streams={caller: f"cuda:{device}", **names},
+        events=len(names) + 1 if names else 0,
+        entry=tuple(entry),
+        exit=(("record", "ev0_outer", caller), *(("wait_exit", "ev0_outer", s) for s in names)) if names else (),
+        returns=(caller, *objects) if objects else (),
+        objects=objects,
+    )
+    found = ", ".join(["frame_outer", *((caller, *objects) if objects else ())])
+    wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
+    for event in objects:
+        wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
     original(scheduler)
-    if streams:
-        lines = [
-            "outer_ev0.record(raw0)",
-            *(f"outer_ev0.wait(raw{s})" for s in streams),
-            f"{pool}.append(outer_events)",
-        ]
-        for line in lines:
-            wrapper.writeline(StreamLine(line))
+    wrapper.writeline(StreamLine("frame_outer.leave()"))
     return None
 
 

@@ -1,19 +1,35 @@
 """What generated code calls at run time for a region with streams.
 
-Events belong to the compiled module. A call takes a set of them from the module's pool and gives it back at its end,
-so two threads, or a call inside a call, never share one; list operations are atomic, and a call that raises only
-leaves its set to be collected.
+    _region0 = region(device=0, streams={"stream0": "cuda:0", "stream1": 1}, events=2,
+                      entry=(("record", "ev0", "stream0"), ("wait", "ev0", "stream1")), exit=..., returns=("stream1_raw",))
+
+    frame0, stream1_raw, = _region0.enter()
+    ...
+    frame0.leave()
+
+`enter` looks the streams up (a number is an index into the table of the running graph, "cuda:0" the current stream of
+that device), records and waits as `entry` says, in its order, and returns the frame of this call and what the code
+between uses; `leave` does what the region owes to the caller's streams. Events belong to the compiled module: a call
+takes a frame, with a set of them, and gives it back when it leaves, so two threads, or a call inside a call, never
+share one; a call that raises only leaves its frame to be collected.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
-from torch_overlay._inductor.stream_native import event_class
+from torch_overlay._inductor import stream_native
+from torch_overlay._inductor.stream_native import PythonEvent
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 
 set_stream = torch._C._accelerator_setStream
@@ -40,37 +56,17 @@ def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
     return found
 
 
-def get_objects(*indices: int) -> list[Any]:
-    """The streams and events of the running graph with these numbers."""
-    table = objects._thread.objects
-    if table is None:
-        return [get_object(index) for index in indices]  # raises
-    found = [one.resolve() if type(one := table[index]) is Owned else one for index in indices]
-    for i, one in enumerate(found):
-        if type(one) is torch.Stream:
-            found[i] = _as_cuda_stream(one)
-    return found
-
-
-def new_events(count: int, device_index: int | None) -> tuple[Any, ...]:
-    """Events of one device, recorded on raw handles; for None: torch.Event, recorded on streams of any device."""
-    if device_index is None:
-        return tuple(torch.Event(device="cuda") for _ in range(count))
-    make = event_class()
-    return tuple(make(device_index) for _ in range(count))
-
-
-def take(pool: list[tuple[Any, ...]], count: int, device_index: int | None) -> tuple[Any, ...]:
-    """A set of `count` events that no other call in flight uses."""
-    try:
-        return pool.pop()
-    except IndexError:
-        return new_events(count, device_index)
+def resolve(found: Any) -> Any:
+    """What an entry of a graph's table stands for: a torch.cuda.Stream, or an event."""
+    if type(found) is Owned:
+        found = found.resolve()
+    return _as_cuda_stream(found) if type(found) is torch.Stream else found
 
 
 def align(*streams: torch.Stream) -> None:
     """Order all the streams behind one another.
 
+    Note [Streams that turn out to be one]
     The plan takes the caller's streams for different ones, and none for the ambient stream, as they were when the
     function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the other:
     the call orders them fully at its entry and exit instead.
@@ -83,4 +79,180 @@ def align(*streams: torch.Stream) -> None:
             stream.wait_event(event)
 
 
-__all__ = ["align", "ambient", "get_object", "get_objects", "new_events", "restore_stream", "set_stream", "take"]
+@dataclass(frozen=True)
+class Spec:
+    """A region as its module defines it. Operations are (kind, event, stream), by the names of the generated code."""
+
+    device: int | None  # None: streams of several devices, ordered by torch.Event
+    streams: Mapping[str, int | str]
+    events: int
+    entry: Sequence[tuple[str, str, str]]
+    exit: Sequence[tuple[str, str, str]]
+    returns: Sequence[str]
+    objects: Mapping[str, int]
+    distinct: Sequence[str]
+    waits_again: Sequence[str]
+    records_again: Sequence[tuple[str, str]]
+
+    def find(self, stream: str) -> Any:
+        where = self.streams[stream]
+        return ambient(int(where[5:])) if isinstance(where, str) else resolve(get_object(where))
+
+    def event(self, name: str) -> int:
+        return int(name[2:].partition("_")[0])
+
+    def aliased(self, entering: bool) -> None:
+        """Two of the streams are one in this call: Note [Streams that turn out to be one]."""
+        align(*map(self.find, self.distinct))
+        if entering:
+            for event in self.waits_again:
+                resolve(get_object(self.objects[event])).wait(self.find(self.distinct[0]))
+        else:
+            for event, stream in self.records_again:
+                resolve(get_object(self.objects[event])).record(self.find(stream))
+
+
+class _Frame:
+    """One call of a PythonRegion."""
+
+    def __init__(self, region: PythonRegion) -> None:
+        make: Callable[[], Any] = (
+            functools.partial(torch.Event, device="cuda")
+            if region.spec.device is None
+            else functools.partial(PythonEvent, region.spec.device)
+        )
+        self.region = region
+        self.events = [make() for _ in range(region.spec.events)]
+        self.streams: dict[str, Any] = {}
+        self.is_aliased = False
+
+    def handle(self, stream: str) -> Any:
+        found = self.streams[stream]
+        return found if self.region.spec.device is None else found.cuda_stream
+
+    def run(self, operations: Sequence[tuple[str, str, str]]) -> None:
+        spec = self.region.spec
+        for kind, name, stream in operations:
+            event, handle = self.events[spec.event(name)], self.handle(stream)
+            if kind == "record_entry":
+                event.record(handle)
+                event.captured = event.is_capturing(handle)
+            elif kind == "wait_exit":
+                caller = self.handle(next(iter(spec.streams)))
+                joins = event.is_capturing(caller) and not event.is_capturing(handle)
+                event.wait(handle)
+                if joins:
+                    back = PythonEvent(event.device.index)
+                    back.record(handle)
+                    back.wait(caller)
+            else:
+                getattr(event, kind)(handle)
+
+    def result(self, name: str) -> Any:
+        spec = self.region.spec
+        if name in spec.streams:
+            return self.streams[name]
+        if name in spec.objects:
+            return resolve(get_object(spec.objects[name]))
+        if name.endswith("_raw"):
+            return self.streams[name[:-4]].cuda_stream
+        return self.events[spec.event(name)]
+
+    def leave(self) -> None:
+        self.run(self.region.spec.exit)
+        self.streams = {}
+        self.region.frames.append(self)
+        if self.is_aliased:
+            self.region.spec.aliased(False)
+
+
+class PythonRegion:
+    """The native Region's behaviour in Python, and the only one for streams of several devices."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.frames: list[_Frame] = []
+
+    def enter(self) -> tuple[Any, ...]:
+        spec = self.spec
+        frame = self.frames.pop() if self.frames else _Frame(self)
+        frame.streams = {name: spec.find(name) for name in spec.streams}
+        handles = {frame.streams[name].cuda_stream for name in spec.distinct}
+        frame.is_aliased = len(handles) < len(spec.distinct)
+        if frame.is_aliased:
+            spec.aliased(True)
+        frame.run(spec.entry)
+        return frame, *(frame.result(name) for name in spec.returns)
+
+
+def native_region(spec: Spec) -> Any:
+    """The region by the native module; None where that can't be had."""
+    native = stream_native.module()
+    if native is None or spec.device is None:
+        return None
+    slots = {name: slot for slot, name in enumerate(spec.streams)}
+
+    def operations(chosen: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, int, int], ...]:
+        return tuple((kind, spec.event(event), slots[stream]) for kind, event, stream in chosen)
+
+    def result(name: str) -> tuple[str, int]:
+        if name in slots:
+            return "stream", slots[name]
+        if name in spec.objects:
+            return "object", spec.objects[name]
+        return ("raw", slots[name[:-4]]) if name.endswith("_raw") else ("event", spec.event(name))
+
+    return native.Region(
+        device=spec.device,
+        indices=tuple(-1 if isinstance(where, str) else where for where in spec.streams.values()),
+        events=spec.events,
+        entry=operations(spec.entry),
+        exit=operations(spec.exit),
+        results=tuple(map(result, spec.returns)),
+        distinct=tuple(slots[name] for name in spec.distinct),
+        thread=objects._thread,
+        stream_type=torch.cuda.Stream,
+        current_raw=torch._C._cuda_getCurrentRawStream,
+        current=ambient,
+        resolve=resolve,
+        aliased=spec.aliased,
+    )
+
+
+class Region:
+    """A region of a generated module. The native module is built at the first call, not when the module is loaded."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.enter: Callable[[], tuple[Any, ...]] = self._enter_first
+
+    def _enter_first(self) -> tuple[Any, ...]:
+        self.enter = (native_region(self.spec) or PythonRegion(self.spec)).enter
+        return self.enter()
+
+
+def region(
+    device: int | None,
+    streams: Mapping[str, int | str],
+    events: int = 0,
+    entry: Sequence[tuple[str, str, str]] = (),
+    exit: Sequence[tuple[str, str, str]] = (),
+    returns: Sequence[str] = (),
+    objects: Mapping[str, int] | None = None,
+    distinct: Sequence[str] = (),
+    waits_again: Sequence[str] = (),
+    records_again: Sequence[tuple[str, str]] = (),
+) -> Region:
+    """The region of a generated module.
+
+    `streams` maps names to indices of the running graph's table, or to "cuda:N", the current stream of that device;
+    where one of the latter is used by `exit`, it comes first. `objects` are events of the caller. `distinct` are the
+    streams that the plan took for different ones; where two of them are one in a call, all are ordered behind one
+    another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end.
+    """
+    return Region(
+        Spec(device, streams, events, entry, exit, returns, objects or {}, distinct, waits_again, records_again)
+    )
+
+
+__all__ = ["align", "ambient", "get_object", "region", "restore_stream", "set_stream"]

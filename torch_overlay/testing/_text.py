@@ -70,9 +70,14 @@ _BODY = re.compile(r"^( *)def (?:call|partition_\d+)\(.*?\):\n((?:\1 +.*\n|\s*\n
 _NOISE = re.compile(r"^\s*(#.*|assert_(size_stride|alignment)\w*\(.*|\"\"\".*)?$")
 
 
+_REGION = re.compile(r"^_\w+ = region\(\n(?:    .*\n)*\)$", re.MULTILINE)
+
+
 def call_bodies(wrapper: str) -> str:
-    """The functions that run at each call, without comments, layout assertions, blank lines and outer indentation."""
-    lines = []
+    """The functions that run at each call, without comments, layout assertions, blank lines and outer indentation, and
+    the definitions of their regions before them.
+    """
+    lines = [line for match in _REGION.finditer(wrapper) for line in match[0].splitlines()]
     for match in _BODY.finditer(wrapper):
         indent = len(match[1])
         lines += [line[indent:].rstrip() for line in match[0].splitlines() if not _NOISE.match(line)]

@@ -1,0 +1,343 @@
+"""The native events and regions: on a GPU for real, and elsewhere on a stand-in for the driver that notes its calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor import stream_native
+
+
+DRIVER = r"""
+#include <stdio.h>
+#include <string.h>
+typedef void *Handle;
+static char noted[65536];
+static int events, context, capturing[64], failing;
+#define NOTE(...) snprintf(noted + strlen(noted), sizeof noted - strlen(noted), __VA_ARGS__)
+const char *noted_calls(void) { static char copy[65536]; strcpy(copy, noted); noted[0] = 0; return copy; }
+void set_capturing(int stream, int yes) { capturing[stream] = yes; }
+void set_failing(int code) { failing = code; }
+int cuCtxGetCurrent(Handle *out) { *out = &context; return 0; }
+int cuCtxPushCurrent_v2(Handle c) { NOTE("push "); return 0; }
+int cuCtxPopCurrent_v2(Handle *c) { NOTE("pop "); return 0; }
+int cuDeviceGet(int *out, int index) { *out = index; return 0; }
+int cuDevicePrimaryCtxRetain(Handle *out, int device) { *out = &context; return 0; }
+int cuEventCreate(Handle *out, unsigned flags) { *out = (Handle)(long)(++events); NOTE("create%d ", events); return 0; }
+int cuEventDestroy_v2(Handle e) { NOTE("destroy%ld ", (long)e); return 0; }
+int cuEventRecord(Handle e, Handle s) { NOTE("record%ld@%ld ", (long)e, (long)s); return failing; }
+int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { NOTE("wait%ld@%ld ", (long)e, (long)s); return failing; }
+int cuEventSynchronize(Handle e) { NOTE("synchronize%ld ", (long)e); return failing; }
+int cuGetErrorString(int code, const char **text) { *text = "stand-in"; return 0; }
+int cuStreamIsCapturing(Handle s, int *out) { *out = capturing[(long)s]; return 0; }
+"""
+
+# Streams of the table are named by their handles; "current" is the ambient stream.
+PREAMBLE = """
+import ctypes, gc, sys, types
+driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+driver.noted_calls.restype = ctypes.c_char_p
+import importlib.util
+spec = importlib.util.spec_from_file_location("torch_overlay_events", sys.argv[2])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+
+class Stream:
+    def __init__(self, handle): self.cuda_stream = handle
+
+class Alike(Stream): pass
+
+class Current:
+    handle = 9
+    def raw(self, device): return self.handle
+    def stream(self, device): return Stream(self.handle)
+
+current = Current()
+thread = types.SimpleNamespace(objects=None)
+turned = []
+
+def region(indices, events, entry=(), exit=(), results=(), distinct=()):
+    return native.Region(device=0, indices=indices, events=events, entry=entry, exit=exit, results=results,
+        distinct=distinct, thread=thread, stream_type=Stream, current_raw=current.raw, current=current.stream,
+        resolve=lambda found: Stream(found.cuda_stream) if isinstance(found, Alike) else found, aliased=turned.append)
+
+def calls():
+    return driver.noted_calls().decode().strip()
+
+def fails(kind, fn, *args):
+    try:
+        fn(*args)
+    except kind as error:
+        return str(error)
+    raise AssertionError("did not raise")
+
+fork = dict(
+    indices=(-1, 1, 2), events=3,
+    entry=(("record_entry", 0, 1), ("record", 1, 0), ("wait_entry", 0, 0), ("wait", 1, 1), ("wait", 1, 2)),
+    exit=(("record", 2, 1), ("wait", 2, 0), ("wait_exit", 2, 2)))
+"""
+
+
+def build(folder: str, source: str, name: str, *flags: str) -> str:
+    from triton.runtime.build import _find_compiler
+
+    path = Path(folder) / f"{name}.c"
+    path.write_text(source)
+    target = str(path.with_suffix(".so"))
+    options = ["-Wall", "-Werror", "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", *flags]
+    done = subprocess.run([_find_compiler("c"), str(path), *options, "-o", target], capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    return target
+
+
+class TestNativeRegion(TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        cls.driver = build(folder, DRIVER, "driver", "-Wl,-soname,libcuda.so.1")
+        cls.native = build(folder, stream_native.SOURCE, "torch_overlay_events")
+
+    def run_script(self, script: str) -> str:
+        command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), self.driver, self.native]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout
+
+    def test_enter_and_leave_record_and_wait_as_defined(self):
+        output = self.run_script("""
+            r = region(**fork, results=(("raw", 0), ("stream", 1), ("event", 2), ("object", 3), ("stream", 0)))
+            one, two, event = Stream(11), Stream(12), object()
+            thread.objects = (None, one, two, event)
+            frame, raw, stream, mine, found, ambient = r.enter()
+            assert raw == 9 and stream is one and found is event and ambient.cuda_stream == 9
+            print(calls())
+            mine.record(11)
+            print(calls())
+            assert frame.leave() is None
+            print(calls())
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+create1 create2 create3 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+record3@11
+record3@11 wait3@9 wait3@12
+""",
+        )
+
+    def test_calls_that_overlap_have_events_of_their_own(self):
+        output = self.run_script("""
+            r = region(**fork)
+            thread.objects = [None, Stream(11), Stream(12)]
+            first, = r.enter()
+            second, = r.enter()
+            calls()
+            second.leave(); first.leave()
+            print(calls())
+            third, = r.enter()
+            assert third is first
+            print(fails(RuntimeError, second.leave))
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+record6@11 wait6@9 wait6@12 record3@11 wait3@9 wait3@12
+leave() of a region that was left already
+""",
+        )
+
+    def test_under_capture_what_lies_outside_is_not_waited_for(self):
+        """Note [Boundary events under the caller's capture]."""
+        output = self.run_script("""
+            r = region(**fork)
+            thread.objects = (None, Stream(11), Stream(12))
+            driver.set_capturing(9, 1)
+            frame, = r.enter()
+            print(calls())
+            driver.set_capturing(11, 1)
+            frame.leave()
+            print(calls())
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+create1 create2 create3 record1@11 record2@9 wait2@11 wait2@12
+record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
+""",
+        )
+
+    def test_streams_that_turn_out_to_be_one(self):
+        output = self.run_script("""
+            r = region(**fork, distinct=(0, 1, 2))
+            thread.objects = (None, Stream(11), Stream(12))
+            frame, = r.enter(); frame.leave()
+            print(turned)
+            thread.objects = (None, Stream(11), Alike(11))
+            frame, = r.enter()
+            print(turned)
+            frame.leave()
+            print(turned)
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+[]
+[True]
+[True, False]
+""",
+        )
+
+    def test_errors_say_what_is_wrong_and_the_next_call_works(self):
+        output = self.run_script("""
+            r = region(**fork)
+            print(fails(RuntimeError, r.enter))
+            thread.objects = (None, Stream(11))
+            print(fails(RuntimeError, r.enter))
+            thread.objects = (None, Stream(11), Stream(12))
+            driver.set_failing(700)
+            print(fails(RuntimeError, r.enter))
+            driver.set_failing(0)
+            frame, = r.enter()
+            driver.set_failing(700)
+            print(fails(RuntimeError, frame.leave))
+            driver.set_failing(0)
+            frame, = r.enter()
+            frame.leave()
+            print(fails(ValueError, lambda: region((-1,), 1, entry=(("record", 1, 0),))))
+            print(fails(ValueError, lambda: region((-1,), 1, entry=(("forget", 0, 0),))))
+            print(fails(ValueError, lambda: region((-1,), 1, results=(("raw", 1),))))
+            print(fails(ValueError, lambda: region((-1,), 1, distinct=(1,))))
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+a stream was looked up outside the call of the graph it belongs to
+stream object 2 isn't in the table of the running graph
+CUDA driver error in a region's events: stand-in (700)
+CUDA driver error in a region's events: stand-in (700)
+Region: an operation names an event or a stream that it doesn't have
+Region: unknown kind 'forget'
+Region: a result names an event or a stream that the region doesn't have
+Region: distinct names a stream that the region doesn't have
+""",
+        )
+
+    def test_nothing_is_kept_alive(self):
+        """Neither the caller's streams after the call, nor events after the module; no reference is lost or gained."""
+        output = self.run_script("""
+            import weakref
+            r = region(**fork, results=(("raw", 0), ("stream", 1), ("event", 2), ("stream", 0)), distinct=(0, 1, 2))
+            one = Stream(11)
+            watched = weakref.ref(one)
+            thread.objects = (None, one, Stream(12))
+            def call():
+                frame, raw, stream, event, ambient = r.enter()
+                frame.leave()
+            call(); call(); calls()
+            before = sys.getrefcount(one), sys.getrefcount(r), sys.getrefcount(None)
+            for _ in range(1000): call()
+            after = sys.getrefcount(one), sys.getrefcount(r), sys.getrefcount(None)
+            assert after[:2] == before[:2] and abs(after[2] - before[2]) < 50, (before, after)
+            del one
+            thread.objects = None
+            assert watched() is None
+            calls()
+            del r, call
+            gc.collect()
+            print(*sorted(calls().split()))
+        """)
+        self.assertExpectedInline(output, "destroy1 destroy2 destroy3\n")
+
+
+class TestPythonEvents(TestCase):
+    def test_they_take_the_native_ones_place(self):
+        stream_native.module.cache_clear()
+        try:
+            with config.patch(native_events=False):
+                self.assertIsNone(stream_native.module())
+        finally:
+            stream_native.module.cache_clear()
+
+    def test_generated_code_finds_the_same_methods(self):
+        for name in ("record", "wait", "wait_entry", "synchronize"):
+            self.assertTrue(callable(getattr(stream_native.PythonEvent, name)))
+            self.assertIn(f'{{"{name}", ', stream_native.SOURCE)
+
+    @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+    def test_both_order_streams_on_a_gpu(self):
+        for make in (stream_native.module().Event, stream_native.PythonEvent):
+            first, second = torch.cuda.Stream(), torch.cuda.Stream()
+            event = make(torch.cuda.current_device())
+            x = torch.zeros(1 << 20, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(20_000_000)
+                x.add_(1)
+            event.record(first.cuda_stream)
+            event.wait(second.cuda_stream)
+            with torch.cuda.stream(second):
+                y = x.clone()
+            event.synchronize()
+            torch.cuda.synchronize()
+            self.assertTrue(bool((y == 1).all()), make)
+
+
+@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+class TestCallersCapture(TestCase):
+    def check(self) -> None:
+        """Folded and unfolded branches, and waits for what a stream held before, inside torch.cuda.graph."""
+        for limit in (0.0, 5.0):
+            torch._dynamo.reset()
+            stream = torch.cuda.Stream()
+
+            def fork_join(x, stream=stream):
+                current = torch.cuda.current_stream()
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    side = x.sin()
+                current.wait_stream(stream)
+                return side + x
+
+            fn = torch.compile(fork_join, fullgraph=True)
+            x = torch.randn(64, 64, device="cuda")
+            with config.patch(fold_branches_below_us=limit):
+                warm = torch.cuda.Stream()
+                warm.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(warm):
+                    for _ in range(3):
+                        fn(x)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    result = fn(x)
+            x.copy_(torch.randn(64, 64, device="cuda"))
+            graph.replay()
+            torch.cuda.synchronize()
+            self.assertEqual(result, x.sin() + x)
+
+    def test_with_the_native_region(self):
+        self.check()
+
+    def test_with_the_python_region(self):
+        stream_native.module.cache_clear()
+        try:
+            with config.patch(native_events=False):
+                self.check()
+        finally:
+            stream_native.module.cache_clear()
+
+
+if __name__ == "__main__":
+    run_tests()
