@@ -327,6 +327,15 @@ SEAMS: tuple[Seam, ...] = (
         upstream="pytorch#187224",
         ends="the patch is merged",
     ),
+    Seam(
+        target="torch._inductor.fx_passes.post_grad:reorder_for_locality",
+        impl="torch_overlay._inductor.stream_passes:reorder_for_locality",
+        kind="wrap",
+        patch="inductor-stream-planner",
+        fingerprint="844c4793e9981a26",
+        why="It delays side branches until the work that they were to run beside has been launched.",
+        ends="the patch is merged",
+    ),
     # ---- dynamo-stream-objects
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",

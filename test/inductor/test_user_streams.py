@@ -264,10 +264,10 @@ def call(self, args):
    stream  operation  waits before  records after
            entry                    ev0@0
 0  0       op0                      ev1@0
-1  3       op2        ev0@3         ev2@3
-2  0       op1_op3    ev2@0
+1  3       op1        ev0@3         ev2@3
+2  0       op2_op3    ev2@0
            exit       ev1@3
-free buf2 (stream 3) after exit
+free buf1 (stream 3) after exit
 """,
         )
 
@@ -291,11 +291,11 @@ free arg0_1 (stream 0) after exit
             """\
    stream  operation  waits before  records after
            entry
-0  0       op0_op3                  ev0@0
-1  1       op1        ev0@1         ev1@1
-2  0       op2        ev1@0
+0  0       op0_op1                  ev0@0
+1  1       op2        ev0@1         ev1@1
+2  0       op3        ev1@0
            exit
-free buf1 (stream 1) after exit
+free buf2 (stream 1) after exit
 """,
         )
 
@@ -367,15 +367,15 @@ free buf4 (stream 0) after exit
             """\
 _region0 = region(
     device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
+    streams={'stream0': 'cuda:0', 'stream2': 2, 'stream1': 1},
     events=3,
-    returns=('ev0', 'stream0_raw', 'stream1_raw', 'ev1', 'stream2_raw', 'ev2', 'stream1', 'stream2', 'stream0'),
-    distinct=('stream0', 'stream1', 'stream2'),
+    returns=('ev0', 'stream0_raw', 'stream2_raw', 'ev1', 'stream1_raw', 'ev2', 'stream2', 'stream1', 'stream0'),
+    distinct=('stream0', 'stream2', 'stream1'),
 )
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, ev0, stream0_raw, stream1_raw, ev1, stream2_raw, ev2, stream1, stream2, stream0, = _region0.enter()
+    frame0, ev0, stream0_raw, stream2_raw, ev1, stream1_raw, ev2, stream2, stream1, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -384,30 +384,30 @@ def call(self, args):
             buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             extern_kernels.mm(arg0_1, arg0_1, out=buf0)
             ev0.record(stream0_raw)
-            ev0.wait(stream1_raw)
-            set_stream(stream1)
+            ev0.wait(stream2_raw)
+            set_stream(stream2)
             buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_relu_0.run(buf0, buf1, 4096, stream=stream1_raw)
+            triton_poi_fused_neg_0.run(buf0, buf1, 4096, stream=stream2_raw)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             extern_kernels.mm(buf1, arg0_1, out=buf2)
             del buf1
-            ev1.record(stream1_raw)
-            ev0.wait(stream2_raw)
-            set_stream(stream2)
+            ev1.record(stream2_raw)
+            ev0.wait(stream1_raw)
+            set_stream(stream1)
             buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_neg_1.run(buf0, buf3, 4096, stream=stream2_raw)
+            triton_poi_fused_relu_1.run(buf0, buf3, 4096, stream=stream1_raw)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf4 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             extern_kernels.mm(buf3, arg0_1, out=buf4)
             del buf3
-            ev2.record(stream2_raw)
+            ev2.record(stream1_raw)
             ev1.wait(stream0_raw)
             ev2.wait(stream0_raw)
             del arg0_1
             del arg0_1_orig
             buf5 = buf0; del buf0  # reuse
-            triton_poi_fused_add_mul_2.run(buf2, buf4, buf5, 4096, stream=stream0_raw)
+            triton_poi_fused_add_mul_2.run(buf4, buf2, buf5, 4096, stream=stream0_raw)
     finally:
         restore_stream(stream0)
     frame0.leave()
@@ -450,28 +450,28 @@ def call(self, args):
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
-            set_stream(stream1)
             arg0_1_orig = arg0_1
             arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_mul_0.run(arg0_1, buf0, 4096, stream=stream1_raw)
+            buf0 = empty_strided_cuda((64, ), (1, ), torch.float32)
+            triton_per_fused_sum_0.run(arg0_1, buf0, 64, 64, stream=stream0_raw)
+            set_stream(stream1)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_mul_1.run(arg0_1, buf1, 4096, stream=stream1_raw)
             ev1.record(stream1_raw)
             set_stream(stream2)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_1.run(arg0_1, buf1, 4096, stream=stream2_raw)
+            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_2.run(arg0_1, buf2, 4096, stream=stream2_raw)
             ev2.record(stream2_raw)
-            set_stream(stream0)
-            arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf2 = empty_strided_cuda((64, ), (1, ), torch.float32)
-            triton_per_fused_sum_2.run(arg0_1, buf2, 64, 64, stream=stream0_raw)
             ev1.wait(stream0_raw)
             ev2.wait(stream0_raw)
             del arg0_1
             del arg0_1_orig
+            set_stream(stream0)
             buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_mul_3.run(buf0, buf1, buf2, buf3, 4096, stream=stream0_raw)
-            del buf2
+            triton_poi_fused_add_mul_3.run(buf1, buf2, buf0, buf3, 4096, stream=stream0_raw)
+            del buf0
     finally:
         restore_stream(stream0)
     frame0.leave()
@@ -678,15 +678,15 @@ def call(self, args):
    stream  operation  waits before  records after
            entry
 0  0       op0                      ev0@0
-1  1       op1        ev0@1         ev1@1
-2  0       op2
+1  0       op1
+2  1       op2        ev0@1         ev1@1
 3  0       op3
 4  0       op4
 5  0       op5
 6  0       op6        ev1@0
            exit
 free buf0 (stream 0) after waits of 6
-free buf1 (stream 1) after exit
+free buf2 (stream 1) after exit
 """,
         )
 
@@ -875,6 +875,28 @@ class TestPasses(TestCase):
         )
         self.assertRegex(seen.calls(), r"triton_tem_fused_mm_relu_0\.run\(.*stream=stream1_raw\)")
         self.assert_all_placed(seen)
+
+    @simulated_gpu()
+    def test_reordering_for_locality_keeps_a_branch_where_it_was_launched(self):
+        """Its only consumer is the last operation; moved there, the branch would start when all else was launched."""
+        side = torch.cuda.Stream()
+
+        def fn(x, w):
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                branch = (x @ w).relu() @ w
+            for _ in range(4):
+                x = (x @ w).relu()
+            current.wait_stream(side)
+            return x + branch
+
+        with torch.no_grad():
+            seen = self.compile(fn, torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda"))
+        (plan,) = seen.plans
+        launched = [op.stream for op in plan.ops if op.stream is not None]
+        self.assertEqual(launched.count(1), 3)
+        self.assertEqual(launched[:4].count(1), 3, plan.table())
 
     @simulated_gpu()
     def test_graph_partitions(self) -> None:

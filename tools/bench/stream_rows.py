@@ -209,12 +209,18 @@ def sixteen_blocks() -> Measurement:
 # ---- eight experts
 
 
-class Experts:
+class Experts(torch.nn.Module):
     def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(0)
+
+        def weights() -> torch.nn.ParameterList:
+            return torch.nn.ParameterList(
+                torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(8)
+            )
+
         self.streams = [torch.cuda.Stream() for _ in range(8)]
-        self.up = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(8)]
-        self.down = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(8)]
+        self.up, self.down = weights(), weights()
         self.x = torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16)
 
     def one_stream(self, x: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,14 @@ def apply_gm_pass(original: Callable[..., Any], observer: Any, pass_fn: Callable
     return result
 
 
+def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> None:
+    """Upstream moves producers to just before their consumer. For a side stream's branch that is the latest moment at
+    which it can be launched, after all the work that it was to run beside.
+    """
+    if not (config.streams and _placements(graph)):
+        original(graph)
+
+
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
     """A pattern's replacement carries the tokens of all that it replaces."""
     context = original(nodes)
