@@ -60,6 +60,15 @@ def host_time(fn: Callable[[], Any], calls: int = 50, rounds: int = 15, warmup: 
     return statistics.median(times) * 1e6
 
 
+def alternately(timer: Callable[..., float], sides: dict[str, Callable[[], Any]], rounds: int = 6) -> Measurement:
+    """Each side's median over rounds that time the sides in turns and in both orders: what drifts, drifts for all."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            times[name].append(timer(sides[name]))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
 def peak_memory(fn: Callable[[], Any]) -> float:
     """Bytes that a call has allocated at most, beyond what was there."""
     for _ in range(3):
@@ -73,7 +82,6 @@ def peak_memory(fn: Callable[[], Any]) -> float:
 
 
 def compiled(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **kwargs)
 
 
@@ -192,14 +200,12 @@ def sixteen_blocks() -> Measurement:
         return sum(outputs[1:], outputs[0])
 
     x = torch.rand(1024, device="cuda")
-    result = {}
-    call = compiled(plain)
-    result["plain"] = host_time(lambda: call(x))
-    call = compiled(streamed)
-    result["streams"] = host_time(lambda: call(x))
+    without, with_streams = compiled(plain), compiled(streamed)
+    result = alternately(host_time, {"plain": lambda: without(x), "streams": lambda: with_streams(x)})
     if not STOCK:
         from torch_overlay import config
 
+        torch._dynamo.reset()
         with config.patch(fold_branches_below_us=0.0):
             call = compiled(streamed)
             result["streams, nothing folded"] = host_time(lambda: call(x))
@@ -242,12 +248,13 @@ class Experts(torch.nn.Module):
 @torch.no_grad()
 def experts() -> Measurement:
     e = Experts()
-    one = compiled(e.one_stream)
-    result = {"one stream": call_time(lambda: one(e.x))}
-    eight = compiled(e.eight_streams)
-    result["eight streams"] = call_time(lambda: eight(e.x))
-    result["eager, eight streams"] = call_time(lambda: e.eight_streams(e.x))
-    return result
+    one, eight = compiled(e.one_stream), compiled(e.eight_streams)
+    sides = {
+        "one stream": lambda: one(e.x),
+        "eight streams": lambda: eight(e.x),
+        "eager, eight streams": lambda: e.eight_streams(e.x),
+    }
+    return alternately(call_time, sides)
 
 
 def _graph(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -269,10 +276,8 @@ def experts_graphed() -> Measurement:
     """Trees copy a fresh input and check; the graph made by hand replays on the same input, and knows nothing."""
     e = Experts()
     graph = _graph(lambda: e.eight_streams(e.x))
-    result = {"graph by hand": call_time(graph.replay)}
     trees = compiled(e.eight_streams, mode="reduce-overhead")
-    result["trees"] = call_time(lambda: trees(e.x))
-    return result
+    return alternately(call_time, {"graph by hand": graph.replay, "trees": lambda: trees(e.x)})
 
 
 @torch.no_grad()
@@ -325,6 +330,7 @@ def main(names: list[str]) -> None:
         import torch_overlay  # noqa: F401
     with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
         for name in names:
+            torch._dynamo.reset()
             try:
                 answer: dict[str, Any] = {"row": name, "result": ROWS[name]()}
             except Exception as e:
