@@ -23,7 +23,7 @@ DRIVER = r"""
 #include <string.h>
 typedef void *Handle;
 static char noted[65536];
-static int events, context, capturing[64], failing;
+static int events, context, capturing[64], failing, idle;
 #define NOTE(...) snprintf(noted + strlen(noted), sizeof noted - strlen(noted), __VA_ARGS__)
 const char *noted_calls(void) { static char copy[65536]; strcpy(copy, noted); noted[0] = 0; return copy; }
 void set_capturing(int stream, int yes) { capturing[stream] = yes; }
@@ -39,6 +39,8 @@ int cuEventRecord(Handle e, Handle s) { NOTE("record%ld@%ld ", (long)e, (long)s)
 int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { NOTE("wait%ld@%ld ", (long)e, (long)s); return failing; }
 int cuEventSynchronize(Handle e) { NOTE("synchronize%ld ", (long)e); return failing; }
 int cuGetErrorString(int code, const char **text) { *text = "stand-in"; return 0; }
+void set_idle(int yes) { idle = yes; }
+int cuStreamQuery(Handle s) { NOTE("query@%ld ", (long)s); return idle ? 0 : 600; }
 int cuStreamIsCapturing(Handle s, int *out) { *out = capturing[(long)s]; return 0; }
 """
 
@@ -175,6 +177,35 @@ leave() of a region that was left already
             """\
 create1 create2 create3 record1@11 record2@9 wait2@11 wait2@12
 record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
+""",
+        )
+
+    def test_idle_stream_is_not_waited_for(self):
+        """Note [Streams that hold nothing]."""
+        output = self.run_script("""
+            r = region((-1, 1, 2), 1, entry=(("record_busy", 0, 0), ("wait", 0, 1)), results=(("event", 0),))
+            thread.objects = (None, Stream(11), Stream(12))
+            for idle, capturing in ((0, 0), (1, 0), (0, 0), (1, 1)):
+                driver.set_idle(idle)
+                driver.set_capturing(9, capturing)
+                frame, event = r.enter()
+                event.wait(12)
+                frame.leave()
+                print(calls())
+            driver.set_capturing(9, 0)
+            frame, event = r.enter()
+            event.record(11)
+            event.wait(12)
+            print(calls())
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+create1 query@9 record1@9 wait1@11 wait1@12
+query@9
+query@9 record1@9 wait1@11 wait1@12
+record1@9 wait1@11 wait1@12
+query@9 record1@11 wait1@12
 """,
         )
 

@@ -439,14 +439,14 @@ _region0 = region(
     device=0,
     streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
     events=3,
-    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1'), ('wait', 'ev0', 'stream2')),
-    returns=('ev1', 'stream1_raw', 'ev2', 'stream2_raw', 'stream0_raw', 'stream1', 'stream2', 'stream0'),
+    entry=(('record', 'ev0', 'stream0'),),
+    returns=('ev0', 'stream1_raw', 'ev1', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2', 'stream0'),
     distinct=('stream0', 'stream1', 'stream2'),
 )
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, ev1, stream1_raw, ev2, stream2_raw, stream0_raw, stream1, stream2, stream0, = _region0.enter()
+    frame0, ev0, stream1_raw, ev1, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -454,11 +454,13 @@ def call(self, args):
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf0 = empty_strided_cuda((64, ), (1, ), torch.float32)
             triton_per_fused_sum_0.run(arg0_1, buf0, 64, 64, stream=stream0_raw)
+            ev0.wait(stream1_raw)
             set_stream(stream1)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             triton_poi_fused_mul_1.run(arg0_1, buf1, 4096, stream=stream1_raw)
             ev1.record(stream1_raw)
+            ev0.wait(stream2_raw)
             set_stream(stream2)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
@@ -616,8 +618,8 @@ _region1 = region(
     device=0,
     streams={'stream0_1': 'cuda:0', 'stream2_1': 2},
     events=1,
-    entry=(('record', 'ev0_1', 'stream0_1'), ('wait', 'ev0_1', 'stream2_1')),
-    returns=('event1_1', 'stream0_1', 'event3_1', 'stream2_1'),
+    entry=(('record', 'ev0_1', 'stream0_1'),),
+    returns=('event1_1', 'stream0_1', 'ev0_1', 'stream2_1_raw', 'event3_1', 'stream2_1'),
     objects={'event1_1': 1, 'event3_1': 3},
 )
 def partition_0(args):
@@ -655,8 +657,9 @@ def call(self, args):
         del arg0_1, arg1_1
         (buf4,) = self.partitions[0](partition0_args)
         del partition0_args
-        frame1, event1_1, stream0_1, event3_1, stream2_1, = _region1.enter()
+        frame1, event1_1, stream0_1, ev0_1, stream2_1_raw, event3_1, stream2_1, = _region1.enter()
         event1_1.record(stream0_1)
+        ev0_1.wait(stream2_1_raw)
         event3_1.record(stream2_1)
         frame1.leave()
     frame_outer.leave()

@@ -23,7 +23,7 @@ from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 HERE = Path(__file__).resolve().parent
@@ -79,6 +79,19 @@ class Side:
         return {key: statistics.median(r[key] for r in self.results if key in r) for key in keys}
 
 
+def ask_process(
+    command: Sequence[str], environment: dict[str, str], timeout: float
+) -> tuple[list[dict[str, Any]], str]:
+    """The JSON lines about rows that a process prints, and how it ended."""
+    try:
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        text, ended = run.stdout, f"ended with status {run.returncode}: {run.stderr.strip()[-300:]}"
+    except subprocess.TimeoutExpired as e:
+        out = e.stdout or ""
+        text, ended = out.decode() if isinstance(out, bytes) else out, f"no answer in {timeout:.0f} s"
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"row"')], ended
+
+
 def measure(rows: list[str], stock: bool, timeout: float) -> list[dict[str, Any]]:
     """One process; where it dies, another one for the rows after the one that killed it."""
     answers: list[dict[str, Any]] = []
@@ -86,14 +99,7 @@ def measure(rows: list[str], stock: bool, timeout: float) -> list[dict[str, Any]
     if stock:
         environment["TORCH_OVERLAY_DISABLE"] = "1"
     while rows:
-        command = [sys.executable, str(HERE / "stream_rows.py"), *rows]
-        try:
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-            text, ended = run.stdout, f"ended with status {run.returncode}: {run.stderr.strip()[-300:]}"
-        except subprocess.TimeoutExpired as e:
-            out = e.stdout or ""
-            text, ended = out.decode() if isinstance(out, bytes) else out, f"no answer in {timeout:.0f} s"
-        found = [json.loads(line) for line in text.splitlines() if line.startswith('{"row"')]
+        found, ended = ask_process([sys.executable, str(HERE / "stream_rows.py"), *rows], environment, timeout)
         answers += found
         rows = [r for r in rows if r not in {a["row"] for a in found}]
         if rows:
@@ -142,6 +148,11 @@ def judge(row: Row, overlay: Side, stock: Side) -> dict[str, Any]:
     }
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 def table(judged: list[dict[str, Any]]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
@@ -151,8 +162,7 @@ def table(judged: list[dict[str, Any]]) -> str:
         rows.append(
             (j["what"], number(j["limit"]), number(j["overlay"]), number(j["stock"]), "ok" if j["ok"] else "MISSED")
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = aligned(rows)
     for j in judged:
         if "two" in j.get("overlay, us", {}):
             lines.append(

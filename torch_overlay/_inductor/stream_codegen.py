@@ -243,11 +243,15 @@ class RegionEmitter:
         return event.after == ENTRY and ambient_device(event.stream) is None and self.device is not None
 
     def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
-        return [
-            ("record_entry" if self.is_callers_state(e) else "record", e, e.stream)
-            for e in self.plan.events
-            if first <= e.after <= last
-        ]
+        return [(self.kind_of_record(e), e, e.stream) for e in self.plan.events if first <= e.after <= last]
+
+    def kind_of_record(self, event: Event) -> str:
+        if event.after != ENTRY or self.device is None:
+            return "record"
+        if self.is_callers_state(event):
+            return "record_entry"
+        # Note [Streams that hold nothing]. A captured stream can't be asked.
+        return "record_busy" if len(event.waits) > 2 and not self.region.enclosed else "record"
 
     def waits(self, position: int) -> list[tuple[str, Event, int]]:
         found = []
@@ -261,9 +265,10 @@ class RegionEmitter:
         return found
 
     def is_wait_at_entry(self, event: Event, stream: int, position: int) -> bool:
-        """The wait can be made when the region is entered: the stream gets nothing to do before it."""
-        earlier = self.plan.ops[:position]
-        return event.after == ENTRY and stream != HOST and all(op.stream != stream for op in earlier)
+        """A wait before the first operation. Later ones stay where they are: by the time the host is there, the work
+        that they wait for is often done, and the driver has nothing to do for them.
+        """
+        return event.after == ENTRY and stream != HOST and position == 0
 
     def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
@@ -276,12 +281,7 @@ class RegionEmitter:
         plan_log.publish(self.plan)
         self.wrapper.writeline(BeginRegion(self))
         self.entry += map(self.at_boundary, self.records(ENTRY, ENTRY))
-        for position in range(len(self.plan.ops) + 1):
-            self.entry += [
-                self.at_boundary(wait)
-                for wait in self.waits(position)
-                if self.is_wait_at_entry(wait[1], wait[2], position)
-            ]
+        self.entry += [self.at_boundary(wait) for wait in self.waits(0) if self.is_wait_at_entry(wait[1], wait[2], 0)]
 
     def before(self, node: BaseSchedulerNode) -> None:
         """What stands between the previous node's lines and this one's."""

@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""What CUDA graphs cost and gain under torch.compile: no graph, upstream's trees, relaunch, and a graph made by hand.
+
+    python tools/bench/relaunch.py --out DIR [--rows llama,mlp] [--sides off,trees,relaunch,replay] [--limit 540]
+    python tools/bench/relaunch.py --read DIR1/measurements.jsonl DIR2/measurements.jsonl
+
+Every figure comes from processes of its own, one row on one side each, in both orders (off, trees, relaunch, replay,
+and back): a cell is the median of its processes, and the largest difference between two processes of one side is the
+noise of the row (A/A). Before the first measurement `--prepare` processes at a time fill the compile caches, so that
+`first` (the first call) holds no compilation by Triton. Steps take four sets of inputs in turn; the graph made by hand
+reads one, and hands out nothing: it is the limit.
+
+    gpu        µs a step, many in a row, between two events of the device
+    host       µs until a step returns, from an idle device;  layer: how many of them the graph layer takes
+    reserved, peak    MiB of the allocator after 50 steps (peak: allocated);  device: cudaMemGetInfo, since the start
+    first      s of the first call;  capture: s that the next calls take beyond a usual one
+    graph      MiB of the device that the graphs keep;  at capture: the most while they were made
+    nodes      of all templates;  patched: nodes a step;  bare: gpu and host µs of launching relaunch's own graphs
+
+After the table come the limits that a release must hold. A JSON line for each row goes to stdout before the table and,
+with --out, to DIR/relaunch.jsonl; DIR/measurements.jsonl has a line for each process, and --read makes the table from
+such files again, also from several runs on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+import streams  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+COLUMNS = {  # header -> key, digits
+    "gpu": ("gpu us", 1),
+    "host": ("host us", 1),
+    "layer": ("layer us", 1),
+    "reserved": ("reserved MiB", 0),
+    "peak": ("peak MiB", 0),
+    "device": ("device MiB", 0),
+    "first": ("first call s", 1),
+    "capture": ("capture s", 3),
+    "graph": ("graph MiB", 1),
+    "at capture": ("capture peak MiB", 1),
+    "nodes": ("nodes", 0),
+    "patched": ("patched", 1),
+    "bare gpu": ("bare gpu us", 1),
+    "bare host": ("bare host us", 1),
+}
+TRAINED = ("gpt2 training", "llama training")
+MODELS = ("gpt2", "bert", "resnet50", "llama")
+
+
+@dataclasses.dataclass
+class Row:
+    """What the processes said about one row: side -> results, in order."""
+
+    name: str
+    results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    errors: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, measurement: dict[str, Any]) -> None:
+        side = measurement["side"]
+        if "error" in measurement:
+            self.errors.append(f"{side}: {' '.join(measurement['error'].split())}")
+        else:
+            self.results.setdefault(side, []).append(measurement["result"])
+
+    def figure(self, side: str, key: str) -> float | None:
+        values = [r[key] for r in self.results.get(side, []) if isinstance(r.get(key), (int, float))]
+        return statistics.median(values) if values else None
+
+    def noise(self, key: str) -> float:
+        """The largest relative difference between two processes of one side."""
+        spread = [0.0]
+        for results in self.results.values():
+            values = [r[key] for r in results if r.get(key)]
+            if len(values) > 1:
+                spread.append(max(values) / min(values) - 1)
+        return max(spread)
+
+    def ratio(self, key: str, side: str, *others: str) -> float | None:
+        """Of the side to the least of the others; None if one of them is missing."""
+        mine, theirs = self.figure(side, key), [self.figure(other, key) for other in others]
+        if mine is None or None in theirs or not min(theirs):  # pyrefly: ignore[bad-specialization]
+            return None
+        return mine / min(theirs)  # pyrefly: ignore[bad-argument-type, unsupported-operation]
+
+    def line(self, about: dict[str, Any], titles: dict[str, str]) -> str:
+        sides = {
+            side: {
+                "median": {key: self.figure(side, key) for key, _ in COLUMNS.values()},
+                "each": results,
+            }
+            for side, results in self.results.items()
+        }
+        noise = {key: self.noise(key) for key in ("gpu us", "host us")}
+        whole = {**about, "row": self.name, "what": titles.get(self.name, ""), "noise": noise, "sides": sides}
+        return json.dumps({**whole, "errors": self.errors})
+
+
+# ---- limits
+
+
+@dataclasses.dataclass
+class Limit:
+    what: str
+    limit: float
+    value: float | None
+
+    @property
+    def ok(self) -> bool:
+        return self.value is not None and self.value <= self.limit
+
+
+def limits(rows: dict[str, Row]) -> list[Limit]:
+    """Those whose rows were measured."""
+    found: list[Limit] = []
+
+    def say(row: str, what: str, limit: float, value: Callable[[Row], float | None]) -> None:
+        if row in rows and "relaunch" in rows[row].results:
+            found.append(Limit(f"{row}: {what}", limit, value(rows[row])))
+
+    def over_bare(row: Row) -> float | None:
+        layer, bare = row.figure("relaunch", "layer us"), row.figure("relaunch", "bare host us")
+        return None if layer is None or bare is None else layer - bare
+
+    def beside_graph(row: Row) -> float | None:
+        most, kept = row.figure("relaunch", "capture peak MiB"), row.figure("relaunch", "graph MiB")
+        return None if most is None or kept is None else most - kept
+
+    def ratio(key: str, *others: str) -> Callable[[Row], float | None]:
+        return lambda row: row.ratio(key, "relaunch", *others)
+
+    say("llama", "host µs in the graph layer beyond a bare launch", 10.0, over_bare)
+    say("llama", "GPU time / trees", 0.85, ratio("gpu us", "trees"))
+    say("mlp", "GPU time / trees", 0.60, ratio("gpu us", "trees"))
+    say("mlp", "GPU time / no graph", 0.85, ratio("gpu us", "off"))
+    say("experts", "GPU time / graph of the eager program by hand", 1.10, ratio("gpu us", "replay"))
+    for name in MODELS:
+        for row in (name, f"{name} training"):
+            if row in rows:
+                allowed = 1.0 + rows[row].noise("gpu us")
+                say(row, "GPU time / the better of trees and no graph", allowed, ratio("gpu us", "trees", "off"))
+    for row in TRAINED:
+        say(row, "reserved memory / no graph", 1.02, ratio("reserved MiB", "off"))
+        say(row, "device memory / no graph", 1.02, ratio("device MiB", "off"))
+    for row in rows:
+        say(row, "capture time / trees", 1.5, ratio("capture s", "trees"))
+        say(row, "MiB while capturing beyond what stays", 16.0, beside_graph)
+    return found
+
+
+# ---- the table
+
+
+def table(rows: Iterable[Row], titles: dict[str, str]) -> str:
+    cells: list[list[str]] = [["row", "side", *COLUMNS]]
+    notes: list[str] = []
+    for row in rows:
+        for number, side in enumerate(row.results):
+            figures = [row.figure(side, key) for key, _ in COLUMNS.values()]
+            texts = ["-" if f is None else f"{f:.{digits}f}" for f, (_, digits) in zip(figures, COLUMNS.values())]
+            cells.append([titles.get(row.name, row.name) if number == 0 else "", side, *texts])
+        noise = ", ".join(f"{key.split()[0]} {row.noise(key):.1%}" for key in ("gpu us", "host us"))
+        notes.append(f"{row.name}: A/A noise {noise}")
+        notes += [f"{row.name}, {error}" for error in dict.fromkeys(row.errors)]
+        notes += [
+            f"{row.name}: {n}"
+            for n in dict.fromkeys(r["note"] for rs in row.results.values() for r in rs if "note" in r)
+        ]
+        refused = row.figure("relaunch", "refusals")
+        if refused:
+            notes.append(f"{row.name}: {refused:.0f} regions refused")
+    return "\n".join([*streams.aligned(cells), "", *notes])
+
+
+def limit_table(found: Sequence[Limit]) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    cells = [("limit", "at most", "seen", "")]
+    cells += [(f.what, number(f.limit), number(f.value), "ok" if f.ok else "MISSED") for f in found]
+    return "\n".join(streams.aligned(cells))
+
+
+# ---- processes
+
+
+def ask(row: str, side: str, timeout: float, warm: bool = False) -> dict[str, Any]:
+    from relaunch_process import SIDES
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+    command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, *(["--warm"] if warm else [])]
+    answers, ended = streams.ask_process(command, environment, timeout)
+    return answers[0] if answers else {"row": row, "side": side, "error": f"the process {ended}"}
+
+
+def prepare(names: Sequence[str], sides: Sequence[str], jobs: int, timeout: float) -> None:
+    """Fill the compile caches. What fails here fails again, and is told then."""
+    pairs = [(name, side) for name in names for side in sides if side not in ("replay", "python")]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda pair: ask(*pair, timeout, warm=True), pairs))
+
+
+def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
+    rows = {name: Row(name) for name in args.rows}
+    deadline = time.monotonic() + args.limit
+    if args.prepare:
+        print(f"filling the compile caches, {args.prepare} processes at a time", file=sys.stderr, flush=True)
+        prepare(args.rows, args.sides, args.prepare, args.timeout)
+    for name in args.rows:
+        for side in [*args.sides, *reversed(args.sides)] * args.rounds:
+            if time.monotonic() > deadline:
+                rows[name].errors.append(f"{side}: out of time")
+                continue
+            print(f"measuring {name}, {side}", file=sys.stderr, flush=True)
+            answer = ask(name, side, args.timeout)
+            rows[name].add(answer)
+            if args.out:
+                with open(args.out / "measurements.jsonl", "a") as file:
+                    print(json.dumps({**answer, "about": about}), file=file)
+    return rows
+
+
+def read(files: Iterable[Path]) -> tuple[dict[str, Row], dict[str, Any]]:
+    rows: dict[str, Row] = {}
+    about: dict[str, Any] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            measurement = json.loads(line)
+            about = measurement.pop("about", about)
+            name = measurement["row"]
+            rows.setdefault(name, Row(name)).add(measurement)
+    return rows, about
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    from relaunch_process import ROWS, SIDES
+
+    def some(of: Iterable[str]) -> Callable[[str], list[str]]:
+        def names(text: str) -> list[str]:
+            chosen = [name.strip() for name in text.split(",") if name.strip()]
+            if unknown := set(chosen) - set(of):
+                raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(of)}")
+            return chosen
+
+        return names
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=some(ROWS), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--sides",
+        type=some(SIDES),
+        default=["off", "trees", "relaunch", "replay"],
+        help=f"of {', '.join(SIDES)}; stock: trees without the overlay; python: relaunch without the C helper",
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two processes for a row and a side")
+    parser.add_argument("--prepare", type=int, default=6, help="processes that fill the compile caches; 0 for none")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
+    parser.add_argument("--out", type=Path, help="folder for the JSON lines")
+    parser.add_argument("--read", type=Path, nargs="+", help="measure nothing: the table of these measurements")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse()
+    from relaunch_rows import ROWS
+
+    titles = {name: title for name, (title, _) in ROWS.items()}
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    if args.read:
+        rows, about = read(args.read)
+    else:
+        about = streams.describe()
+        rows = measure(args, about)
+    lines = [row.line(about, titles) for row in rows.values()]
+    print("\n".join(lines))
+    if args.out:
+        (args.out / "relaunch.jsonl").write_text("\n".join(lines) + "\n")
+    found = limits(rows)
+    print(f"\n{about.get('hardware')}, torch {about.get('torch, cuda, triton')}, commit {about.get('commit')}\n")
+    print(f"{table(rows.values(), titles)}\n\n{limit_table(found)}")
+    return 0 if found and all(f.ok for f in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Measures one row of the relaunch benchmark on one side, in this process; run by relaunch.py.
+
+    python tools/bench/relaunch_process.py ROW SIDE [--warm]
+
+One JSON line comes out. With --warm nothing is measured: the compile caches are filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+
+from relaunch_rows import ROWS  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = float(1 << 20)
+# side -> variables of the environment, compiled with graphs?
+SIDES: dict[str, tuple[dict[str, str], bool]] = {
+    "off": ({"TORCH_OVERLAY_CUDAGRAPHS": "off"}, False),
+    "trees": ({"TORCH_OVERLAY_CUDAGRAPHS": "trees"}, True),
+    "stock": ({"TORCH_OVERLAY_DISABLE": "1"}, True),
+    "relaunch": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"}, True),
+    "python": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_NATIVE_RELAUNCH": "0"}, True),
+    "replay": ({"TORCH_OVERLAY_CUDAGRAPHS": "off"}, False),
+}
+
+
+def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9) -> float:
+    """Microseconds a step, many of them in a row, between two events on the device. Median of the rounds."""
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(calls):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1e3)
+    return statistics.median(times)
+
+
+def host_time(step: Callable[[], Any], layer: list[float], calls: int = 60) -> tuple[float, float]:
+    """Microseconds until a step returns, from an idle device; and how many of them the graph layer took."""
+    whole, inside = [], []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        layer[0] = 0.0
+        start = time.perf_counter()
+        step()
+        whole.append(time.perf_counter() - start)
+        inside.append(layer[0])
+    torch.cuda.synchronize()
+    return statistics.median(whole) * 1e6, statistics.median(inside) * 1e6
+
+
+def timed_layer(side: str) -> list[float]:
+    """Seconds that calls of the graph layer take, added up in a cell: the outermost call of each."""
+    cell = [0.0]
+    depth = threading.local()
+    if side in ("trees", "stock"):
+        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager as Layer
+
+        name = "run"
+    elif side in ("relaunch", "python"):
+        from torch_overlay._inductor.cudagraphs.runner import Runner as Layer
+
+        name = "__call__"
+    else:
+        return cell
+    original = getattr(Layer, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if getattr(depth, "on", False):
+            return original(*args, **kwargs)
+        depth.on = True
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            cell[0] += time.perf_counter() - start
+            depth.on = False
+
+    setattr(Layer, name, timed)
+    return cell
+
+
+def device_used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@contextlib.contextmanager
+def peak_of_device() -> Iterator[list[int]]:
+    """The most memory that the device had in use, looked at every half millisecond."""
+    peak, done = [device_used()], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.0005):
+            peak[0] = max(peak[0], device_used())
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+        peak[0] = max(peak[0], device_used())
+
+
+def settled() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return device_used()
+
+
+def counters() -> dict[str, int]:
+    """Of the overlay, and what its runner knows."""
+    found = dict(torch._dynamo.utils.counters["torch_overlay"])
+    stats = getattr(sys.modules.get("torch_overlay._inductor.cudagraphs.runner"), "stats", None)
+    for name, value in (stats() if stats else {}).items():
+        found.setdefault(f"cudagraph_{name}", value)
+    return found
+
+
+def limit_of_relaunch() -> dict[str, float]:
+    """The overlay's own graphs, launched with the pointers that they have: no patches, no allocation, no checks."""
+    replays = getattr(sys.modules.get("torch_overlay._inductor.cudagraphs.runner"), "bare_replays", None)
+    functions = replays() if replays else []
+    if not functions:
+        return {}
+
+    def launch() -> None:
+        for replay in functions:
+            replay()
+
+    for _ in range(5):
+        launch()
+    return {"bare host us": host_time(launch, [0.0])[0], "bare gpu us": gpu_time(launch)}
+
+
+def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch.zeros(1, device="cuda")
+    base = settled()
+    graphs = SIDES[side][1]
+    layer = timed_layer(side)
+
+    def compile(fn: Any) -> Any:
+        return torch.compile(fn, mode="reduce-overhead" if graphs else None)
+
+    work = ROWS[row][1](compile)
+    no_grad = torch.no_grad() if work.optimizer is None else contextlib.nullcontext()
+    with no_grad:
+        start = time.perf_counter()
+        work.step()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        if warm:
+            work.step()
+            work.step()
+            torch.cuda.synchronize()
+            return {"first call s": first}
+        before = settled()
+        settling = []
+        with peak_of_device() as peak:
+            for i in range(5):
+                if side == "replay" and i == 0:
+                    start = time.perf_counter()
+                    work.replay()
+                    settling.append(time.perf_counter() - start)
+                start = time.perf_counter()
+                work.step()
+                torch.cuda.synchronize()
+                settling.append(time.perf_counter() - start)
+        result = {
+            "first call s": first,
+            "capture peak MiB": (peak[0] - before) / MIB,
+            "graph MiB": (settled() - before) / MIB,
+        }
+        for _ in range(10):
+            work.step()
+        torch.cuda.reset_peak_memory_stats()
+        start_counts = counters()
+        steps = 50
+        for _ in range(steps):
+            work.step()
+        torch.cuda.synchronize()
+        counts = counters()
+        result |= {
+            "reserved MiB": torch.cuda.memory_reserved() / MIB,
+            "peak MiB": torch.cuda.max_memory_allocated() / MIB,
+            "device MiB": (device_used() - base) / MIB,
+        }
+        result["gpu us"] = gpu_time(work.step)
+        result["host us"], result["layer us"] = host_time(work.step, layer)
+        result["capture s"] = max(0.0, sum(settling) - 5 * max(result["gpu us"], result["host us"]) / 1e6)
+        if side in ("relaunch", "python"):
+            for name in ("nodes_patched", "relaunches"):
+                key = f"cudagraph_{name}"
+                if key in counts:
+                    result[name.replace("nodes_", "")] = (counts[key] - start_counts.get(key, 0)) / steps
+            result["nodes"] = counts.get("cudagraph_nodes", 0)
+            result["refusals"] = counts.get("cudagraph_refusals", 0)
+            result |= limit_of_relaunch()
+    if work.note:
+        result["note"] = work.note
+    return result
+
+
+def main(row: str, side: str, warm: bool) -> None:
+    if os.environ.get("TORCH_OVERLAY_DISABLE") != "1":
+        import torch_overlay  # noqa: F401
+    with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer: dict[str, Any] = {"row": row, "side": side, "result": measure(row, side, warm)}
+        except Exception as e:
+            traceback.print_exc()
+            answer = {"row": row, "side": side, "error": f"{type(e).__name__}: {e}"[:300]}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], "--warm" in sys.argv[3:])
