@@ -18,23 +18,18 @@ import dataclasses
 import fnmatch
 import json
 import os
-import queue
-import selectors
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, IO, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test")]
+sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+
+import worker_pool  # noqa: E402
+
 
 VARIANTS = {"outside": (False, False), "inside": (True, False), "folded": (False, True)}  # name -> (sleeps, fold)
 
@@ -46,23 +41,18 @@ class Case:
     variant: str
 
     @property
+    def row(self) -> str:
+        return self.program
+
+    @property
     def column(self) -> str:
         return f"{self.mode}/{self.variant}"
-
-
-@dataclasses.dataclass
-class Result:
-    case: Case
-    status: str  # ok, FAILED, ERROR, CRASHED, TIMEOUT, skipped
-    reason: str = ""
-    seconds: float = 0.0
 
 
 # ---- a worker
 
 
-def work(reply: IO[str], calls: int) -> None:
-    """Read cases from stdin, one JSON line each, and answer each with one."""
+def work(calls: int) -> None:
     import torch
 
     import form  # pyrefly: ignore[missing-import]
@@ -70,9 +60,9 @@ def work(reply: IO[str], calls: int) -> None:
 
     stock = os.environ.get("TORCH_OVERLAY_DISABLE") == "1"
     config = None if stock else form.overlay.config
-    for line in sys.stdin:
-        case = Case(**json.loads(line))
-        start = time.monotonic()
+
+    def handle(fields: dict[str, Any]) -> tuple[str, str]:
+        case = Case(**fields)
         status, reason = "ok", ""
         program = by_name(case.program)
         sleeps, fold = VARIANTS[case.variant]
@@ -95,155 +85,26 @@ def work(reply: IO[str], calls: int) -> None:
             torch.cuda.synchronize()
         except Exception as e:  # the context is lost: the next case needs a new process
             status, reason = "CRASHED", reason or str(e)
-        print(json.dumps([status, reason, time.monotonic() - start]), file=reply, flush=True)
-        if status == "CRASHED":
-            return
+        return status, reason
+
+    worker_pool.serve(handle)
 
 
 # ---- the parent
 
 
-class Worker:
-    def __init__(self, number: int, args: argparse.Namespace) -> None:
-        self.args, self.log = args, open(args.out / f"worker-{number}.log", "a")  # noqa: SIM115
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-            "PYTHONUNBUFFERED": "1",
-        }
-        if self.args.stock:
-            environment["TORCH_OVERLAY_DISABLE"] = "1"
-        command = [sys.executable, __file__, "--worker", "--calls", str(self.args.calls), "--out", str(self.args.out)]
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            bufsize=1,
-        )
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def run(self, case: Case) -> Result:
-        fresh = self.process is None
-        process = self.process = self.process or self.start()
-        assert process.stdin is not None and process.stdout is not None
-        print(f"== {case}", file=self.log, flush=True)
-        start = time.monotonic()
-        try:
-            print(json.dumps(dataclasses.asdict(case)), file=process.stdin, flush=True)
-            # A fresh worker imports torch and starts CUDA first, beside all others.
-            line = self.read(process.stdout, self.args.timeout + (90 if fresh else 0))
-        except (BrokenPipeError, OSError):
-            line = ""
-        if line is None:
-            self.stop()
-            return Result(case, "TIMEOUT", f"no answer in {self.args.timeout} s", time.monotonic() - start)
-        if not line:
-            code = process.wait()
-            self.process = None
-            return Result(case, "CRASHED", f"worker ended with status {code}", time.monotonic() - start)
-        status, reason, seconds = json.loads(line)
-        if status == "CRASHED":
-            self.stop()
-        return Result(case, status, reason, seconds)
-
-    @staticmethod
-    def read(stream: IO[str], timeout: float) -> str | None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(stream, selectors.EVENT_READ)
-            return stream.readline() if selector.select(timeout) else None
-
-
-def run_all(cases: Sequence[Case], args: argparse.Namespace) -> list[Result]:
-    todo: queue.SimpleQueue[Case] = queue.SimpleQueue()
-    for case in cases:
-        todo.put(case)
-    results: list[Result] = []
-    lock = threading.Lock()
-    deadline = time.monotonic() + args.limit
-
-    def loop(number: int) -> None:
-        worker = Worker(number, args)
-        try:
-            while time.monotonic() < deadline:
-                try:
-                    case = todo.get_nowait()
-                except queue.Empty:
-                    return
-                result = worker.run(case)
-                with lock:
-                    results.append(result)
-                    write_result(args.out, result)
-                    if result.status not in ("ok", "skipped"):
-                        print(f"{result.status} {case.program} {case.column}: {result.reason[:200]}", flush=True)
-                    elif len(results) % 50 == 0:
-                        print(f"{len(results)} of {len(cases)} cases", flush=True)
-        finally:
-            worker.stop()
-
-    threads = [threading.Thread(target=loop, args=(i,)) for i in range(args.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done = {r.case for r in results}
-    return results + [Result(c, "skipped", "out of time") for c in cases if c not in done]
-
-
-def write_result(out: Path, result: Result) -> None:
-    with open(out / "results.jsonl", "a") as file:
-        print(json.dumps(dataclasses.asdict(result)), file=file)
-
-
-def describe() -> dict[str, Any]:
-    import torch
-
-    def ask(*command: str) -> str:
-        try:
-            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        except OSError:
-            return "unknown"
-
-    return {
-        "torch": torch.__version__,
-        "gpu": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-        "command": sys.argv,
+def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "PYTHONUNBUFFERED": "1",
     }
-
-
-def table(results: Sequence[Result]) -> tuple[str, str]:
-    """The whole table, and the rows with a failure followed by their reasons."""
-    columns = sorted({r.case.column for r in results})
-    rows: dict[str, dict[str, str]] = {}
-    for r in results:
-        rows.setdefault(r.case.program, {})[r.case.column] = r.status
-    width = max(map(len, rows), default=0)
-    widths = [max(len(c), 7) for c in columns]
-    head = " ".join(["program".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths))])
-
-    def line(name: str) -> str:
-        return " ".join(
-            [name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]
-        ).rstrip()
-
-    bad = [r for r in results if r.status not in ("ok", "skipped")]
-    whole = "\n".join([head, *map(line, sorted(rows))])
-    short = [head, *map(line, sorted({r.case.program for r in bad}))] if bad else []
-    short += [f"{r.status} {r.case.program} {r.case.column}: {' '.join(r.reason.split())[:160]}" for r in bad]
-    return whole, "\n".join(short)
+    if args.stock:
+        environment["TORCH_OVERLAY_DISABLE"] = "1"
+    command = [sys.executable, __file__, "--worker", "--calls", str(args.calls), "--out", str(args.out)]
+    return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout)
 
 
 def parse() -> argparse.Namespace:
@@ -265,10 +126,7 @@ def main() -> int:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.worker:
-        # Programs and compilers print; the answers have the real stdout for themselves.
-        with os.fdopen(os.dup(1), "w") as reply:
-            os.dup2(2, 1)
-            work(reply, args.calls)
+        work(args.calls)
         return 0
     from stream_programs import gpu, PROGRAMS  # pyrefly: ignore[missing-import]
 
@@ -285,18 +143,20 @@ def main() -> int:
         if mode is None or variant != "folded"
     ]
     start = time.monotonic()
-    (args.out / "results.jsonl").write_text(json.dumps(describe()) + "\n")
-    results = run_all(cases, args)
-    whole, short = table(results)
-    counts: dict[str, int] = {}
-    for r in results:
-        counts[r.status] = counts.get(r.status, 0) + 1
-    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: " + ", ".join(
-        f"{n} {s}" for s, n in sorted(counts.items())
+    lines = args.out / "results.jsonl"
+    lines.write_text(json.dumps(worker_pool.describe()) + "\n")
+    results = worker_pool.run_all(
+        cases,
+        lambda number: make_worker(number, args),
+        args.jobs,
+        args.limit,
+        lambda result: worker_pool.write_result(lines, result),
     )
+    whole, short = worker_pool.table(results)
+    last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}"
     (args.out / "summary.txt").write_text(f"{whole}\n{short}\n{last}\n")
     print(f"\n{short}\n{last}")
-    return 0 if set(counts) <= {"ok", "skipped"} else 1
+    return 0 if all(r.good for r in results) else 1
 
 
 if __name__ == "__main__":

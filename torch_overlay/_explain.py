@@ -9,7 +9,8 @@ that is printed is then known from compiling, and what the program itself prints
 
 Printed are, for each piece of code that Dynamo compiled: graph breaks with reason and line; the streams in use; each
 node of the graph with its stream and line; the plan, that is the order of launches with what is waited for before and
-recorded after each; and how many events that takes against those that the user wrote.
+recorded after each; and how many events that takes against those that the user wrote. Regions that asked for a CUDA
+graph and got none come last, with the reason: it is found when a region is called for the second time, on a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor.cudagraphs import policy
 from torch_overlay.testing import observe, simulated_gpu
 
 
@@ -60,6 +62,7 @@ def main(argv: list[str]) -> int:
 
     simulate = options.simulate or not torch.cuda.is_available()
     error: BaseException | None = None
+    refused_before = policy.refused()
     with simulated_gpu(options.devices) if simulate else contextlib.nullcontext(), observe() as seen:
         where = f"{torch.cuda.get_device_name()}{' (simulated: nothing runs on a device)' if simulate else ''}"
         try:
@@ -69,7 +72,9 @@ def main(argv: list[str]) -> int:
             return 2
         except Exception as e:
             error = e
-    Report(f"{options.target} on {where}", wrappers=options.wrappers).print(seen, error)
+    Report(f"{options.target} on {where}", wrappers=options.wrappers).print(
+        seen, [r for r in policy.refused() if r not in refused_before], error
+    )
     return 1 if error is not None else 0
 
 
@@ -127,7 +132,7 @@ class Report:
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(self, seen: Compiled, error: BaseException | None) -> None:
+    def print(self, seen: Compiled, refused: Sequence[policy.Refused], error: BaseException | None) -> None:
         self._heading(self._title)
         self._breaks(seen)
         for frame in seen.frames:
@@ -139,6 +144,9 @@ class Report:
         for region in seen.regions:
             if region.frame is None:
                 self._region(region)
+        if refused:
+            rows = [(r.code.name, r.reason, r.message, r.code.source) for r in refused]
+            self._table("Regions without a CUDA graph", ("region", "reason", "what it is", "first line"), rows)
         if not seen.frames:
             self._line("Nothing was compiled: no torch.compile'd function was called.")
         if error is not None:

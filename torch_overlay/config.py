@@ -26,6 +26,23 @@ native_events: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIV
 # branch where the user put it.
 fold_branches_below_us: float = 5.0
 
+# How compiled code that asks for CUDA graphs (`mode="reduce-overhead"`, `triton.cudagraphs`) gets them: "relaunch", one
+# graph for a region that is pointed at other memory for each call; "trees", PyTorch's own; "off", none.
+cudagraphs: str = Config(default="relaunch", env_name_default="TORCH_OVERLAY_CUDAGRAPHS")
+
+# A region keeps as many graphs for different sizes; the one that was used least recently goes.
+cudagraph_templates: int = 64
+
+# Every relaunch is compared with the compiled code, run on copies of the inputs. Slow; for tests and bug reports.
+cudagraph_verify: bool = Config(default=False, env_name_default="TORCH_OVERLAY_CUDAGRAPH_VERIFY")
+
+# Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python
+# of the same behaviour.
+native_relaunch: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_RELAUNCH")
+
+# These decide what is done with compiled code, and nothing about the code: caches serve it to either choice.
+_cache_config_ignore_prefix = ["cudagraph", "native_relaunch"]
+
 
 if TYPE_CHECKING:
     from torch.utils._config_typing import *  # noqa: F403

@@ -52,6 +52,14 @@ PATCHES: tuple[Patch, ...] = (
         "trace without a graph break, touch nothing while tracing, and resume on the right stream after a break.",
         upstream="not sent yet; concerns pytorch#196193, #195573, #187472, #173172",
     ),
+    Patch(
+        slug="inductor-relaunch",
+        subject="CUDA graphs that are pointed at other memory for each call",
+        description="A region is captured once, at addresses that mean nothing; every pointer in the graph is proven, "
+        "and patched when it moves. No input is copied, no pool is kept, outputs are fresh, mutated inputs are "
+        "allowed.",
+        upstream="not sent yet; an alternative to cudagraph trees",
+    ),
     # ---- new patches go above this one: it takes the modules that no seam reaches
     Patch(
         slug="overlay-tools",
@@ -584,5 +592,60 @@ SEAMS: tuple[Seam, ...] = (
         why="Index 0 is a torch.cuda.Stream on CUDA, which both kinds of events accept.",
         upstream="pytorch#176486",
         ends="get_current_stream returns a torch.cuda.Stream on CUDA",
+    ),
+    # ---- inductor-relaunch
+    Seam(
+        target="torch._inductor.compile_fx:cudagraphify",
+        impl="torch_overlay._inductor.cudagraphs.policy:cudagraphify",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="ee9c49ac4f8c66db",
+        why="Compiled code that asks for a CUDA graph gets a relaunched one.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.output_code:cudagraph_post_compile",
+        impl="torch_overlay._inductor.cudagraphs.policy:post_compile",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="625e2baa7393d14e",
+        why="What is known of the graph is needed where its code gets a CUDA graph; or it gets none.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.output_code:cudagraph_partition_post_compile",
+        impl="torch_overlay._inductor.cudagraphs.policy:post_compile",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="252203740bf0b6e0",
+        why="The same for code that is cut into partitions.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.output_code:maybe_handle_backward_generation",
+        impl="torch_overlay._inductor.cudagraphs.policy:maybe_handle_backward_generation",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="31fddb0bf7c588e2",
+        why="It asserts a manager of cudagraph trees; without trees there is none.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.output_code:CompiledFxGraph.__init__",
+        impl="torch_overlay._inductor.cudagraphs.policy:note_outputs",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="535767a1f4ea1ff1",
+        why="Which outputs are saved for the backward alone is known while the graph is, not when its code is loaded.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.cudagraph_trees:reset_cudagraph_trees",
+        impl="torch_overlay._inductor.cudagraphs.policy:reset",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="2168deb135942950",
+        why="torch._dynamo.reset() gives up all graphs. Code that something still holds gets new ones.",
+        ends="the patch is merged",
     ),
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
-from pathlib import Path
-
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
 

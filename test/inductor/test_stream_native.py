@@ -260,7 +260,7 @@ CUDA driver error in a region's events: stand-in (700)
 CUDA driver error in a region's events: stand-in (700)
 Region: an operation names an event or a stream that it doesn't have
 Region: unknown kind 'forget'
-Region: a result names an event or a stream that the region doesn't have
+Region: a result names an event or a stream it doesn't have
 Region: distinct names a stream that the region doesn't have
 """,
         )

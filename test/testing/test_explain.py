@@ -17,6 +17,7 @@ except ImportError:  # run as a plain script
     import form  # noqa: F401
 
 from torch_overlay import _explain
+from torch_overlay._inductor.cudagraphs import policy
 
 
 PROGRAM = """\
@@ -67,6 +68,14 @@ PROGRAM = """\
 """
 
 
+REFUSES = """
+    from torch_overlay._inductor.cudagraphs import policy
+
+    code = policy.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
+    policy.refuse(code, "node-kind", "a library launched a CUDA graph of its own")
+"""
+
+
 class Explain(TestCase):
     def setUp(self):
         super().setUp()
@@ -107,6 +116,17 @@ class Explain(TestCase):
     def test_wrapper_on_demand(self):
         self.assertNotIn("def call(", self.explain(f"{self.path}:alone"))
         self.assertIn("def call(", self.explain("--wrappers", f"{self.path}:alone"))
+
+    def test_regions_without_a_graph(self):
+        self.assertNotIn("without a CUDA graph", self.explain(self.path))
+        self.addCleanup(policy._refused.clear)
+        with open(self.path, "a") as file:
+            file.write(textwrap.dedent(REFUSES))
+        for known in (False, True):  # what was refused before is not told again
+            text = " ".join(self.explain(self.path).split())
+            self.assertEqual(self.code, 0, self.errors)
+            for words in ("Regions without a CUDA graph", "forward of 0/0", "node-kind", "a library", "model.py:3"):
+                self.assertEqual(words in text, not known, text)
 
     def test_graph_break(self):
         text = " ".join(self.explain(f"{self.path}:breaks").split())

@@ -39,7 +39,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
-import streams  # noqa: E402
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
@@ -95,10 +95,11 @@ class Row:
 
     def ratio(self, key: str, side: str, *others: str) -> float | None:
         """Of the side to the least of the others; None if one of them is missing."""
-        mine, theirs = self.figure(side, key), [self.figure(other, key) for other in others]
-        if mine is None or None in theirs or not min(theirs):  # pyrefly: ignore[bad-specialization]
+        mine = self.figure(side, key)
+        theirs = [figure for other in others if (figure := self.figure(other, key)) is not None]
+        if mine is None or len(theirs) < len(others) or not min(theirs):
             return None
-        return mine / min(theirs)  # pyrefly: ignore[bad-argument-type, unsupported-operation]
+        return mine / min(theirs)
 
     def line(self, about: dict[str, Any], titles: dict[str, str]) -> str:
         sides = {
@@ -202,7 +203,7 @@ def limit_table(found: Sequence[Limit]) -> str:
 
 
 def ask(row: str, side: str, timeout: float, warm: bool = False) -> dict[str, Any]:
-    from relaunch_process import SIDES
+    from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
 
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
     command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, *(["--warm"] if warm else [])]
@@ -214,7 +215,7 @@ def prepare(names: Sequence[str], sides: Sequence[str], jobs: int, timeout: floa
     """Fill the compile caches. What fails here fails again, and is told then."""
     pairs = [(name, side) for name in names for side in sides if side not in ("replay", "python")]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda pair: ask(*pair, timeout, warm=True), pairs))
+        list(pool.map(lambda pair: ask(pair[0], pair[1], timeout, warm=True), pairs))
 
 
 def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
@@ -250,7 +251,7 @@ def read(files: Iterable[Path]) -> tuple[dict[str, Row], dict[str, Any]]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from relaunch_process import ROWS, SIDES
+    from relaunch_process import ROWS, SIDES  # pyrefly: ignore[missing-import]
 
     def some(of: Iterable[str]) -> Callable[[str], list[str]]:
         def names(text: str) -> list[str]:
@@ -280,7 +281,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    from relaunch_rows import ROWS
+    from relaunch_rows import ROWS  # pyrefly: ignore[missing-import]
 
     titles = {name: title for name, (title, _) in ROWS.items()}
     if args.out:

@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from relaunch_rows import ROWS  # noqa: E402
+from relaunch_rows import ROWS  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ class Work:
 
     def replay(self) -> None:
         """From now on steps replay a graph made by hand, on the first inputs."""
-        from stream_rows import _graph
+        from stream_rows import _graph  # pyrefly: ignore[missing-import]
 
         body = self.by_hand or self.body
 
@@ -91,23 +91,22 @@ def _tokens(vocabulary: int, *shape: int) -> list[Inputs]:
 def _language_model(kind: str, train: bool, compile: Compile) -> Work:
     import transformers as hf
 
-    if kind == "gpt2":
-        config = hf.GPT2Config(use_cache=False)
-        cls, shape = hf.GPT2LMHeadModel, (4, 512) if train else (1, 128)
-    elif kind == "bert":
-        config = hf.BertConfig()
-        cls, shape = hf.BertForMaskedLM, (8, 128) if train else (1, 128)
-    else:
-        config = hf.LlamaConfig(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            vocab_size=32000,
-            use_cache=False,
-        )
-        cls, shape = hf.LlamaForCausalLM, (2, 512) if train else (1, 64)
+    llama = hf.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    models: dict[str, tuple[Any, Any, tuple[int, int], tuple[int, int]]] = {
+        "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(use_cache=False), (1, 128), (4, 512)),
+        "bert": (hf.BertForMaskedLM, hf.BertConfig(), (1, 128), (8, 128)),
+        "llama": (hf.LlamaForCausalLM, llama, (1, 64), (2, 512)),
+    }
+    cls, config, once, batch = models[kind]
+    shape = batch if train else once
     with torch.device(DEVICE):
         model = cls(config).bfloat16()
     inputs = _tokens(config.vocab_size, *shape)
@@ -186,7 +185,7 @@ def _mlp(compile: Compile) -> Work:
 
 
 def _experts(compile: Compile) -> Work:
-    from stream_rows import Experts
+    from stream_rows import Experts  # pyrefly: ignore[missing-import]
 
     e = Experts()
     inputs: list[Inputs] = [(torch.randn_like(e.x),) for _ in range(SETS)]

@@ -22,6 +22,10 @@ FEATURES = {
     "streams": "user streams and events go through the compiler",
     "native_events": "compiled code records and waits for events in C",
     "fold_branches_below_us": "small branches on side streams run fused on the ambient stream",
+    "cudagraphs": "who makes CUDA graphs of compiled code: relaunch, trees or off",
+    "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
+    "cudagraph_verify": "every relaunch is compared with the compiled code",
+    "native_relaunch": "relaunched graphs are patched in C",
 }
 
 
@@ -97,7 +101,10 @@ def feature(installer: Installer, name: str) -> Feature:
         why = f"TORCH_OVERLAY_{name.upper()} is set in the environment"
     else:
         why = "default"
-    return Feature(name, FEATURES[name], bool(getattr(config, name)), why)
+    value = getattr(config, name)
+    return Feature(
+        name, FEATURES[name], bool(value) and value != "off", f"{value}, {why}" if type(value) is str else why
+    )
 
 
 def make_status(installer: Installer) -> Status:

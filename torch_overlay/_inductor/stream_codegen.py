@@ -35,7 +35,6 @@ from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stre
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from torch._inductor.utils import IndentedBuffer
 
@@ -139,7 +138,7 @@ class PlacedKernelCall(upstream.WrapperLine):
             wrapper._overlay_raw_stream = None
 
 
-def _root(wrapper: Any) -> PythonWrapperCodegen:
+def _root(wrapper: Any) -> Any:
     while hasattr(wrapper, "parent_wrapper"):
         wrapper = wrapper.parent_wrapper
     return wrapper

@@ -229,7 +229,8 @@ static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
             return -1;
         }
         item = Py_NewRef(PySequence_Fast_GET_ITEM(table, index));
-        if ((PyObject *)Py_TYPE(item) != region->stream_type) Py_SETREF(item, PyObject_CallOneArg(region->resolve, item));
+        if ((PyObject *)Py_TYPE(item) != region->stream_type)
+            Py_SETREF(item, PyObject_CallOneArg(region->resolve, item));
         if (!item) return -1;
         Py_XSETREF(self->streams[slot], item);
         raw = PyObject_GetAttr(item, region->handle_name);
@@ -357,9 +358,9 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     PyObject *aliased;
     Py_ssize_t events;
     Region *self;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO", names, &device, &PyTuple_Type, &indices, &events,
-            &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results, &PyTuple_Type, &distinct, &thread,
-            &stream_type, &raw, &current, &resolve, &aliased)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO", names, &device, &PyTuple_Type, &indices,
+            &events, &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results, &PyTuple_Type, &distinct,
+            &thread, &stream_type, &raw, &current, &resolve, &aliased)) return NULL;
     if (!(self = (Region *)type->tp_alloc(type, 0))) return NULL;
     self->device = Py_NewRef(device); self->thread = Py_NewRef(thread); self->stream_type = Py_NewRef(stream_type);
     self->current_raw = Py_NewRef(raw); self->current = Py_NewRef(current); self->resolve = Py_NewRef(resolve);
@@ -392,7 +393,7 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         if ((self->result[i].kind = number_of(result_kinds, kind)) < 0) goto failed;
         Py_ssize_t limit = self->result[i].kind == EVENT ? events : self->streams;
         if (self->result[i].which < 0 || (self->result[i].kind != OBJECT && self->result[i].which >= limit)) {
-            PyErr_SetString(PyExc_ValueError, "Region: a result names an event or a stream that the region doesn't have");
+            PyErr_SetString(PyExc_ValueError, "Region: a result names an event or a stream it doesn't have");
             goto failed;
         }
     }

@@ -1,7 +1,7 @@
 """What generated code calls at run time for a region with streams.
 
-    _region0 = region(device=0, streams={"stream0": "cuda:0", "stream1": 1}, events=2,
-                      entry=(("record", "ev0", "stream0"), ("wait", "ev0", "stream1")), exit=..., returns=("stream1_raw",))
+    _region0 = region(device=0, streams={"stream0": "cuda:0", "stream1": 1}, events=2, exit=...,
+                      entry=(("record", "ev0", "stream0"), ("wait", "ev0", "stream1")), returns=("stream1_raw",))
 
     frame0, stream1_raw, = _region0.enter()
     ...

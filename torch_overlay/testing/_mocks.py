@@ -150,9 +150,21 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             "importing the generated module compiles kernels and calling it launches them",
         ),
         Mock(
-            "torch._inductor.compile_fx.cudagraphify",
-            lambda *args, **kwargs: record_cudagraph(*args, **kwargs),
+            "torch._inductor.cudagraph_trees.cudagraphify_impl",
+            lambda model, *args, **kwargs: model,
+            "recording a CUDA graph executes it",
+        ),
+        Mock(
+            "torch_overlay._inductor.cudagraphs.policy.make_tree",
+            lambda original, model, static_input_idxs, **kwargs: record_cudagraph(model, **kwargs),
             "recording a CUDA graph executes it; what it was given is kept",
+        ),
+        Mock(
+            "torch_overlay._inductor.cudagraphs.runner.Runner",
+            lambda model, code: record_cudagraph(
+                model, device_index=code.device, is_backward=code.is_backward, relaunch=code
+            ),
+            "captures a CUDA graph; what it was given is kept",
         ),
         Mock(
             "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder.run",

@@ -1,0 +1,274 @@
+"""A device for the tests of `Runner` that needs no GPU: "captures" are recorded operators on memory of the host.
+
+A recording has an arena of its own, in which inputs, outputs and results of operators get addresses. Each operator is a
+node, and the addresses of its tensors are the node's parameters, so the real proof decides which region every one of
+them belongs to. A launcher rebuilds the tensors at the patched addresses and runs the operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, prove
+
+
+ARENA = 1 << 20
+CPU = torch.device("cpu")
+
+
+def tensor_at(address: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
+    storage = torch._C._construct_storage_from_data_pointer(address, CPU, extent * dtype.itemsize)
+    with _disable_current_modes():
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
+
+
+class Slot:
+    """Stands for a tensor among an operator's arguments."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.like = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        flat, spec = tree_flatten(result)
+        given = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if is_tensor(t)}
+        placed = []
+        for tensor in flat:
+            if is_tensor(tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() not in given:
+                fresh = self.recording.allocate(tensor.size(), tensor.stride(), tensor.dtype)
+                placed.append(fresh.copy_(tensor))
+            else:
+                placed.append(tensor)
+        if func is torch.ops.aten.empty_strided.default or func.is_view:
+            return tree_unflatten(placed, spec)
+        self.recording.note(func, (args, kwargs), placed)
+        return tree_unflatten(placed, spec)
+
+
+class Apart:
+    def __init__(self) -> None:
+        self.segments: dict[int, int] = {}
+        self.requested = 0
+
+
+class Recording:
+    def __init__(self, device: FakeDevice, gap: int) -> None:
+        self.owner, self.device = device, CPU
+        self.arena = torch.zeros(ARENA, dtype=torch.uint8)
+        self.low = self.arena.data_ptr()
+        self.high = self.low + ARENA
+        self.next = -(-self.low // 4096) * 4096 + 256 * gap
+        self.gap = 256 * gap
+        self.taken: list[tuple[int, int]] = []
+        self.fixed: list[int] = []
+        self.operations: list[Any] = []
+        self.closed = False
+        device.open += 1
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def take(self, size: int, skew: int = 0) -> int:
+        address = self.next + skew
+        self.next = -(-(address + size + self.gap) // 256) * 256
+        assert self.next < self.high
+        self.taken.append((address, size))
+        return address
+
+    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride))
+        return tensor_at(self.take(extent * dtype.itemsize), size, stride, dtype)
+
+    def place(self, view: Any, alignment: int = 256) -> torch.Tensor:
+        if not view.extent:
+            return torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+        address = self.take(view.extent, alignment if alignment < 256 else 0)
+        return tensor_at(address, view.size, view.stride, view.dtype)
+
+    def covers(self, address: int) -> bool:
+        return self.low <= address < self.high
+
+    def segments(self) -> list[tuple[int, int]]:
+        return list(self.taken)
+
+    @contextlib.contextmanager
+    def apart(self) -> Any:
+        apart, before = Apart(), len(self.taken)
+        yield apart
+        apart.segments = dict(self.taken[before:])
+        apart.requested = sum(apart.segments.values())
+
+    def kept(self) -> list[int]:
+        return self.owner.kept
+
+    @contextlib.contextmanager
+    def capturing(self, inputs: Any, random: bool) -> Any:
+        self.owner.random.append(random)
+        if self.owner.fail_captures:
+            self.owner.fail_captures -= 1
+            raise RuntimeError("the driver has the flu")
+        self.owner.thread.recording = self
+        try:
+            with Recorder(self):
+                yield
+        finally:
+            self.owner.thread.recording = None
+
+    def note(self, func: Any, given: Any, placed: list[Any]) -> None:
+        flat, spec = tree_flatten(given)
+        addresses = [t.data_ptr() for t in flat if is_tensor(t) and t.numel()]
+        addresses += [t.data_ptr() for t in placed if is_tensor(t) and t.numel()]
+        arguments = [Slot(a) if is_tensor(a) and a.numel() else a for a in flat]
+        results = [Slot(r) if is_tensor(r) and r.numel() else None for r in placed]
+        self.operations.append((func, spec, arguments, results, addresses))
+
+    def graph(self, segments: Any) -> CapturedGraph:
+        nodes = tuple(
+            KernelNode(
+                index=i,
+                handle=i,
+                name=str(operation[0]),
+                func=0,
+                kern=0,
+                ctx=0,
+                grid=(1, 1, 1),
+                block=(1, 1, 1),
+                shared_bytes=0,
+                parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
+            )
+            for i, operation in enumerate(self.operations)
+        )
+        edges = tuple((i, i + 1) for i in range(len(nodes) - 1))
+        return CapturedGraph(nodes, edges, tuple(segments), self.low, self.high)
+
+    def discard(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.owner.open -= 1
+
+
+class Launcher:
+    def __init__(self, operations: Any, template: Any) -> None:
+        self.operations = [(*o[:4], list(o[4])) for o in operations]
+        self.template = template
+        self.bases: dict[int, int] = {}
+        self.calls: list[list[int]] = []  # regions that each patch gave
+
+    @property
+    def nodes(self) -> int:
+        return len(self.operations)
+
+    def patch(self, bases: Any, regions: Any) -> int:
+        self.calls.append(list(regions))
+        bases = [b.data_ptr() if is_tensor(b) else b for b in bases]
+        assert len(bases) == len(regions)
+        moved = {r for r, b in zip(regions, bases) if self.bases.get(r) != b}
+        self.bases.update(zip(regions, bases))
+        dirty = set()
+        for word in self.template.words:
+            if word.region in moved:
+                self.operations[word.node][4][word.parameter] = self.bases[word.region] + word.delta
+                dirty.add(word.node)
+        return len(dirty)
+
+    def replay(self) -> None:
+        for func, spec, arguments, results, addresses in self.operations:
+            at = iter(addresses)
+            flat = [tensor_at(next(at), *a.like) if isinstance(a, Slot) else a for a in arguments]
+            args, kwargs = tree_unflatten(flat, spec)
+            given = {t.data_ptr() for t in flat if is_tensor(t)}
+            made = tree_flatten(func(*args, **kwargs))[0]
+            for slot, value in zip(results, made, strict=True):
+                if slot is not None:
+                    address = next(at)
+                    if address not in given:
+                        tensor_at(address, *slot.like).copy_(value)
+
+
+class Generator:
+    """Counts what was drawn."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+
+class FakeDevice:
+    index = 0
+
+    def __init__(self) -> None:
+        self.thread = threading.local()  # .recording
+        self.open = 0  # recordings
+        self.fail_captures = 0
+        self.kept: list[int] = []  # what captures leave in use
+        self.random: list[bool] = []  # of each capture: was it told of random numbers?
+        self.captured_by_user = False
+        self.generator = Generator()
+        self.launchers: list[Launcher] = []
+
+    def current(self) -> int:
+        return 0
+
+    def is_capturing(self) -> bool:
+        return self.captured_by_user
+
+    def guard(self) -> Any:
+        return contextlib.nullcontext()
+
+    def prepare(self) -> None:
+        pass
+
+    def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The allocation function of generated code, and of relaunches."""
+        recording = getattr(self.thread, "recording", None)
+        if recording is not None:
+            return recording.allocate(size, stride, dtype)
+        made = torch.empty_strided(size, stride, dtype=dtype)
+        return (
+            made.view(torch.uint8).fill_(0xA5).view(dtype)
+            if made.is_contiguous() and made.numel() and made.dim()
+            else made
+        )
+
+    def record(self, gap: int) -> Recording:
+        return Recording(self, gap)
+
+    def generators(self, inputs: Any) -> list[Any]:
+        return [self.generator, *(v for v in inputs if isinstance(v, Generator))]
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def finish(self, first: Any, second: Any, namespace: Any) -> Launcher:
+        template = prove(first.recording.graph(first.segments), second.recording.graph(second.segments))
+        self.launchers.append(Launcher(first.recording.operations, template))
+        return self.launchers[-1]

@@ -1,0 +1,968 @@
+"""Regions are captured once and relaunched for ever: what a call allocates, patches, launches and returns.
+
+Most of it runs on a device made of host memory (`relaunch_fakes`), where a "region" is a function that allocates like
+generated code does. The proof, the recipes of outputs and the patching are the real ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.utils import counters
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import capture, policy, runner
+from torch_overlay._inductor.cudagraphs.allocations import Plan
+from torch_overlay._inductor.cudagraphs.policy import Code
+from torch_overlay._inductor.cudagraphs.runner import Runner
+from torch_overlay._inductor.cudagraphs.verify import describe_difference, VerifyError
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from relaunch_fakes import FakeDevice, Generator, is_tensor
+
+
+def is_region(value):
+    """On the fake device all tensors are its own but those that a test marks."""
+    return is_tensor(value) and not getattr(value, "on_host", False)
+
+
+class RelaunchTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+        policy._refused.clear()
+        self.device = FakeDevice()
+        # Host memory is aligned to 64 bytes.
+        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def tearDown(self):
+        self.assertEqual(self.device.open, 0, "a recording was left open")
+        self.assertFalse(capture.capturing.locked())
+        super().tearDown()
+
+    def runner(self, source, *, static=(), mutated=(), saved=(), verify=False, **namespace):
+        """A Runner of `def region(args)` in a module like generated code's."""
+        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, "aten": torch.ops.aten, **namespace}
+        exec(source, scope)
+        code = Code("a region", 0, tuple(static), tuple(mutated), frozenset(saved))
+        with config.patch(cudagraph_verify=verify):
+            return Runner(scope["region"], code, self.device)
+
+    def counted(self, name):
+        return counters["torch_overlay"]["cudagraph_" + name]
+
+
+ADD = """
+def region(args):
+    x, w = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(x, w, out=buf0)
+    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.add(buf0, x, out=buf1)
+    del buf0
+    return (buf1,)
+"""
+
+
+class TestLifeOfARegion(RelaunchTestCase):
+    def test_first_call_runs_second_captures_later_ones_relaunch(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+        for n in range(5):
+            x = torch.randn(4, 4)
+            inputs = [x, w]
+            (out,) = run(inputs)
+            self.assertEqual(out, x * w + x)
+            self.assertEqual(inputs, [], "the callee clears the list")
+            self.assertEqual(self.counted("captures"), int(n > 0))
+            self.assertEqual(self.counted("relaunches"), n)
+
+    def test_outputs_are_never_overwritten(self):
+        run = self.runner(ADD, static=[1])
+        w, held = torch.randn(4, 4), []
+        for _ in range(6):
+            x = torch.randn(4, 4)
+            held.append((run([x, w])[0], x * w + x))
+        self.assertEqual([h for h, _ in held], [e for _, e in held])
+        self.assertEqual(len({h.data_ptr() for h, _ in held}), 6)
+
+    def test_static_input_that_stays_is_not_given_again(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+        for _ in range(5):
+            run([torch.randn(4, 4), w])
+        (launcher,) = self.device.launchers
+        self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
+
+    def test_static_input_that_moves_is_patched_without_a_capture(self):
+        run = self.runner(ADD, static=[1])
+        for _ in range(8):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            keep = w  # noqa: F841
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_input_that_keeps_moving_is_static_no_more(self):
+        run = self.runner(ADD, static=[1])
+        weights = [torch.randn(4, 4) for _ in range(2)]
+        for n in range(8):
+            run([torch.randn(4, 4), weights[n % 2]])
+        (state,) = run.states.values()
+        self.assertEqual(state.relaunch.static, [])
+
+    def test_output_and_input_of_the_next_call(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.full((4, 4), 0.5)
+        x = expected = torch.randn(4, 4)
+        for _ in range(6):
+            (x,) = run([x, w])
+            expected = expected * w + expected
+        self.assertEqual(x, expected)
+
+    def test_same_tensor_for_two_inputs(self):
+        run = self.runner(ADD)
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, x])[0], x * x + x)
+
+    def test_a_caller_that_captures_gets_the_region_inline(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+        for _ in range(3):
+            run([torch.randn(4, 4), w])
+        before = self.counted("relaunches")
+        self.device.captured_by_user = True
+        x = torch.randn(4, 4)
+        self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("relaunches"), before)
+
+    def test_threads(self):
+        run = self.runner(ADD, static=[1])
+        errors = []
+
+        def work(seed):
+            generator = torch.Generator().manual_seed(seed)
+            w = torch.randn(4, 4, generator=generator)
+            for _ in range(60):
+                x = torch.randn(4, 4, generator=generator)
+                (out,) = run([x, w])
+                if not torch.equal(out, x * w + x):
+                    errors.append(seed)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(errors, [])
+        self.assertGreater(self.counted("relaunches"), 0)
+
+    def test_all_is_gone_with_the_runner(self):
+        before = runner.live()
+        run = self.runner(ADD)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.assertEqual(runner.live()["templates"], before["templates"] + 1)
+        del run
+        gc.collect()
+        self.assertEqual(runner.live(), before)
+
+    def test_reset_gives_up_the_graphs_of_code_that_lives_on(self):
+        before = runner.live()
+        run = self.runner(ADD)
+        for _rounds in range(2):
+            for _ in range(3):
+                x, w = torch.randn(4, 4), torch.randn(4, 4)
+                self.assertEqual(run([x, w])[0], x * w + x)
+            self.assertEqual(runner.live()["templates"], before["templates"] + 1)
+            original = mock.Mock()
+            policy.reset(original)
+            original.assert_called_once_with()
+            gc.collect()
+            self.assertEqual(runner.live(), before)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+
+    def test_reset_of_dynamo_is_heard(self):
+        import torch._inductor.cudagraph_trees as trees
+
+        with mock.patch.object(runner, "forget_all") as forget_all:
+            trees.reset_cudagraph_trees()
+        forget_all.assert_called_once_with()
+
+    def test_module_gets_its_allocator_back(self):
+        run = self.runner(ADD)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.assertEqual(run.model.__globals__["empty_strided_cuda"], self.device.empty)
+
+
+class TestKeys(RelaunchTestCase):
+    SIZED = """
+def region(args):
+    x, n = args
+    args.clear()
+    buf0 = empty_strided_cuda((n,), (1,), torch.float32)
+    torch.mul(x, n, out=buf0)
+    return (buf0, n)
+"""
+
+    def test_a_graph_for_each_number(self):
+        run = self.runner(self.SIZED)
+        for _ in range(3):
+            for n in (3, 5):
+                x = torch.randn(n)
+                self.assertEqual(run([x, n]), (x * n, n))
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+
+    def test_least_recently_used_goes(self):
+        with config.patch(cudagraph_templates=2):
+            run = self.runner(self.SIZED)
+        for n in (3, 3, 5, 5, 3, 7, 7):
+            run([torch.randn(n), n])
+        self.assertEqual(list(run.states), [(3,), (7,)])
+
+    def test_too_many_sizes_run_as_compiled(self):
+        with config.patch(cudagraph_templates=1):
+            run = self.runner(self.SIZED)
+        for n in range(2, 12):
+            for _ in range(2):
+                x = torch.randn(n)
+                self.assertEqual(run([x, n])[0], x * n)
+        self.assertEqual(self.counted("captures"), 4)
+        self.assertIn("cudagraph_templates", policy.refusals()[0])
+
+    def test_number_in_host_memory_is_a_part_of_the_key(self):
+        run = self.runner("""
+def region(args):
+    x, s = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(x, s.item(), out=buf0)
+    return (buf0,)
+""")
+        for value in (2.0, 3.0, 2.0, 3.0, 2.0, 3.0):
+            x, s = torch.randn(4), torch.tensor(value)
+            s.on_host = True
+            self.assertEqual(run([x, s])[0], x * value)
+        self.assertEqual(self.counted("captures"), 2)
+
+    def test_large_tensor_in_host_memory_is_refused(self):
+        run = self.runner(ADD)
+        for _ in range(3):
+            x, w = torch.randn(4, 4), torch.randn(5, 4)[1:]
+            w.on_host = True
+            self.assertEqual(run([x, w])[0], x * w + x)
+        (refusal,) = policy.refusals()
+        self.assertIn(
+            "a region runs without a CUDA graph [host-tensor]: input 1 is a tensor of 16", refusal.replace("20", "16")
+        )
+
+
+class TestOutputs(RelaunchTestCase):
+    def check(self, source, make, expected, calls=5, **kwargs):
+        run = self.runner(source, **kwargs)
+        results = []
+        for _ in range(calls):
+            inputs = make()
+            wanted = expected(*[t.clone() if is_tensor(t) else t for t in inputs])
+            result = run(list(inputs))
+            self.assertEqual(len(result), len(wanted))
+            for got, want in zip(result, wanted):
+                self.assertEqual(got, want)
+                if is_tensor(want):
+                    self.assertEqual(got.stride(), want.stride())
+            results.append((inputs, result))
+        self.assertEqual(self.counted("refusals"), 0, policy.refusals())
+        self.assertEqual(self.counted("relaunches"), calls - 1)
+        return run, results
+
+    def test_none_numbers_and_a_repeated_output(self):
+        _, results = self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (None, buf0, 7, buf0, 2.5)
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (None, -x, 7, -x, 2.5),
+        )
+        self.assertIs(results[-1][1][1], results[-1][1][3])
+
+    def test_views_of_one_storage(self):
+        _, results = self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0[1:], buf0.t(), buf0)
+""",
+            lambda: [torch.randn(4, 4)],
+            lambda x: ((-x)[1:], (-x).t(), -x),
+        )
+        a, b, c = results[-1][1]
+        self.assertEqual({t.untyped_storage().data_ptr() for t in (a, b, c)}, {c.data_ptr()})
+
+    def test_view_of_another_type(self):
+        self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0.view(torch.int32)[1:], x.view(torch.int32))
+""",
+            lambda: [torch.randn(4)],
+            lambda x: ((-x).view(torch.int32)[1:], x.view(torch.int32)),
+        )
+
+    def test_input_and_views_of_it(self):
+        _, results = self.check(
+            """
+def region(args):
+    x, y = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.add(x, y, out=buf0)
+    return (buf0, x, y.t(), torch.as_strided(y, (2,), (3,), 4))
+""",
+            lambda: [torch.randn(4, 4), torch.randn(4, 4)],
+            lambda x, y: (x + y, x, y.t(), torch.as_strided(y, (2,), (3,), 4)),
+        )
+        (x, y), (_, same, transposed, _) = results[-1]
+        self.assertIs(same, x)
+        self.assertEqual(transposed.data_ptr(), y.data_ptr())
+
+    def test_view_of_an_input_that_is_itself_a_view(self):
+        self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((2, 4), (4, 1), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, torch._C._dynamo.guards._reinterpret_tensor(x, (4,), (1,), 4))
+""",
+            lambda: [torch.randn(6, 4)[4:]],
+            lambda x: (-x, x[1]),
+        )
+
+    def test_mutated_input(self):
+        source = """
+def region(args):
+    x, y = args
+    args.clear()
+    x.add_(y)
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, x)
+"""
+        run = self.runner(source, mutated=[0], verify=True)
+        for _ in range(5):
+            x, y = torch.randn(4), torch.randn(4)
+            wanted = x + y
+            out, same = run([x, y])
+            self.assertIs(same, x)
+            self.assertEqual((x, out), (wanted, -wanted))
+
+    def test_storage_that_an_operator_allocates(self):
+        run, results = self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = torch.ops.aten.sort.default(x)
+    buf1 = buf0[0]
+    buf2 = buf0[1]
+    buf3 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(buf1, 2, out=buf3)
+    return (buf3, buf2, buf1)
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (x.sort()[0] * 2, x.sort()[1], x.sort()[0]),
+        )
+        (state,) = run.states.values()
+        self.assertNotIn("aten.copy_.default", [str(o[0]) for o in state.relaunch.launcher.operations])
+
+    def test_storage_that_nobody_placed_is_copied_out(self):
+        """Allocated behind the back of generated code and of operators: here by a function that keeps its name."""
+        self.check(
+            """
+allocate = empty_strided_cuda
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = allocate((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, buf0[1:3])
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (-x, (-x)[1:3]),
+        )
+
+    def test_empty_zero_dimensional_and_expanded(self):
+        self.check(
+            """
+def region(args):
+    x, e, z = args
+    args.clear()
+    buf0 = empty_strided_cuda((), (), torch.float32)
+    torch.add(z, 1, out=buf0)
+    buf1 = empty_strided_cuda((0, 3), (3, 1), torch.float32)
+    buf2 = empty_strided_cuda((3, 2), (1, 4), torch.float32)
+    buf2.copy_(x)
+    return (buf0, buf1, buf2, e, buf0.expand(3))
+""",
+            lambda: [torch.randn(3, 2), torch.empty(0, 5), torch.randn(())],
+            lambda x, e, z: (
+                z + 1,
+                torch.empty(0, 3),
+                torch.empty_strided((3, 2), (1, 4)).copy_(x),
+                e,
+                (z + 1).expand(3),
+            ),
+        )
+
+    def test_types(self):
+        for dtype in (torch.complex64, torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.int8):
+            with self.subTest(dtype):
+                counters.clear()
+                self.check(
+                    """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 8), (8, 1), x.dtype)
+    buf0.copy_(x)
+    return (buf0, buf0[1])
+""",
+                    lambda dtype=dtype: [torch.randint(0, 2, (4, 8)).to(dtype)],
+                    lambda x: (x, x[1]),
+                )
+
+    def test_tensor_of_the_module(self):
+        constant = torch.arange(4.0)
+        _, results = self.check(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.add(x, constant, out=buf0)
+    return (buf0, constant)
+""",
+            lambda: [torch.randn(4)],
+            lambda x: (x + constant, constant),
+            constant=constant,
+        )
+        self.assertIs(results[-1][1][1], constant)
+
+    def test_saved_outputs_share_one_allocation(self):
+        source = """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(x, 2, out=buf1)
+    buf2 = empty_strided_cuda((2, 4), (4, 1), torch.int64)
+    torch.ops.aten.fill_(buf2, 3)
+    return (buf0, buf1, buf2, x)
+"""
+        _, results = self.check(
+            source,
+            lambda: [torch.randn(4)],
+            lambda x: (-x, x * 2, torch.full((2, 4), 3), x),
+            saved=[1, 2, 3],
+        )
+        visible, first, second, _ = results[-1][1]
+        self.assertEqual(first.untyped_storage().data_ptr(), second.untyped_storage().data_ptr())
+        self.assertNotEqual(visible.untyped_storage().data_ptr(), first.untyped_storage().data_ptr())
+        self.assertEqual(visible.untyped_storage().nbytes(), 16)
+
+
+class TestAlignment(RelaunchTestCase):
+    def at(self, skew, base=None):
+        storage = torch.empty(1024, dtype=torch.uint8)
+        start = -storage.data_ptr() % 256 + skew
+        return storage[start : start + 64].view(torch.float32).view(4, 4).copy_(torch.randn(4, 4))
+
+    def test_less_aligned_inputs_get_one_more_graph_for_all_of_them(self):
+        run = self.runner(ADD)
+        for skews in ((0, 0), (0, 0), (0, 0), (16, 0), (32, 0), (0, 48), (16, 16), (0, 0)):
+            x, w = map(self.at, skews)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("captures"), 2)
+        self.assertEqual(self.counted("relaunches"), 7)
+
+    def test_misaligned_input_is_copied(self):
+        run = self.runner(ADD)
+        for skew in (0, 0, 4, 12, 0):
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
+
+    def test_misaligned_input_that_is_written(self):
+        run = self.runner(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    assert x.data_ptr() % 16 == 0
+    x.add_(1)
+    return (x.t(),)
+""",
+            mutated=[0],
+        )
+        for skew in (4, 4, 0, 8, 4):
+            x = self.at(skew)
+            wanted = x + 1
+            (view,) = run([x])
+            self.assertEqual((x, view), (wanted, wanted.t()))
+        self.assertEqual(view.data_ptr(), x.data_ptr())
+
+
+class TestRandomNumbers(RelaunchTestCase):
+    """The generators' memory needs a GPU; what is found out before does not."""
+
+    DRAWS = """
+def region(args):
+    x, g = args
+    args.clear()
+    if times:
+        (g or default).offset += times.pop()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0,)
+"""
+
+    def captured_with(self, generator, times):
+        run = self.runner(self.DRAWS, default=self.device.generator, times=times)
+        for _ in range(3):
+            x = torch.randn(4)
+            self.assertEqual(run([x, generator])[0], -x)
+        return self.device.random
+
+    def test_region_that_draws_none(self):
+        self.assertEqual(self.captured_with(None, []), [False, False])
+
+    def test_default_generator(self):
+        self.assertEqual(self.captured_with(None, [4]), [True, True])
+
+    def test_generator_that_is_an_input(self):
+        self.assertEqual(self.captured_with(Generator(), [4]), [True, True])
+        self.assertEqual(self.device.generator.offset, 0)
+
+    def test_words_of_a_generator_are_fixed(self):
+        from torch_overlay._inductor.cudagraphs.template import FIXED
+
+        recording = self.device.record(1)
+        recording.fixed = [64, 128]
+        held = capture.Capture(lambda args: args, [torch.ones(4)], [64], Plan(random=True), recording)
+        segments = held.run(frozenset()).segments
+        recording.close()
+        found = [(s.address, s.size, s.delta) for s in segments if s.region == FIXED]
+        self.assertEqual(found, [(64, 8, 0), (128, 8, 8)])
+
+
+class TestFailures(RelaunchTestCase):
+    def test_region_that_keeps_what_it_allocated_is_refused(self):
+        """So does one that draws random numbers and did not at its first call."""
+        run = self.runner(ADD)
+        self.device.kept = [512, 512]
+        for _ in range(4):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        (refusal,) = policy.refusals()
+        self.assertIn("[kept]: 1024 bytes that it allocated are still in use when it has ended", refusal)
+        self.assertEqual(len(self.device.random), 1)
+
+    def test_capture_that_fails_is_tried_again(self):
+        run = self.runner(ADD)
+        self.device.fail_captures = 1
+        for _ in range(5):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual(policy.refusals(), [])
+
+    def test_capture_that_keeps_failing_is_given_up(self):
+        run = self.runner(ADD)
+        self.device.fail_captures = 100
+        for _ in range(8):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.device.fail_captures, 97)
+        self.assertEqual(
+            policy.refusals(),
+            ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],
+        )
+        self.assertEqual(self.counted("refusals"), 1)
+
+    def test_exception_of_the_region_reaches_the_caller_and_leaves_nothing(self):
+        run = self.runner(
+            ADD.replace("    buf1 =", "    if fail:\n        raise ValueError('no')\n    buf1 =", 1), fail=[]
+        )
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        run.model.__globals__["fail"].append(1)
+        with self.assertRaisesRegex(ValueError, "no"):
+            run([x, w])
+        run.model.__globals__["fail"].clear()
+        run([x, w])
+        run.model.__globals__["fail"].append(1)
+        with self.assertRaisesRegex(ValueError, "no"):  # the capture fails, and then the compiled code
+            run([x, w])
+        run.model.__globals__["fail"].clear()
+        for _ in range(3):
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_out_of_memory_at_a_launch(self):
+        run = self.runner(ADD)
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        (state,) = run.states.values()
+        empty, self.device.empty = self.device.empty, mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+        state.relaunch.bind()
+        inputs = [x, w]
+        with self.assertRaises(torch.OutOfMemoryError):
+            run(inputs)
+        self.assertEqual(len(inputs), 2)
+        self.device.empty = empty
+        state.relaunch.bind()
+        self.assertEqual(run(inputs)[0], x * w + x)
+
+    def test_region_whose_launches_differ_is_refused(self):
+        run = self.runner(
+            ADD.replace("torch.mul(x, w, out=buf0)", "torch.mul(x, w, out=buf0)\n    next(more)()"),
+            more=iter([int, int, lambda: torch.ones(2).neg_(), int, int]),
+        )
+        for _ in range(3):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertRegex(policy.refusals()[0], r"\[(nodes|layout)\]")
+
+    def test_sparse_input_is_refused(self):
+        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+        for _ in range(3):
+            self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
+        self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", policy.refusals()[0])
+
+    def test_refusal_names_the_line_and_raises_if_asked_to(self):
+        code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
+        with (
+            torch._inductor.config.patch("triton.cudagraph_or_error", True),
+            self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
+        ):
+            policy.refuse(code, "node-kind", "why")
+
+
+class TestVerify(RelaunchTestCase):
+    def test_wrong_pointer_is_found_and_named(self):
+        run = self.runner(ADD, verify=True)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        (launcher,) = self.device.launchers
+        patch = launcher.patch
+        other = torch.randn(4, 4)
+        (state,) = run.states.values()
+        relaunch = state.relaunch.relaunch
+
+        def wrong(bases, regions):
+            return patch([other.data_ptr() if r == 0 else b for b, r in zip(bases, regions)], regions)
+
+        launcher.patch = wrong
+        relaunch.bind()
+        with self.assertRaises(VerifyError) as raised:
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        message = str(raised.exception)
+        self.assertRegex(message, r"a region: output 0 of the relaunched graph is not .*: \d+ of 16 values differ")
+        self.assertIn("its address: node 1 (aten.add.out), parameter 2, offset 0", message)
+
+    def test_differences(self):
+        nan = float("nan")
+        self.assertIsNone(describe_difference(torch.tensor([1.0, nan]), torch.tensor([1.0, nan])))
+        self.assertIsNone(describe_difference(torch.tensor([1000.0]), torch.tensor([1000.0001])))
+        self.assertIsNone(describe_difference(None, None))
+        self.assertIn("first at (1,): 3.0", describe_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])))
+        self.assertIn("1 of 2", describe_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, nan])))
+        self.assertIn("strides", describe_difference(torch.ones(2, 2), torch.ones(2, 2).t()))
+        self.assertIn("shape", describe_difference(torch.ones(2), torch.ones(3)))
+        a = torch.tensor([1, 2], dtype=torch.complex64)
+        self.assertIsNone(describe_difference(a, a.clone()))
+        self.assertIsNotNone(describe_difference(a, a * 1j))
+
+
+class TestPolicy(TestCase):
+    """What Inductor is given, in a compilation for a simulated GPU."""
+
+    def compiled(self, mode, fn, make, backward=False):
+        """What was described for relaunches, and how many graphs were made of either kind."""
+        with simulated_gpu(), config.patch(cudagraphs=mode):
+            made = compile_only(fn, *make(), mode="reduce-overhead", backward=backward).cudagraphs
+        return [graph["relaunch"] for graph in made if "relaunch" in graph], len(made)
+
+    def test_forward_and_backward(self):
+        def fn(x, w):
+            return (x @ w).relu().sin()
+
+        def args():
+            return torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda", requires_grad=True)
+
+        (forward, backward), _ = self.compiled("relaunch", fn, args, backward=True)
+        self.assertEqual((forward.is_backward, backward.is_backward), (False, True))
+        self.assertTrue(forward.name.startswith("forward of compiled frame"), forward.name)
+        self.assertTrue(forward.saved_outputs)
+        self.assertEqual(len(forward.saved_outputs), 2)
+        self.assertEqual(backward.saved_outputs, frozenset())
+        self.assertIn("(x @ w).relu().sin()", forward.source)
+
+    def test_trees_and_off(self):
+        def args():
+            return (torch.randn(64, 64, device="cuda"),)
+
+        self.assertEqual(self.compiled("trees", torch.sin, args), ([], 1))
+        self.assertEqual(self.compiled("off", torch.sin, args), ([], 0))
+
+    def test_unknown_mode(self):
+        message = "cudagraphs is 'tree'; it must be one of relaunch, trees, off"
+        with config.patch(cudagraphs="tree"), self.assertRaisesRegex(ValueError, message):
+            policy.chosen_mode(None)
+
+    def test_backward_follows_its_forward(self):
+        box = SimpleNamespace(value=0)
+        with config.patch(cudagraphs="relaunch"):
+            policy.chosen_mode(box)
+        with config.patch(cudagraphs="trees"):
+            self.assertEqual(policy.chosen_mode(box), "relaunch")
+
+    def test_no_generations_without_trees(self):
+        called = []
+        box = SimpleNamespace(value=0, overlay_cudagraphs="relaunch")
+        policy.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", box)
+        box.overlay_cudagraphs = "trees"
+        policy.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", box)
+        self.assertEqual(called, [("graph", box)])
+
+    def test_options_are_no_part_of_the_cache_key(self):
+        from torch_overlay._inductor.cache_key import config_digest
+
+        digest = config_digest()
+        with config.patch(cudagraphs="off", cudagraph_verify=True, cudagraph_templates=3, native_relaunch=False):
+            self.assertEqual(config_digest(), digest)
+        with config.patch(streams=False):
+            self.assertNotEqual(config_digest(), digest)
+
+    def test_source_line(self):
+        trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n'
+        trace += '  File "/a/b.py", line 9, in f\n    return x.sin()\n'
+        self.assertEqual(policy.source_line(trace), "/a/b.py:9: return x.sin()")
+        self.assertEqual(policy.source_line("nothing"), "")
+
+
+@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+class TestGpu(TestCase):
+    """The smallest programs that touch each part of a capture; `relaunch_programs` has the others."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        policy._refused.clear()
+        torch.manual_seed(0)
+
+    def tearDown(self):
+        torch._dynamo.reset()
+        gc.collect()
+        self.assertEqual(runner.live(), {"runners": 0, "templates": 0, "execs": 0, "ranges": 0})
+        super().tearDown()
+
+    def check(self, fn, make, *, regions=1, calls=5, **options):
+        """Calls of the compiled function against eager; all but the first relaunched, and verified."""
+        with config.patch(cudagraphs="relaunch", cudagraph_verify=True):
+            compiled = torch.compile(fn, mode="reduce-overhead", **options)
+            held = []
+            for _ in range(calls):
+                inputs = make()
+                expected = fn(*[t.clone() for t in inputs])
+                held.append((compiled(*inputs), expected))
+        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], regions)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], regions * (calls - 1))
+        for got, expected in held:
+            self.assertEqual(got, expected, atol=1e-2, rtol=1e-2)
+
+    def test_pointwise_and_matmul(self):
+        w = torch.randn(64, 64, device="cuda")
+        self.check(lambda x: (x @ w).relu().sum(0), lambda: [torch.randn(64, 64, device="cuda")])
+
+    def test_attention_allocates_its_own_outputs(self):
+        def fn(q):
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+        self.check(fn, lambda: [torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)])
+
+    def test_input_that_is_written(self):
+        def fn(cache, x):
+            cache[:, 1:3] += x
+            return cache.sum(0)
+
+        self.check(fn, lambda: [torch.randn(8, 8, device="cuda"), torch.randn(8, 2, device="cuda")])
+
+    def test_side_stream(self):
+        side = torch.cuda.Stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                y = x @ x
+            z = (x.t() @ x).sin()
+            current.wait_stream(side)
+            return y + z
+
+        self.check(fn, lambda: [torch.randn(512, 512, device="cuda")])
+
+    def test_dropout_is_that_of_the_seed(self):
+        def fn(x):
+            return torch.nn.functional.dropout(x, 0.5)
+
+        def draws(f):
+            torch.manual_seed(7)
+            return [f(x) for _ in range(6)]
+
+        x = torch.ones(1000, device="cuda")
+        plain = draws(torch.compile(fn))
+        torch._dynamo.reset()
+        with config.patch(cudagraphs="relaunch"):
+            relaunched = draws(torch.compile(fn, mode="reduce-overhead"))
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 5, policy.refusals())
+        self.assertEqual(relaunched, plain)
+        self.assertEqual(len({tuple(d.tolist()) for d in relaunched}), 6)
+
+    def test_generator_moves_as_without_graphs(self):
+        """Nor by a capture; and a seed that is set later holds."""
+        compiled = {}
+        for mode in ("off", "relaunch"):
+            with config.patch(cudagraphs=mode):
+                compiled[mode] = torch.compile(lambda x: x + torch.rand_like(x), mode="reduce-overhead")
+                seen = []
+                for seed in (1, 2, 1):
+                    torch.manual_seed(seed)
+                    for _ in range(4):
+                        seen.append(compiled[mode](torch.zeros(100, device="cuda")))
+                        seen.append(torch.cuda.default_generators[0].get_offset())
+                        seen.append(torch.rand(3, device="cuda"))
+                    seen.append(torch.cuda.initial_seed())
+                compiled[mode] = seen
+            torch._dynamo.reset()
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 11, policy.refusals())
+        self.assertEqual(compiled["relaunch"], compiled["off"])
+
+    def test_random_numbers_that_the_first_call_did_not_draw(self):
+        drawing = []
+        with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
+            library.define("perhaps(Tensor x) -> Tensor")
+            library.impl("perhaps", lambda x: x + torch.rand_like(x) if drawing else x.clone(), "CUDA")
+            library.impl("perhaps", torch.empty_like, "Meta")
+            x = torch.zeros(64, device="cuda")
+            with config.patch(cudagraphs="relaunch"):
+                compiled = torch.compile(lambda x: torch.ops.relaunch_test.perhaps(x) + 0, mode="reduce-overhead")
+                self.assertEqual(compiled(x), x)
+                drawing.append(True)
+                for _ in range(3):
+                    self.assertTrue(0 < float(compiled(x).mean()) < 1)
+        self.assertEqual([r.reason for r in policy.refused()], ["kept"], policy.refusals())
+
+    def test_region_that_keeps_its_memory(self):
+        kept = []
+        with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
+            library.define("cached(Tensor x) -> Tensor")
+            library.impl("cached", lambda x: kept.append(x * 2) or kept[-1] + 1, "CUDA")
+            library.impl("cached", torch.empty_like, "Meta")
+            x = torch.ones(64, device="cuda")
+            with config.patch(cudagraphs="relaunch"):
+                compiled = torch.compile(lambda x: torch.ops.relaunch_test.cached(x) + 0, mode="reduce-overhead")
+                for _ in range(4):
+                    self.assertEqual(compiled(x), torch.full((64,), 3.0, device="cuda"))
+        del kept[:]
+        self.assertEqual([r.reason for r in policy.refused()], ["kept"], policy.refusals())
+
+    def test_deterministic_algorithms_fill_memory(self):
+        torch.use_deterministic_algorithms(True)
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        self.check(lambda x: (x.sin().sum(0), x + 1), lambda: [torch.randn(64, 64, device="cuda")])
+
+    def test_training_step(self):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).cuda()
+        with config.patch(cudagraphs="relaunch"):
+            compiled = torch.compile(module, mode="reduce-overhead")
+            for _ in range(6):
+                x = torch.randn(32, 64, device="cuda")
+                grads = []
+                for f in (module, compiled):
+                    module.zero_grad()
+                    f(x).square().mean().backward()
+                    grads.append([p.grad.clone() for p in module.parameters()])
+                self.assertEqual(*grads, atol=1e-3, rtol=1e-3)
+        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 2)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 10)
+
+    def test_a_capture_leaves_the_allocator_as_it_was(self):
+        x = torch.randn(1 << 24, device="cuda")
+        with config.patch(cudagraphs="relaunch"):
+            compiled = torch.compile(lambda x: (x + 1).cumsum(0) * 2, mode="reduce-overhead")
+            compiled(x)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+            compiled(x)
+            torch.cuda.synchronize()
+            after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, policy.refusals())
+        self.assertEqual(after[1], before[1])
+        self.assertLessEqual(after[0], before[0] + 2 * x.nbytes)
+
+    def test_region_that_can_not_be_captured_runs_and_the_next_one_is_captured(self):
+        with torch.library._scoped_library("relaunch_test", "FRAGMENT") as library:
+            library.define("host_read(Tensor x) -> Tensor")
+            library.impl("host_read", lambda x: x * x.sum().item(), "CUDA")
+            library.impl("host_read", torch.empty_like, "Meta")
+            x = torch.ones(4, device="cuda")
+            with config.patch(cudagraphs="relaunch"):
+                compiled = torch.compile(lambda x: torch.ops.relaunch_test.host_read(x + 1), mode="reduce-overhead")
+                for _ in range(6):
+                    self.assertEqual(compiled(x), torch.full((4,), 16.0, device="cuda"))
+                self.assertFalse(torch.cuda.is_current_stream_capturing())
+                self.assertEqual(len(policy.refusals()), 1)
+                self.assertIn("[capture]", policy.refusals()[0])
+                other = torch.compile(torch.sin, mode="reduce-overhead")
+                for _ in range(3):
+                    self.assertEqual(other(x), x.sin())
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,1061 @@
+"""Captured graphs, as the driver describes them: read into plain data, and tidied.
+
+Without a GPU the driver is a fake that keeps graphs in dictionaries, with the real structs of cuda.bindings. The
+kernels for memset and memcpy nodes are compiled for a device, and run by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import tempfile
+import unittest
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, HealthCheck, settings, strategies as st
+from test_relaunch_template import LOW, memory, SPAN, u32, u64, words
+
+import form
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import driver as cu, graph as graphs, graph_edit, graph_native
+from torch_overlay._inductor.cudagraphs.signatures import signatures_of
+from torch_overlay._inductor.cudagraphs.template import CapturedGraph, FillNode, KernelNode, prove, Refusal, Segment
+
+
+class FakeApi:
+    """cuda.bindings.driver for graphs that live in dictionaries. Structs and handle classes are the real ones."""
+
+    EDGE_KINDS = {"plain": (0, 0, 0), "programmatic": (1, 0, 1), "launch order": (0, 0, 2)}
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self.real = driver
+        self.kind, self.params, self.edge_list, self.functions, self.kernels = {}, {}, [], {}, {}
+        self.host_memory, self.device_memory = set(), set()
+        self.keep, self.next_handle, self.forbidden = [], 0x5000, set()
+
+    def __getattr__(self, name):
+        if name.startswith("cu"):
+            raise AttributeError(f"the fake has no {name}")
+        return getattr(self.real, name)
+
+    # Building a graph.
+
+    def new(self, kind, params=None, after=()):
+        self.next_handle += 0x10
+        self.kind[self.next_handle], self.params[self.next_handle] = kind, params
+        for node in after:
+            self.edge_list.append((node, self.next_handle, "plain"))
+        return self.next_handle
+
+    def array(self, addresses):
+        array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
+        self.keep.append(array)
+        return ctypes.addressof(array)
+
+    def bytes_at(self, value):
+        buffer = ctypes.create_string_buffer(value, max(1, len(value)))
+        self.keep.append(buffer)
+        return ctypes.addressof(buffer)
+
+    def declare(self, func, name, *sizes):
+        layout, offset = [], 0
+        for size in sizes:
+            offset = -(-offset // min(8, size)) * min(8, size)
+            layout.append((offset, size))
+            offset += size
+        self.functions[func] = (name, layout)
+
+    def kernel(self, func, *values, after=(), packed=None, kern=0, grid=(2, 3, 4)):
+        params = self.real.CUDA_KERNEL_NODE_PARAMS()
+        params.func, params.kern = self.real.CUfunction(func), self.real.CUkernel(kern)
+        params.gridDimX, params.gridDimY, params.gridDimZ = grid
+        params.blockDimX, params.blockDimY, params.blockDimZ = 32, 2, 1
+        params.sharedMemBytes = 48
+        if packed is not None:
+            size = self.bytes_at(u64(len(packed)))
+            params.extra = self.array([2, size, 1, self.bytes_at(packed), 0])
+        else:
+            params.kernelParams = self.array([self.bytes_at(v) for v in values])
+        return self.new(cu.KERNEL, params, after)
+
+    def memset(self, dst, *, value=0, element_size=4, width=4, height=1, pitch=0, after=()):
+        params = self.real.CUDA_MEMSET_NODE_PARAMS()
+        params.dst = self.real.CUdeviceptr(dst)
+        params.value, params.elementSize, params.width, params.height = value, element_size, width, height
+        params.pitch = pitch
+        return self.new(cu.MEMSET, params, after)
+
+    def memcpy(self, dst, src, width, *, kinds=(2, 2), height=1, depth=1, after=(), **fields):
+        params = self.real.CUDA_MEMCPY3D()
+        params.dstDevice, params.srcDevice = self.real.CUdeviceptr(dst), self.real.CUdeviceptr(src)
+        params.dstMemoryType, params.srcMemoryType = (self.real.CUmemorytype(k) for k in kinds)
+        params.WidthInBytes, params.Height, params.Depth = width, height, depth
+        for name, value in fields.items():
+            setattr(params, name, value)
+        return self.new(cu.MEMCPY, params, after)
+
+    def edges_between(self, *handles):
+        return sorted((handles.index(u), handles.index(v)) for u, v, _ in self.edge_list)
+
+    # The driver's functions.
+
+    def ok(self, *values):
+        return (self.real.CUresult.CUDA_SUCCESS, *values)
+
+    def invalid(self, *values):
+        return (self.real.CUresult.CUDA_ERROR_INVALID_VALUE, *values)
+
+    def cuGraphGetNodes(self, graph, count):
+        assert isinstance(graph, self.real.CUgraph)
+        return self.ok([self.real.CUgraphNode(n) for n in self.kind][:count], len(self.kind))
+
+    def cuGraphGetEdges(self, graph, count):
+        assert isinstance(graph, self.real.CUgraph)
+        before, after, data = [], [], []
+        for u, v, kind in self.edge_list[:count]:
+            before.append(self.real.CUgraphNode(u))
+            after.append(self.real.CUgraphNode(v))
+            edge = self.real.CUgraphEdgeData()
+            edge.type, edge.to_port, edge.from_port = self.EDGE_KINDS[kind]
+            data.append(edge)
+        return self.ok(before, after, data, len(self.edge_list))
+
+    def cuGraphNodeGetType(self, node):
+        return self.ok(self.real.CUgraphNodeType(self.kind[int(node)]))
+
+    def get_params(self, node):
+        return self.ok(self.params[int(node)])
+
+    cuGraphKernelNodeGetParams = cuGraphMemsetNodeGetParams = cuGraphMemcpyNodeGetParams = get_params
+
+    def cuKernelGetFunction(self, kernel):
+        return (
+            self.ok(self.real.CUfunction(self.kernels[int(kernel)]))
+            if int(kernel) in self.kernels
+            else self.invalid(None)
+        )
+
+    def cuFuncGetName(self, func):
+        return self.ok(self.functions[int(func)][0].encode())
+
+    def cuFuncGetParamInfo(self, func, index):
+        layout = self.functions[int(func)][1]
+        return self.ok(*layout[index]) if index < len(layout) else self.invalid(0, 0)
+
+    def cuPointerGetAttribute(self, attribute, pointer):
+        assert attribute == self.real.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        for kind, known in ((1, self.host_memory), (2, self.device_memory)):
+            if int(pointer) in known:
+                return self.ok(self.real.CUmemorytype(kind))
+        return self.invalid(None)
+
+    def cuGraphAddKernelNode(self, graph, before, count, params):
+        assert len(before) == count and all(isinstance(n, self.real.CUgraphNode) for n in before)
+        if int(params.func) in self.forbidden:
+            return self.invalid(None)
+        sizes = [size for _, size in self.functions[int(params.func)][1]]
+        array = (ctypes.c_void_p * len(sizes)).from_address(params.kernelParams)
+        values = [ctypes.string_at(address, size) for address, size in zip(array, sizes)]
+        grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
+        return self.ok(self.real.CUgraphNode(self.kernel(int(params.func), *values, after=map(int, before), grid=grid)))
+
+    def cuGraphAddDependencies(self, graph, before, after, data, count):
+        assert data is None and len(before) == len(after) == count
+        self.edge_list += [(int(u), int(v), "plain") for u, v in zip(before, after)]
+        return self.ok()
+
+    def cuGraphRemoveDependencies(self, graph, before, after, data, count):
+        assert data is None and len(before) == len(after) == count
+        for u, v in zip(before, after):
+            self.edge_list.remove((int(u), int(v), "plain"))
+        return self.ok()
+
+    def cuGraphDestroyNode(self, node):
+        self.edge_list = [e for e in self.edge_list if int(node) not in e[:2]]
+        del self.kind[int(node)], self.params[int(node)]
+        return self.ok()
+
+
+# A driver library whose functions a test defines.
+HOOKS = {
+    "cuGraphGetNodes": "void *graph, void **node, size_t *count",
+    "cuGraphGetEdges_v2": "void *graph, void **before, void **after, char *data, size_t *count",
+    "cuGraphNodeGetType": "void *node, int *kind",
+    "cuGraphKernelNodeGetParams_v2": "void *node, char *params",
+    "cuFuncGetName": "const char **name, void *func",
+    "cuFuncGetParamInfo": "void *func, size_t index, size_t *offset, size_t *size",
+    "cuKernelGetFunction": "void **func, void *kernel",
+}
+
+
+class DriverInC:
+    """The C module of `graph_native`, which asks a FakeApi."""
+
+    def __init__(self):
+        from triton.runtime.build import _find_compiler
+
+        self.folder = tempfile.TemporaryDirectory()
+        source, library = (Path(self.folder.name) / name for name in ("driver.c", "libdriver.so"))
+        lines = ["#include <stddef.h>"]
+        for name, parameters in HOOKS.items():
+            arguments = ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
+            lines.append(f"int (*hook_{name})({parameters});")
+            lines.append(f"int {name}({parameters}) {{ return hook_{name}({arguments}); }}")
+        source.write_text("\n".join(lines))
+        subprocess.run([_find_compiler("c"), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        with unittest.mock.patch.dict(os.environ, TRITON_CACHE_DIR=self.folder.name):
+            self.module = graph_native.build(str(library))
+        self.library = ctypes.CDLL(str(library))
+        self.hooks, self.names = {}, {}
+
+    def ask(self, api):
+        """From now on the functions are those of `api`."""
+        pointer, size, number = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t
+        handle = ctypes.c_void_p
+
+        def fill(out, values):
+            for i, value in enumerate(values):
+                out[i] = int(value)
+
+        def nodes(graph, out, count):
+            code, found, total = api.cuGraphGetNodes(api.real.CUgraph(graph), count[0] if out else 0)
+            fill(count, [total])
+            fill(out, found)
+            return code
+
+        def edges(graph, before, after, data, count):
+            code, *columns, total = api.cuGraphGetEdges(api.real.CUgraph(graph), count[0] if before else 0)
+            fill(count, [total])
+            fill(before, columns[0])
+            fill(after, columns[1])
+            for i, edge in enumerate(columns[2]):
+                ctypes.memmove(data + 8 * i, bytes([edge.from_port, edge.to_port, edge.type]), 3)
+            return code
+
+        def kind(node, out):
+            out[0] = api.kind[node]  # also a kind that cuda.bindings doesn't know
+            return 0
+
+        def kernel(node, out):
+            code, params = api.cuGraphKernelNodeGetParams(node)
+            ctypes.memmove(out, int(params.getPtr()), 72)
+            return code
+
+        def name(out, func):
+            code, value = api.cuFuncGetName(func)
+            buffer = self.names.setdefault(value, ctypes.create_string_buffer(value))
+            fill(out, [ctypes.addressof(buffer)])
+            return code
+
+        def parameter(func, index, offset, size):
+            code, *values = api.cuFuncGetParamInfo(func, index)
+            fill(offset, values[:1])
+            fill(size, values[1:])
+            return code
+
+        def function(out, kern):
+            code, func = api.cuKernelGetFunction(kern)
+            fill(out, [func or 0])
+            return code
+
+        types = [
+            (nodes, handle, pointer, size),
+            (edges, handle, pointer, pointer, handle, size),
+            (kind, handle, ctypes.POINTER(ctypes.c_int)),
+            (kernel, handle, handle),
+            (name, pointer, handle),
+            (parameter, handle, number, size, size),
+            (function, pointer, handle),
+        ]
+        for hook, (python, *arguments) in zip(HOOKS, types):
+            made = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(lambda *args, python=python: int(python(*args)))
+            self.hooks[hook] = made
+            ctypes.c_void_p.in_dll(self.library, f"hook_{hook}").value = ctypes.cast(made, ctypes.c_void_p).value
+
+
+class FakeKernels:
+    """Kernels by name; what they are asked for is what they get as arguments."""
+
+    FILL, COPY = 0xF1, 0xC0
+
+    def declare(self, api):
+        api.declare(self.FILL, "fill", 8, 4, 8)
+        api.declare(self.COPY, "copy", 8, 8, 8)
+
+    def fill(self, target, value, element_size, count):
+        arguments = u64(target), u32(value), u64(element_size * count)
+        return graph_edit.Launch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
+
+    def prepare(self, device):
+        raise AssertionError("tidy does not ask for it")
+
+    def copy(self, target, source, size):
+        return graph_edit.Launch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
+
+
+class GraphTest(unittest.TestCase):
+    in_c: DriverInC | None = None
+
+    def driver_of(self, api):
+        if self.in_c is None:
+            return cu.Driver(api)
+        self.in_c.ask(api)
+        return cu.Driver(api, self.in_c.module)
+
+    def setUp(self):
+        self.api = FakeApi()
+        self.driver = self.driver_of(self.api)
+        self.kernels = FakeKernels()
+        self.kernels.declare(self.api)
+
+    def read(self, segments=()):
+        return graphs.read(0x77, segments, 0, 1 << 20, driver=self.driver)
+
+    def tidy(self):
+        return graphs.tidy(0x77, driver=self.driver, kernels=self.kernels)
+
+    def refused(self, reason, pattern):
+        with self.assertRaisesRegex(Refusal, pattern) as context:
+            self.read()
+        self.assertEqual(context.exception.reason, reason)
+
+    def names(self):
+        """What the nodes are, in the graph's order."""
+        return [self.driver.name(n.func) if isinstance(n, KernelNode) else n.name for n in self.read().nodes]
+
+
+class TestRead(GraphTest):
+    def test_kernel_with_separate_parameters(self):
+        self.api.declare(7, "_Z3addPfS_i", 8, 4, 8)
+        handle = self.api.kernel(7, u64(0xAAAA), u32(5), u64(0xBBBB))
+        (node,) = self.read().nodes
+        expected = KernelNode(
+            index=0, handle=handle, name="_Z3addPfS_i", func=7, kern=0, ctx=0, grid=(2, 3, 4), block=(32, 2, 1),
+            shared_bytes=48, parameters=((0, u64(0xAAAA)), (8, u32(5)), (16, u64(0xBBBB))),
+        )  # fmt: skip
+        self.assertEqual(node, expected)
+
+    def test_kernel_with_a_packed_block(self):
+        self.api.declare(7, "nvjet", 8, 4, 128)
+        blob = bytes(range(128))
+        self.api.kernel(7, packed=u64(0xAAAA) + u32(5, 0) + blob)
+        self.assertEqual(self.read().nodes[0].parameters, ((0, u64(0xAAAA)), (8, u32(5)), (16, blob)))
+
+    def test_kernel_without_parameters(self):
+        self.api.declare(7, "nothing")
+        self.api.kernel(7)
+        self.api.kernel(7, packed=b"")
+        self.assertEqual([n.parameters for n in self.read().nodes], [(), ()])
+
+    def test_library_kernel_without_a_function(self):
+        self.api.declare(9, "from_library", 8)
+        self.api.kernels[0x33] = 9
+        self.api.kernel(0, u64(1), kern=0x33)
+        (node,) = self.read().nodes
+        self.assertEqual((node.name, node.func, node.kern, node.parameters), ("from_library", 0, 0x33, ((0, u64(1)),)))
+
+    def test_kernel_that_the_driver_cannot_describe(self):
+        self.api.kernel(0, u64(1), kern=0x34)
+        self.refused("layout", "node 0: the driver doesn't describe the kernel: CUDA driver error in cuKernelGetFunct")
+
+    def test_packed_block_that_is_too_short(self):
+        self.api.declare(7, "nvjet", 8, 8)
+        self.api.kernel(7, packed=bytes(12))
+        self.refused("layout", r"node 0 \(nvjet\): a block of 12 bytes for parameters that end at 16")
+
+    def test_packed_block_of_unknown_layout(self):
+        self.api.declare(7, "opaque")
+        self.api.kernel(7, packed=bytes(64))
+        self.refused("layout", "64 bytes of parameters, but the driver reports no layout")
+
+    def test_unknown_launch_option(self):
+        self.api.declare(7, "odd", 8)
+        node = self.api.kernel(7, packed=bytes(8))
+        self.api.params[node].extra = self.api.array([5, 0, 0])
+        self.refused("layout", "launch option 0x5 is not known")
+
+    def test_missing_parameters(self):
+        self.api.declare(7, "odd", 8)
+        node = self.api.kernel(7, bytes(8))
+        self.api.params[node].kernelParams = 0
+        self.refused("layout", "1 parameters, but the node holds none")
+        self.api.params[node].kernelParams = self.api.array([0])
+        self.refused("layout", "parameter 0: no value")
+
+    def test_memset(self):
+        handle = self.api.memset(0xAB00, value=3, element_size=2, width=10, height=2, pitch=64)
+        expected = FillNode(index=0, handle=handle, dst=0xAB00, value=3, element_size=2, width=10, height=2, pitch=64)
+        self.assertEqual(self.read().nodes, (expected,))
+
+    def test_memcpy_and_its_offsets(self):
+        self.api.memcpy(0x1000, 0x2000, 16, height=2, depth=3, srcXInBytes=4, srcY=1, srcZ=2, srcPitch=64, srcHeight=8)
+        (node,) = self.read().nodes
+        self.assertEqual((node.dst, node.src), (0x1000, 0x2000 + 4 + 64 * (1 + 8 * 2)))
+        self.assertEqual((node.width, node.height, node.depth, node.src_pitch, node.src_height), (16, 2, 3, 64, 8))
+
+    def test_memcpy_of_host_memory(self):
+        for kinds, text in (((2, 1), "it copies from host memory"), ((1, 2), "it copies to host memory")):
+            with self.subTest(text):
+                self.api.kind.clear()
+                self.api.memcpy(0x1000, 0x2000, 16, kinds=kinds)
+                self.refused("host-memory", text)
+
+    def test_memcpy_of_an_array(self):
+        self.api.memcpy(0x1000, 0x2000, 16, kinds=(2, 3))
+        self.refused("host-memory", "it copies from an array")
+
+    def test_memcpy_of_unified_addresses(self):
+        self.api.memcpy(0x1000, 0x2000, 16, kinds=(4, 4))
+        self.api.device_memory |= {0x1000, 0x2000}
+        self.assertEqual(self.read().nodes[0].src, 0x2000)
+        self.api.device_memory.discard(0x2000)
+        self.refused("host-memory", "it copies from host memory")
+        self.api.host_memory.add(0x2000)
+        self.refused("host-memory", "it copies from host memory")
+
+    def test_nodes_that_cannot_be_patched(self):
+        texts = {
+            cu.HOST: r"node 1 \(host callback\): a host function was called",
+            cu.CHILD_GRAPH: r"node 1 \(child graph\)",
+            cu.WAIT_EVENT: "waits for an event",
+            cu.RECORD_EVENT: "records an event",
+            10: "allocated memory",
+            13: "control flow",
+            12: r"node 1 \(batch of memory operations\): nodes of this kind can't be patched",
+            99: r"node 1 \(unknown kind\): nodes of this kind can't be patched",
+        }
+        for kind, text in texts.items():
+            with self.subTest(text):
+                self.api.kind.clear()
+                self.api.new(cu.EMPTY)
+                self.api.new(kind)
+                self.refused("node-kind", text)
+
+    def test_edges_and_segments(self):
+        first = self.api.new(cu.EMPTY)
+        second = self.api.new(cu.EMPTY, after=[first])
+        self.api.new(cu.EMPTY, after=[second, first])
+        segments = [Segment(0, 512, 0)]
+        graph = self.read(segments)
+        self.assertEqual(graph.edges, ((0, 1), (0, 2), (1, 2)))
+        self.assertEqual((graph.segments, graph.low, graph.high), (tuple(segments), 0, 1 << 20))
+
+    def test_graph_object(self):
+        self.api.new(cu.EMPTY)
+        graph = unittest.mock.Mock(raw_cuda_graph=lambda: 0x77)
+        self.assertEqual(len(graphs.read(graph, (), 0, 1, driver=self.driver).nodes), 1)
+
+    def test_empty_graph(self):
+        self.assertEqual(self.read(), CapturedGraph((), (), (), 0, 1 << 20))
+
+    def test_device_memory(self):
+        self.api.device_memory.add(64)
+        self.assertTrue(graphs.is_device_memory(64, driver=self.driver))
+        self.assertFalse(graphs.is_device_memory(128, driver=self.driver))
+
+    def test_freed_memory(self):
+        block = lambda address, size, state: {"address": address, "size": size, "state": state}  # noqa: E731
+        second = [block(0x900, 0x100, "inactive")]
+        first = [
+            block(0x100, 0x100, "active_allocated"), block(0x200, 0x80, "inactive"), block(0x280, 8, "active_pending")
+        ]  # fmt: skip
+        freed = graphs.freed_memory([{"blocks": second}, {"blocks": first}])
+        ends = (0, 0xFF, 0x100, 0x1FF, 0x200, 0x27F, 0x280, 0x300, 0x8FF, 0x900, 0x9FF, 0xA00)
+        self.assertEqual([a for a in ends if freed(a)], [0x200, 0x27F, 0x900, 0x9FF])
+
+    def test_driver_error_names_the_function(self):
+        with self.assertRaisesRegex(cu.DriverError, r"error in cuKernelGetFunction: CUDA_ERROR_INVALID_VALUE \(1\)"):
+            self.driver.function_of(1)
+
+    def test_every_driver_function_exists(self):
+        from cuda.bindings import driver
+
+        for name in dir(FakeApi):
+            if name.startswith("cu"):
+                self.assertTrue(callable(getattr(driver, name)), name)
+
+
+DAGS = st.integers(0, 8).flatmap(
+    lambda n: st.tuples(
+        st.just(n), st.sets(st.tuples(st.integers(0, n), st.integers(0, n))), st.permutations(range(n + 1))
+    )
+)
+
+
+class TestTidy(GraphTest):
+    def setUp(self):
+        super().setUp()
+        self.api.declare(7, "work", 8)
+
+    def test_memset_and_memcpy_become_kernels(self):
+        first = self.api.kernel(7, u64(1))
+        fill = self.api.memset(0x1000, value=9, element_size=4, width=4, after=[first])
+        copy = self.api.memcpy(0x2000, 0x1000, 16, after=[fill])
+        last = self.api.kernel(7, u64(2), after=[copy])
+        self.assertEqual(self.tidy(), graphs.TidyReport(fills=1, copies=1))
+        graph = self.read()
+        handles = [n.handle for n in graph.nodes]
+        self.assertEqual(self.names(), ["work", "work", "fill", "copy"])
+        self.assertEqual(handles[:2], [first, last])
+        self.assertEqual(graph.edges, ((0, 2), (2, 3), (3, 1)))
+        self.assertEqual([v for _, v in graph.nodes[2].parameters], [u64(0x1000), u32(9), u64(16)])
+        self.assertEqual([v for _, v in graph.nodes[3].parameters], [u64(0x2000), u64(0x1000), u64(16)])
+
+    def test_nodes_in_a_row_and_side_by_side(self):
+        root = self.api.memset(0x1000)
+        branches = [self.api.memset(0x1000 * i, after=[root]) for i in (2, 3)]
+        self.api.kernel(7, u64(1), after=branches)
+        self.assertEqual(self.tidy().fills, 3)
+        self.assertEqual(self.read().edges, ((1, 2), (1, 3), (2, 0), (3, 0)))
+
+    def test_rows_that_are_adjacent(self):
+        self.api.memset(0x1000, element_size=2, width=8, height=3, pitch=16)
+        self.api.memcpy(0x2000, 0x1000, 32, height=4, dstPitch=32, srcPitch=32)
+        self.assertEqual(self.tidy(), graphs.TidyReport(fills=1, copies=1))
+        fill, copy = self.read().nodes
+        self.assertEqual((fill.parameters[2][1], copy.parameters[2][1]), (u64(48), u64(128)))
+
+    def test_rows_that_are_not_adjacent_stay(self):
+        self.api.memset(0x1000, element_size=1, width=8, height=3, pitch=16)
+        self.api.memcpy(0x2000, 0x1000, 32, height=4, dstPitch=64, srcPitch=32)
+        self.api.memcpy(0x2000, 0x1000, 32, height=2, depth=2, dstPitch=32, srcPitch=32, dstHeight=2, srcHeight=4)
+        report = self.tidy()
+        self.assertEqual((report.fills, report.copies), (0, 0))
+        self.assertEqual(report.kept[0], "memset node 0: its rows are not adjacent")
+        self.assertEqual(len(report.kept), 3)
+        self.assertEqual(self.names(), ["memset", "memcpy", "memcpy"])
+
+    def test_copies_of_host_memory_stay(self):
+        self.api.memcpy(0x2000, 0x1000, 32, kinds=(2, 1))
+        self.assertEqual(self.tidy().kept, ("memcpy node 0: node 0 (memcpy): it copies from host memory",))
+
+    def test_kernel_with_other_parameters_is_not_used(self):
+        self.api.declare(FakeKernels.FILL, "fill", 8, 4, 8, 8)
+        self.api.memset(0x1000)
+        (reason,) = self.tidy().kept
+        self.assertIn("takes parameters of [8, 4, 8, 8] bytes, not [8, 4, 8]", reason)
+
+    def test_empty_memset_stays(self):
+        self.api.memset(0x1000, width=0)
+        self.assertEqual(self.tidy().kept, ("memset node 0: 0 blocks",))
+
+    def test_driver_error_leaves_the_node(self):
+        before = self.api.kernel(7, u64(1))
+        self.api.memset(0x1000, after=[before])
+        self.api.forbidden.add(FakeKernels.FILL)
+        self.assertIn("cuGraphAddKernelNode: CUDA_ERROR_INVALID_VALUE", self.tidy().kept[0])
+        self.assertEqual((self.names(), self.read().edges), (["work", "memset"], ((0, 1),)))
+
+    def test_driver_error_on_the_way_leaves_one_node(self):
+        last = self.api.kernel(7, u64(1))
+        fill = self.api.memset(0x1000)
+        self.api.edge_list.append((fill, last, "plain"))
+        with unittest.mock.patch.object(
+            self.api, "cuGraphAddDependencies", lambda *args: self.api.invalid(), create=True
+        ):
+            self.assertIn("cuGraphAddDependencies", self.tidy().kept[0])
+        self.assertEqual((self.names(), self.read().edges), (["work", "memset"], ((1, 0),)))
+
+    def test_compiler_error_leaves_the_node(self):
+        self.api.memset(0x1000)
+        with unittest.mock.patch.object(self.kernels, "fill", side_effect=RuntimeError("no compiler")):
+            self.assertEqual(self.tidy().kept, ("memset node 0: no compiler",))
+
+    def test_programmatic_edges_are_left_alone(self):
+        a, b = self.api.kernel(7, u64(1)), self.api.kernel(7, u64(2))
+        fill = self.api.memset(0x1000, after=[a])
+        c = self.api.kernel(7, u64(3), after=[b, a])
+        self.api.edge_list += [(a, b, "programmatic"), (b, fill, "launch order")]
+        before = sorted(self.api.edge_list)
+        report = self.tidy()
+        # a -> b -> c does not imply a -> c: b may start, and end, before a has ended.
+        self.assertEqual((report.edges_removed, sorted(self.api.edge_list)), (0, before))
+        self.assertEqual(report.kept, ("memset node 2: it has programmatic dependencies",))
+        self.assertEqual(self.api.edges_between(a, b, fill, c), [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)])
+
+    def test_implied_edges_are_removed(self):
+        a = self.api.kernel(7, u64(1))
+        b = self.api.kernel(7, u64(2), after=[a])
+        c = self.api.kernel(7, u64(3), after=[a, b])
+        d = self.api.kernel(7, u64(4), after=[a, b, c])
+        self.assertEqual(self.tidy().edges_removed, 3)
+        self.assertEqual(self.api.edges_between(a, b, c, d), [(0, 1), (1, 2), (2, 3)])
+
+    def test_graphs_that_will_be_refused_are_not_touched(self):
+        self.api.new(10)
+        self.api.memset(0x1000)
+        self.assertEqual(self.tidy().kept, ("graph with memory allocation nodes",))
+        self.assertEqual(self.api.kind[max(self.api.kind)], cu.MEMSET)
+
+    def test_tidied_captures_are_proven(self):
+        captured = []
+        for which in "ab":
+            self.api = FakeApi()
+            self.driver = self.driver_of(self.api)
+            self.kernels.declare(self.api)
+            segments = memory(which)
+            fill = self.api.memset(segments[0].address + 16)
+            self.api.memcpy(segments[1].address, segments[0].address, 64, after=[fill])
+            self.tidy()
+            captured.append(graphs.read(0x77, segments, LOW[which], LOW[which] + SPAN, driver=self.driver))
+        self.assertEqual(words(prove(*captured)), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 0, 0)])
+
+    @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
+    @given(DAGS)
+    def test_transitive_reduction(self, drawn):
+        size, pairs, names = drawn
+        edges = {(names[u], names[v]) for u, v in pairs if u < v}
+        implied = graph_edit.implied_edges({u: [v for x, v in edges if x == u] for u in range(size + 1)})
+
+        def reach(edges):
+            known = set(edges)
+            while more := {(u, w) for u, v in known for x, w in known if v == x} - known:
+                known |= more
+            return known
+
+        kept = edges - set(implied)
+        self.assertEqual(reach(kept), reach(edges))
+        self.assertTrue(all(reach(kept - {edge}) != reach(edges) for edge in kept))
+
+
+class InC:
+    """The same, read by the C module."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.in_c = DriverInC()
+        cls.addClassCleanup(cls.in_c.folder.cleanup)
+
+
+class TestReadInC(InC, TestRead):
+    def test_all_kernels_in_one_call(self):
+        self.api.declare(7, "add", 8, 4, 8)
+        self.api.declare(9, "from_library", 8)
+        self.api.declare(11, "opaque")
+        self.api.kernels[0x33] = 9
+        nodes = [
+            self.api.kernel(7, u64(0xAAAA), u32(5), u64(0xBBBB)),
+            self.api.kernel(7, packed=u64(0xAAAA) + u32(6, 0) + u64(0xBBBB)),
+            self.api.kernel(0, u64(1), kern=0x33),
+            self.api.kernel(11),
+        ]
+        shape = 0, (2, 3, 4), (32, 2, 1), 48
+        expected = [
+            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(5)), (16, u64(0xBBBB)))),
+            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(6)), (16, u64(0xBBBB)))),
+            (0, 0x33, *shape, "from_library", ((0, u64(1)),)),
+            (11, 0, *shape, "opaque", ()),
+        ]
+        self.assertEqual(self.driver.kernels(nodes), expected)
+        with unittest.mock.patch.object(self.driver, "kernel", side_effect=AssertionError("read one by one")):
+            self.assertEqual(len(self.read().nodes), 4)
+
+    def test_what_it_does_not_know_is_left_out(self):
+        self.api.declare(7, "known", 8)
+        self.api.declare(11, "opaque")
+        known = self.api.kernel(7, u64(1))
+        lacking = self.api.kernel(7, u64(1))
+        self.api.params[lacking].kernelParams = self.api.array([0])
+        option = self.api.kernel(7, packed=u64(1))
+        self.api.params[option].extra = self.api.array([5, 0, 0])
+        others = [
+            lacking, option, self.api.kernel(7, packed=bytes(4)), self.api.kernel(0, u64(1), kern=0x34),
+            self.api.kernel(11, packed=bytes(64)),
+        ]  # fmt: skip
+        first, *rest = self.driver.kernels([known, *others])
+        self.assertEqual((first[6], rest), ("known", [None] * len(others)))
+
+    def test_error_of_the_driver(self):
+        self.api.new(cu.EMPTY)
+        with unittest.mock.patch.object(self.api, "cuGraphGetEdges", lambda *args: self.api.invalid([], [], [], 0)):
+            with self.assertRaisesRegex(RuntimeError, "CUDA driver error in cuGraphGetEdges: 1"):
+                self.in_c.module.structure(0x77)
+            with self.assertRaisesRegex(cu.DriverError, "cuGraphGetEdges: CUDA_ERROR_INVALID_VALUE"):
+                self.read()
+
+    def test_many_calls_keep_nothing(self):
+        import sys
+
+        self.api.declare(7, "add", 8, 300)
+        nodes = [self.api.kernel(7, u64(i), bytes(300)) for i in range(3)]
+        nodes.append(self.api.kernel(0, u64(1), kern=0x34))  # not known
+
+        def calls(count):
+            for _ in range(count):
+                self.driver.kernels(nodes)
+                self.in_c.module.structure(0x77)
+            return sys.getallocatedblocks()
+
+        calls(20)
+        before = calls(20)
+        self.assertLess(calls(500) - before, 200)
+
+
+class TestTidyInC(InC, TestTidy):
+    pass
+
+
+class TestWithoutC(unittest.TestCase):
+    def test_nodes_are_read_one_by_one(self):
+        with config.patch(native_relaunch=False):
+            self.assertIsNone(cu.Driver().fast)
+
+    def test_missing_compiler_is_logged(self):
+        graph_native._native.cache_clear()
+        self.addCleanup(graph_native._native.cache_clear)
+        with (
+            unittest.mock.patch.object(graph_native, "build", side_effect=RuntimeError("no compiler")),
+            self.assertLogs(graph_native.log, "INFO") as logs,
+        ):
+            self.assertIsNone(cu.Driver().fast)
+        self.assertIn("the C module was not built (no compiler)", logs.output[0])
+
+    def test_source_compiles_without_warnings(self):
+        import sysconfig
+
+        from triton.runtime.build import _find_compiler
+
+        flags = ["-Wall", "-Werror", "-O2", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}", "-xc", "-"]
+        command = [_find_compiler("c"), *flags]
+        done = subprocess.run(command, input=graph_native.SOURCE, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
+class TestPlainKernels(unittest.TestCase):
+    """The kernels for memset and memcpy nodes: compiled for a device, and run by Triton's interpreter."""
+
+    CASES = [
+        ("fill", 0x1000, 0, 4, 4),
+        ("fill", 0x1000, 0x1AB, 1, 4096),
+        ("fill", 0x1002, 0xABCD, 2, 33),
+        ("fill", 0x1004, 0x12345678, 4, 1 << 20),
+        ("copy", 0x1000, 0x2000, 1 << 20),
+        ("copy", 0x1001, 0x2000, 77),
+        ("copy", 0x1004, 0x2000, 12),
+    ]
+
+    def launches(self):
+        """Each case with what `_function` was asked for, and its launch."""
+        from torch_overlay._inductor.cudagraphs import plain_kernels
+
+        for kind, *arguments in self.CASES:
+            with (
+                unittest.mock.patch.object(plain_kernels, "_device", lambda: 0),
+                unittest.mock.patch.object(plain_kernels, "_function", return_value=1) as function,
+            ):
+                launch = getattr(plain_kernels, kind)(*arguments)
+            yield (kind, *arguments), function.call_args.args[:3], launch
+
+    def test_arguments_fit_the_compiled_kernels(self):
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        from torch_overlay._inductor.cudagraphs import plain_kernels
+
+        bits = {"u64": 8, "u32": 4}
+        for case, wanted, launch in self.launches():
+            with self.subTest(case):
+                target = GPUTarget("cuda", 90, 32)
+                compiled = triton.compile(plain_kernels.source(*wanted), target=target, options=plain_kernels.OPTIONS)
+                entry = compiled.asm["ptx"].split(".entry")[1].split("{")[0]
+                sizes = [bits[kind] for kind in re.findall(r"\.param \.(\w+)", entry)]
+                self.assertEqual(sizes, [len(value) for value in launch.arguments])
+                self.assertEqual(compiled.metadata.shared + compiled.metadata.global_scratch_size, 0)
+                self.assertEqual(launch.block, (32 * compiled.metadata.num_warps, 1, 1))
+
+    def test_units_and_hints(self):
+        chosen = [(wanted, launch.grid[0]) for _, wanted, launch in self.launches()]
+        expected = [
+            (("fill", 4, False), 1),  # too few elements for a vector
+            (("fill", 4, True), 1),
+            (("fill", 2, False), 1),
+            (("fill", 4, False), 1024),  # the address is aligned to 4 bytes only
+            (("copy", 4, True), 256),
+            (("copy", 1, False), 1),
+            (("copy", 4, False), 1),
+        ]
+        self.assertEqual(chosen, expected)
+
+    def test_one_is_compiled_beforehand(self):
+        from torch_overlay._inductor.cudagraphs import plain_kernels
+
+        self.addCleanup(graphs.prepare.cache_clear)
+        with (
+            unittest.mock.patch.object(plain_kernels, "_function", return_value=1) as function,
+            unittest.mock.patch.object(plain_kernels, "_device", lambda: 3),
+            unittest.mock.patch.object(graphs.native, "implementation"),
+        ):
+            for _ in range(2):
+                graphs.prepare(3)
+            plain_kernels.fill(0x1004, 0, 4, 1)
+            first, second = function.call_args_list
+            self.assertEqual(first, second)
+            function.side_effect = RuntimeError("no assembler")
+            with self.assertLogs(graphs.log, "INFO") as logs:
+                graphs.prepare(4)
+        self.assertIn("no assembler", logs.output[0])
+
+    def test_bytes_are_repeated_to_words(self):
+        values = [launch.arguments[1] for (kind, *_), _, launch in self.launches() if kind == "fill"]
+        self.assertEqual(values, [u32(0), u32(0xABABABAB), u32(0xABCD), u32(0x12345678)])
+
+    def test_kernels_interpreted(self):
+        code = """
+import form, torch
+from torch_overlay._inductor.cudagraphs.plain_kernels import BLOCK, copy_kernel, fill_kernel
+
+for dtype, value, expected in ((torch.int8, 0x17F, 0x7F), (torch.int16, 0x1234, 0x1234), (torch.int32, -2, -2)):
+    for count in (1, 5, BLOCK, 2 * BLOCK + 3):
+        grid = (-(-count // BLOCK),)
+        target = torch.zeros(count + 8, dtype=dtype)
+        fill_kernel[grid](target, value, count, BLOCK=BLOCK)
+        assert bool((target[:count] == expected).all()) and not target[count:].any(), (dtype, count)
+        source = torch.arange(count + 8).to(dtype)
+        target = torch.zeros(count + 8, dtype=dtype)
+        copy_kernel[grid](target, source, count, BLOCK=BLOCK)
+        assert torch.equal(target[:count], source[:count]) and not target[count:].any(), (dtype, count)
+print("interpreted")
+"""
+        result = form.run_python(code, env={"TRITON_INTERPRET": "1"})
+        self.assertEqual(result.stdout, "interpreted\n", result.stderr)
+
+
+class TestSignatures(unittest.TestCase):
+    """The declared parameters of the Triton kernels in a generated module."""
+
+    def module(self, *binaries):
+        return {"kernel": SimpleNamespace(launchers=[SimpleNamespace(bin=b) for b in binaries]), "torch": object()}
+
+    def test_kernels_of_the_static_launcher(self):
+        scratch = {"has_global_scratch": True, "has_profile_scratch": True}
+        kernel = SimpleNamespace(arg_tys="OOif", function=None, functions={0: 0x10, 1: 0x20}, **scratch)
+        tma = SimpleNamespace(arg_tys="OMil", function=0x30, functions={}, has_global_scratch=True)
+        found = signatures_of(self.module(kernel, tma))
+        self.assertEqual(found, {0x10: "ppsspp", 0x20: "ppsspp", 0x30: "p?ssp"})
+
+    def test_launchers_of_the_static_kind(self):
+        class Kernel(SimpleNamespace):
+            def run(self):
+                pass
+
+        kernel = Kernel(arg_tys="Oi", function=0x10, functions={}, has_global_scratch=True, has_profile_scratch=True)
+        scope = {"runner": kernel.run}
+        exec("def launcher(): runner()", scope)
+        found = signatures_of({"kernel": SimpleNamespace(launchers=[scope["launcher"]])})
+        self.assertEqual(found, {0x10: "pspp"})
+
+    def test_static_launchers_have_their_kernel_where_it_is_looked_for(self):
+        """Upstream's own fast path takes it from there."""
+        import inspect
+
+        from torch._inductor.runtime import static_triton_launcher, triton_heuristics
+
+        text = inspect.getsource(triton_heuristics.CachingAutotuner._build_fast_launcher)
+        self.assertIn('launcher.__globals__.get("runner")', text)
+        self.assertIn("runner.__self__", text)
+        text = inspect.getsource(triton_heuristics.StaticTritonCompileResult)
+        self.assertIn('"runner": self.kernel.run', text)
+        text = inspect.getsource(static_triton_launcher.StaticallyLaunchedTritonKernel)
+        for name in ("self.arg_tys", "self.function", "self.functions", "has_global_scratch", "has_profile_scratch"):
+            self.assertIn(name, text)
+
+    def test_kernels_of_triton(self):
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        from torch_overlay._inductor.cudagraphs import plain_kernels
+
+        source = plain_kernels.source("fill", 4, True)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=plain_kernels.OPTIONS)
+        self.assertEqual(signatures_of(self.module(compiled)), {}, "not loaded yet")
+        compiled.function = 0x40
+        self.assertEqual(signatures_of(self.module(compiled)), {0x40: "psspp"})
+
+    def test_kernels_with_descriptors_are_left_out(self):
+        source = SimpleNamespace(signature={"x": "tensordesc<fp16[64, 64]>", "n": "i32"}, constants={})
+        self.assertEqual(signatures_of(self.module(SimpleNamespace(src=source, function=1))), {})
+
+    def test_constants_are_no_parameters(self):
+        source = SimpleNamespace(signature={"x": "*fp32", "one": "i32", "n": "i32"}, constants={(1,): 1})
+        self.assertEqual(signatures_of(self.module(SimpleNamespace(src=source, function=1))), {1: "pspp"})
+
+
+@pytest.mark.gpu
+class TestOnGpu(unittest.TestCase):
+    """What only the driver can tell. Ordinary memory serves as the captures' ranges."""
+
+    def setUp(self):
+        import torch
+
+        if not torch.cuda.is_available():
+            self.skipTest("needs a CUDA GPU")
+        self.torch = torch
+
+    def capture(self, fn):
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            fn()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            fn()
+        return graph
+
+    def test_fills_and_copies_run_as_kernels(self):
+        torch = self.torch
+        a, b = torch.empty(5000, device="cuda"), torch.empty(5000, device="cuda")
+        small, odd = torch.empty(4, dtype=torch.int32, device="cuda"), torch.empty(77, dtype=torch.uint8, device="cuda")
+
+        driver = cu.Driver()
+        api = driver.api
+
+        def memset(tensor, function, count):
+            stream = api.CUstream(torch.cuda.current_stream().cuda_stream)
+            driver.call(function, api.CUdeviceptr(tensor.data_ptr()), 0, count, stream)
+
+        def fn():
+            memset(a, "cuMemsetD32Async", a.numel())
+            b.copy_(a)
+            b.add_(1)
+            a.copy_(b)
+            memset(small, "cuMemsetD32Async", small.numel())
+            memset(odd, "cuMemsetD8Async", odd.numel())
+
+        graph = self.capture(fn)
+        report = graphs.tidy(graph)
+        self.assertEqual(report.kept, ())
+        self.assertEqual((report.fills, report.copies), (3, 2))
+        captured = graphs.read(graph, (), 0, 1)
+        self.assertEqual({type(n) for n in captured.nodes}, {KernelNode}, [n.name for n in captured.nodes])
+        graph.instantiate()
+        for t in (a, b, small, odd):
+            t.fill_(3)
+        graph.replay()
+        torch.cuda.synchronize()
+        self.assertTrue(bool((a == 1).all()) and bool((b == 1).all()) and not small.any() and not odd.any())
+
+    def test_every_fill_and_copy_variant(self):
+        torch = self.torch
+        from torch_overlay._inductor.cudagraphs import plain_kernels
+
+        source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device="cuda")
+        target = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
+        graph = self.capture(lambda: target.copy_(source))
+        driver = cu.Driver()
+        handle = graph.raw_cuda_graph()
+        editor = graph_edit.Editor(driver, handle, structure := driver.structure(handle))
+        (node,) = structure.nodes
+        editor.replace(node, plain_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001))
+        for launch in (
+            plain_kernels.copy(target.data_ptr() + 4096, source.data_ptr(), 4096),
+            plain_kernels.copy(target.data_ptr() + 8196, source.data_ptr() + 4, 100),
+            plain_kernels.fill(target.data_ptr() + 12289, 0x17F, 1, 99),
+            plain_kernels.fill(target.data_ptr() + 16386, 0x1234, 2, 3),
+            plain_kernels.fill(target.data_ptr() + 20480, 0x01020304, 4, 4096),
+        ):
+            extra = graph_edit.kernel_params(driver.api, launch, array := self.arguments(launch))
+            driver.add_kernel(handle, [], extra)
+            del array
+        graph.instantiate()
+        target.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.zeros(1 << 16, dtype=torch.uint8)
+        host = source.cpu()
+        expected[1:1002], expected[4096:8192], expected[8196:8296] = host[:1001], host[:4096], host[4:104]
+        expected[12289:12388] = 0x7F
+        expected[16386:16392] = torch.tensor([0x34, 0x12] * 3, dtype=torch.uint8)
+        expected[20480 : 20480 + 4 * 4096] = torch.tensor([4, 3, 2, 1] * 4096, dtype=torch.uint8)
+        self.assertTrue(torch.equal(target.cpu(), expected), (target.cpu() != expected).nonzero()[:10])
+
+    def arguments(self, launch):
+        self.buffers = [ctypes.create_string_buffer(v, len(v)) for v in launch.arguments]
+        return (ctypes.c_void_p * len(self.buffers))(*map(ctypes.addressof, self.buffers))
+
+    def test_library_kernels_are_read_whole(self):
+        torch = self.torch
+        x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        graph = self.capture(lambda: (torch.mm(x, x, out=out), out.float().sum(0), torch.softmax(x, 1)))
+        for node in graphs.read(graph, (), 0, 1).nodes:
+            if isinstance(node, KernelNode):
+                self.assertTrue(node.name)
+                self.assertTrue(node.parameters, node.name)
+        blobs = b"".join(v for n in graphs.read(graph, (), 0, 1).nodes for _, v in n.parameters)
+        for tensor in (x, out):
+            self.assertIn(u64(tensor.data_ptr()), blobs)
+
+    def test_signatures_fit_the_nodes(self):
+        torch = self.torch
+        x = torch.randn(1000, 77, device="cuda")
+        compiled = torch.compile(lambda x: (x.softmax(1), x.sin().cumsum(0)))
+        graph = self.capture(lambda: compiled(x))
+        from torch._inductor.codecache import PyCodeCache
+
+        found = {}
+        for module in PyCodeCache.modules:
+            found |= signatures_of(vars(module))
+        nodes = [n for n in graphs.read(graph, (), 0, 1).nodes if isinstance(n, KernelNode)]
+        declared = [n for n in nodes if n.func in found]
+        handles = f"the nodes have {[(n.name, hex(n.func), hex(n.kern)) for n in nodes]}, the modules {found}"
+        self.assertTrue(declared, handles)
+        for node in declared:
+            self.assertEqual(len(found[node.func]), len(node.parameters), node.name)
+
+    def test_two_captures_are_proven(self):
+        """With a library that takes a workspace from the capture's pool."""
+        torch = self.torch
+        from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+
+        def fn(x, y):
+            torch.mm(x, x, out=y)
+            y.add_(x)
+            y.zero_()
+
+        fn(*(torch.ones(256, 256, device="cuda") for _ in range(2)))
+        torch.cuda.synchronize()
+        captured, keep = [], []
+        for gap in (1, 3):
+            space = AddressSpace(torch.cuda.current_device(), gap=gap)
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            size = 4 * 256 * 256
+            torch._C._cuda_clearCublasWorkspaces()
+            with space:
+                at = [space.allocate(size) for _ in range(2)]
+                storages = [torch._C._construct_storage_from_data_pointer(a, space.device, size) for a in at]
+                tensors = [torch.empty(0, device="cuda").set_(s, 0, (256, 256), (256, 1)) for s in storages]
+                with torch.cuda.graph(graph, pool=space.pool().id):
+                    fn(*tensors)
+            torch._C._cuda_clearCublasWorkspaces()
+            graphs.tidy(graph)
+            segments, scratch = [], 0
+            for address, length in space.allocations():
+                known = address in at
+                segments.append(Segment(address, length, at.index(address) if known else 2, 0 if known else scratch))
+                scratch += 0 if known else length
+            captured.append(graphs.read(graph, segments, space.low, space.high))
+            keep.append((tensors, graph, space))
+        found = prove(*captured, foreign=graphs.freed_memory(torch.cuda.memory_snapshot))
+        print(found.table({0: "x", 1: "y", 2: "scratch"}))
+        self.assertLessEqual({0, 1}, {w.region for w in found.words})
+
+    def test_reading_in_c_is_the_same(self):
+        torch = self.torch
+        x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+        graph = self.capture(lambda: (x @ x, torch.softmax(x, 1), x.float().sum(0), x.clone()))
+        one_by_one = cu.Driver()
+        one_by_one.fast = None
+        self.assertIsNotNone(cu.Driver().fast)
+        self.assertEqual(graphs.read(graph, (), 0, 1), graphs.read(graph, (), 0, 1, driver=one_by_one))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,1107 @@
+"""Aliased address space and the patching of executables, against a driver of our own that checks and records.
+
+The driver is a few hundred lines of C, built here. It keeps reservations, mappings and blocks, and refuses what the
+real one refuses: mapping outside of a reservation or twice, access to what is not mapped, freeing addresses that are
+still mapped, and any of it while the thread's capture mode is the strict one. It logs each call in a line. The C
+module and the Python that replaces it run the same tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import hypothesis
+import hypothesis.strategies as st
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import native, native_fallback, native_source
+from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, KernelNode, Word
+
+
+MiB = 1 << 20
+GRANULE = 2 * MiB
+INVALID, OUT_OF_MEMORY = 1, 2
+
+DRIVER = r"""
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t Address;
+typedef struct { Address at; size_t size; uint64_t handle; int access; } Span;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Span reserved[4096], mapped[1 << 16];
+static size_t block_size[4096];
+static int reservations, mappings, block_count, blocks_alive, one_by_one, logging = 1;
+static Address next_address = (Address)0x7e0000000000;
+static char *text;
+static size_t length, capacity, limit;
+static Address lowest;
+static int no_wishes;
+static struct { char name[64]; int skip, code; } failure;
+static __thread int mode;
+
+static void say(const char *format, ...) {
+    va_list args;
+    if (!logging) return;
+    if (capacity - length < 4096) text = realloc(text, capacity = capacity * 2 + 8192);
+    va_start(args, format);
+    length += vsnprintf(text + length, 4095, format, args);
+    va_end(args);
+    text[length++] = '\n';
+    text[length] = 0;
+}
+static int fails(const char *name) {
+    if (strcmp(failure.name, name) || failure.skip-- > 0) return 0;
+    failure.name[0] = 0;
+    return failure.code;
+}
+void stub_reset(void) {
+    reservations = mappings = block_count = blocks_alive = one_by_one = 0;
+    length = limit = lowest = no_wishes = 0;
+    logging = 1;
+    if (text) *text = 0;
+    failure.name[0] = 0;
+}
+void stub_fail(const char *name, int skip, int code) {
+    strcpy(failure.name, name); failure.skip = skip; failure.code = code;
+}
+void stub_quiet(void) { logging = 0; }
+void stub_unmap_one_by_one(void) { one_by_one = 1; }
+void stub_reserve_at(Address at) { lowest = at; }
+void stub_refuse_wishes(void) { no_wishes = 1; }
+void stub_reserve_at_most(size_t size) { limit = size; }
+void stub_left(int *out) { out[0] = reservations; out[1] = mappings; out[2] = blocks_alive; }
+const char *stub_log(void) { return text ? text : ""; }
+void stub_forget(void) { length = 0; if (text) *text = 0; }
+
+int cuGetErrorString(int code, const char **out) {
+    *out = code == 1 ? "invalid argument" : code == 2 ? "out of memory" : code == 900 ? "not permitted" : NULL;
+    return *out ? 0 : 1;
+}
+int cuCtxGetCurrent(void **out) { *out = (void *)0xc0ffee; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *other) { int old = mode; mode = *other; *other = old; return 0; }
+
+#define CALL(name) int code = 0; pthread_mutex_lock(&lock); if (mode != 2) code = 900; else code = fails(#name);
+#define DONE pthread_mutex_unlock(&lock); return code;
+
+int cuMemGetAllocationGranularity(size_t *out, const int *kind, int option) {
+    CALL(cuMemGetAllocationGranularity)
+    if (!code) *out = 2 << 20;
+    if (kind[0] != 1 || kind[2] != 1 || option) code = 1;
+    DONE
+}
+int cuMemAddressReserve(Address *out, size_t size, size_t alignment, Address wish, unsigned long long flags) {
+    CALL(cuMemAddressReserve)
+    if (!code && (limit && size > limit)) code = 2;
+    if (!code && (size % (2 << 20) || wish % (2 << 20) || flags || (wish && no_wishes))) code = 1;
+    if (!code) {
+        *out = lowest ? lowest : next_address;
+        if (!lowest) next_address += size + (64 << 20);
+        reserved[reservations++] = (Span){*out, size, 0, 0};
+        say("reserve %#lx %zu", *out, size);
+    }
+    DONE
+}
+int cuMemAddressFree(Address at, size_t size) {
+    CALL(cuMemAddressFree)
+    int found = -1;
+    for (int i = 0; i < reservations; i++) if (reserved[i].at == at && reserved[i].size == size) found = i;
+    for (int i = 0; i < mappings; i++) if (mapped[i].at >= at && mapped[i].at < at + size) found = -1;
+    if (!code && found < 0) code = 1;
+    if (!code) { reserved[found] = reserved[--reservations]; say("unreserve %#lx %zu", at, size); }
+    DONE
+}
+int cuMemCreate(uint64_t *out, size_t size, const int *kind, unsigned long long flags) {
+    CALL(cuMemCreate)
+    if (!code && (size % (2 << 20) || flags)) code = 1;
+    if (!code) {
+        block_size[block_count] = size;
+        *out = 1000 + block_count++;
+        blocks_alive++;
+        say("create %lu %zu device %d", *out, size, kind[3]);
+    }
+    DONE
+}
+int cuMemRelease(uint64_t handle) { CALL(cuMemRelease) blocks_alive--; say("destroy %lu", handle); DONE }
+int cuMemMap(Address at, size_t size, size_t offset, uint64_t handle, unsigned long long flags) {
+    CALL(cuMemMap)
+    int inside = 0;
+    for (int i = 0; i < reservations; i++)
+        inside |= at >= reserved[i].at && at + size <= reserved[i].at + reserved[i].size;
+    for (int i = 0; i < mappings; i++) if (at < mapped[i].at + mapped[i].size && mapped[i].at < at + size) inside = 0;
+    if (!code && (!inside || !size || size % (2 << 20) || at % (2 << 20) || flags
+                  || offset)) code = 1;
+    if (!code && size != block_size[handle - 1000]) code = 801;  /* as the driver does */
+    if (!code) {
+        mapped[mappings++] = (Span){at, size, handle, 0};
+        say("map %#lx %zu %zu %lu", at, size, offset, handle);
+    }
+    DONE
+}
+int cuMemUnmap(Address at, size_t size) {
+    CALL(cuMemUnmap)
+    size_t found = 0;
+    int count = 0;
+    for (int i = 0; i < mappings; i++)
+        if (mapped[i].at >= at && mapped[i].at + mapped[i].size <= at + size) { found += mapped[i].size; count++; }
+    if (!code && (found != size || (one_by_one && count > 1))) code = 1;
+    for (int i = 0; !code && i < mappings;)
+        if (mapped[i].at >= at && mapped[i].at < at + size) mapped[i] = mapped[--mappings];
+        else i++;
+    if (!code) say("unmap %#lx %zu", at, size);
+    DONE
+}
+int cuMemSetAccess(Address at, size_t size, const int *access, size_t count) {
+    CALL(cuMemSetAccess)
+    size_t found = 0;
+    for (int i = 0; i < mappings; i++)
+        if (mapped[i].at >= at && mapped[i].at + mapped[i].size <= at + size) found += mapped[i].size;
+    if (!code && (found != size || count != 1 || access[0] != 1 || access[2] != 3)) code = 1;
+    if (!code) say("access %#lx %zu device %d", at, size, access[1]);
+    DONE
+}
+
+/* A function is a table here: the number of its parameters, and their sizes. */
+typedef struct {
+    const uint64_t *func; unsigned shape[7]; void **arguments, **extra; void *kern, *ctx;
+} Kernel;
+static void bytes_of(char *out, const unsigned char *bytes, size_t size) {
+    for (size_t i = 0; i < size; i++) sprintf(out + 2 * i, "%02x", bytes[i]);
+    if (!size) *out = 0;
+}
+int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kernel) {
+    char values[3000] = "-", *at = values;
+    int code;
+    if (logging) for (uint64_t i = 0; i < kernel->func[0]; i++) {
+        bytes_of(at, kernel->arguments[i], kernel->func[i + 1]);
+        at += strlen(at);
+        if (i + 1 < kernel->func[0]) *at++ = ',';
+    }
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecKernelNodeSetParams")))
+        say("kernel %#lx %#lx %u,%u,%u %u,%u,%u %u %#lx %#lx %s %#lx %#lx", (long)exec, (long)node, kernel->shape[0],
+            kernel->shape[1], kernel->shape[2], kernel->shape[3], kernel->shape[4], kernel->shape[5], kernel->shape[6],
+            (long)kernel->kern, (long)kernel->ctx, values, (long)kernel, (long)kernel->arguments);
+    if (kernel->extra) code = 1;
+    DONE
+}
+int cuGraphExecMemsetNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {
+    char hex[200];
+    int code;
+    bytes_of(hex, params, 40);
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecMemsetNodeSetParams")))
+        say("fill %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    DONE
+}
+int cuGraphExecMemcpyNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {
+    char hex[500];
+    int code;
+    bytes_of(hex, params, 200);
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecMemcpyNodeSetParams")))
+        say("copy %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    DONE
+}
+"""
+
+folder: tempfile.TemporaryDirectory[str]
+driver: Driver
+modules: dict[str, object] = {}
+
+
+class Driver:
+    """The recording driver, from the tests' side."""
+
+    def __init__(self, path: str) -> None:
+        self.library = ctypes.CDLL(path)
+        self.library.stub_log.restype = ctypes.c_char_p
+        self.library.stub_reserve_at_most.argtypes = [ctypes.c_size_t]
+
+    def fail(self, name: str, code: int, skip: int = 0) -> None:
+        """The call after `skip` more calls of this name fails, once."""
+        self.library.stub_fail(name.encode(), skip, code)
+
+    def calls(self, kind: str | None = None) -> list[list[str]]:
+        lines = [line.split() for line in self.library.stub_log().decode().splitlines()]
+        return lines if kind is None else [line[1:] for line in lines if line[0] == kind]
+
+    def take(self) -> list[list[str]]:
+        lines = self.calls()
+        self.library.stub_forget()
+        return lines
+
+    def left(self) -> tuple[int, int, int]:
+        """Reservations, mappings, blocks."""
+        out = (ctypes.c_int * 3)()
+        self.library.stub_left(out)
+        return tuple(out)  # type: ignore[return-value]
+
+
+def setUpModule():
+    from triton.runtime.build import _find_compiler
+
+    global folder, driver
+    folder = tempfile.TemporaryDirectory()
+    source, library = Path(folder.name) / "driver.c", Path(folder.name) / "libdriver.so"
+    source.write_text(DRIVER)
+    command = [_find_compiler("c"), "-O1", "-g", "-shared", "-fPIC", str(source), "-o", str(library), "-lpthread"]
+    subprocess.run(command, check=True)
+    driver = Driver(str(library))
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder.name):
+        modules["native"] = native.build(str(library))
+    modules["fallback"] = native.fallback(str(library))
+
+
+def tearDownModule():
+    folder.cleanup()
+
+
+class DriverCase(TestCase):
+    form = ""  # a key of `modules`
+
+    def setUp(self):
+        super().setUp()
+        driver.library.stub_reset()
+        self.module = modules[self.form]
+
+    def tearDown(self):
+        self.assertEqual(self.module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
+        self.assertEqual(driver.left(), (0, 0, 0))
+        super().tearDown()
+
+
+class RangeTests(DriverCase):
+    def setUp(self):
+        super().setUp()
+        self.alloc = native_fallback.ALLOC(self.module.alloc_address)
+        self.free = native_fallback.FREE(self.module.free_address)
+
+    def allocate(self, *sizes, device=0):
+        return [self.alloc(size, device, None) for size in sizes]
+
+    def fill(self, *sizes, gap=1, device=0, bytes=1 << 40):
+        """A range with these allocations, no longer in use."""
+        made = self.module.reserve(device, bytes, gap)
+        before = self.module.use(made)
+        addresses = self.allocate(*sizes, device=device)
+        self.module.use(before)
+        return made, addresses
+
+    def drop(self, made, addresses):
+        self.module.release(made)
+        for address in addresses:
+            self.free(address, 0, 0, None)
+
+    def test_addresses_are_inside_and_apart(self):
+        made, addresses = self.fill(100, 2 * MiB, 5 * MiB)
+        self.module.seal(made)
+        low, high = self.module.bounds(made)
+        distances = [b - a for a, b in zip([low, *addresses], [*addresses, high])]
+        self.assertEqual(distances, [GRANULE, 2 * GRANULE, 2 * GRANULE, 4 * GRANULE])
+        self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
+        self.drop(made, addresses)
+
+    def test_taken_addresses_are_nobodys_to_free(self):
+        made = self.module.reserve(0, 1 << 40)
+        addresses = [self.module.take(made, size) for size in (0, 100)]
+        self.assertEqual(self.module.allocations(made), list(zip(addresses, (0, 100))))
+        self.module.seal(made)
+        with self.assertRaisesRegex(RuntimeError, "the range is sealed, for an allocation of 5 bytes"):
+            self.module.take(made, 5)
+        with self.assertRaisesRegex(ValueError, "wants bytes >= 0"):
+            self.module.take(made, -1)
+        self.module.release(made)
+
+    def test_gap_sets_the_distances(self):
+        first, a = self.fill(100, 100)
+        second, b = self.fill(100, 100, gap=3)
+        self.assertEqual((a[1] - a[0], b[1] - b[0]), (2 * GRANULE, 4 * GRANULE))
+        self.drop(first, a)
+        self.drop(second, b)
+
+    def test_all_of_an_allocation_maps_one_small_block(self):
+        made, (address,) = self.fill(19 * MiB)
+        (handle, size, *_) = driver.calls("create")[0]
+        self.assertEqual(int(size), GRANULE)
+        maps = [(int(at, 16) - address, int(size), int(offset), h) for at, size, offset, h in driver.calls("map")]
+        self.assertEqual(maps, [(at, GRANULE, 0, handle) for at in range(0, 20 * MiB, GRANULE)])
+        self.assertEqual(driver.calls("access"), [[hex(address), str(20 * MiB), "device", "0"]])
+        self.drop(made, [address])
+
+    def test_ranges_of_a_device_share_one_block_until_the_last_goes(self):
+        (first, a), (second, b), (other, c) = self.fill(100), self.fill(100), self.fill(100, device=1)
+        self.assertEqual([line[-1] for line in driver.calls("create")], ["0", "1"])
+        self.drop(first, a)
+        self.assertEqual(driver.calls("destroy"), [])
+        self.drop(second, b)
+        self.assertEqual(driver.calls("destroy"), [[driver.calls("create")[0][0]]])
+        self.drop(other, c)
+
+    def test_freed_addresses_are_not_handed_out_again(self):
+        made = self.module.reserve(0, 1 << 40)
+        self.module.use(made)
+        seen = []
+        for _ in range(5):
+            (address,) = self.allocate(100)
+            seen.append(address)
+            self.free(address, 100, 0, None)
+        self.module.use(None)
+        self.assertEqual(len(set(seen)), 5)
+        self.module.release(made)
+
+    def test_sealing_gives_the_rest_back(self):
+        first, a = self.fill(100)
+        self.module.seal(first)
+        second, b = self.fill(100)
+        self.assertEqual(self.module.bounds(first)[1], self.module.bounds(second)[0])
+        self.assertEqual(len(driver.calls("reserve")), 1)
+        self.drop(first, a)
+        self.drop(second, b)
+
+    def test_sealed_range_refuses(self):
+        made, addresses = self.fill(100)
+        self.module.seal(made)
+        self.module.use(made)
+        self.assertEqual(self.allocate(100), [None])
+        self.module.use(None)
+        self.assertEqual(self.module.error(made), "the range is sealed, for an allocation of 100 bytes")
+        self.drop(made, addresses)
+
+    def test_range_that_is_too_small_refuses(self):
+        made, addresses = self.fill(2 * MiB, 2 * MiB, 2 * MiB, bytes=5 * GRANULE)
+        self.assertEqual([address is None for address in addresses], [False, False, True])
+        self.assertEqual(self.module.error(made), f"the range is too small, for an allocation of {2 * MiB} bytes")
+        self.drop(made, addresses[:2])
+
+    def test_addresses_outlive_the_mapping_until_torch_lets_go(self):
+        made, (a, b) = self.fill(100, 100)
+        self.module.release(made)
+        self.assertEqual(driver.left(), (1, 0, 0))
+        self.free(a, 100, 0, None)
+        self.assertEqual(driver.calls("unreserve"), [])
+        self.free(b, 100, 0, None)
+        self.assertEqual(len(driver.calls("unreserve")), 1)
+
+    def test_range_after_a_released_one_gets_other_addresses(self):
+        first, a = self.fill(100)
+        self.module.release(first)
+        second, b = self.fill(100)
+        self.assertGreater(b[0], a[0])
+        self.free(a[0], 100, 0, None)
+        self.drop(second, b)
+
+    def test_allocation_without_a_range_fails(self):
+        self.assertEqual(self.allocate(100), [None])
+        made = self.module.reserve(0, 1 << 40)
+        self.assertEqual(self.allocate(100), [None])
+        self.module.release(made)
+
+    def test_other_thread_shares_the_one_range_in_use(self):
+        made = self.module.reserve(0, 1 << 40)
+        self.module.use(made)
+        other = self.module.reserve(0, 1 << 40)
+        result = []
+
+        def allocate():
+            result.extend(self.allocate(100))
+
+        self.run_in_thread(allocate)
+        self.assertEqual(self.module.allocations(made), [(result[0], 100)])
+
+        def allocate_in_the_other():
+            self.module.use(other)
+            self.run_in_thread(allocate)  # a third thread: two ranges are in use, and it can't be either's
+            self.module.use(None)
+
+        self.run_in_thread(allocate_in_the_other)
+        self.assertIsNone(result[1])
+        self.module.use(None)
+        self.module.release(other)
+        self.drop(made, result[:1])
+
+    def run_in_thread(self, target):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+
+    def test_use_nests(self):
+        first, second = self.module.reserve(0, 1 << 40), self.module.reserve(0, 1 << 40)
+        self.assertIsNone(self.module.use(first))
+        self.assertEqual(self.module.use(second), first)
+        with self.assertRaisesRegex(RuntimeError, f"range {second} is in use"):
+            self.module.release(second)
+        self.assertEqual(self.module.use(first), second)
+        self.module.release(second)
+        self.assertEqual(self.module.use(None), first)
+        self.module.release(first)
+
+    def test_allocation_of_another_device_fails(self):
+        made = self.module.reserve(1, 1 << 40)
+        self.module.use(made)
+        self.assertEqual(self.allocate(100, device=0), [None])
+        self.module.use(None)
+        self.assertEqual(self.module.error(made), "another device than the range's, for an allocation of 100 bytes")
+        self.module.release(made)
+
+    def test_failed_mapping_leaves_nothing_behind(self):
+        for name, skip in (("cuMemMap", 0), ("cuMemMap", 2), ("cuMemSetAccess", 0)):
+            made = self.module.reserve(0, 1 << 40)
+            self.module.use(made)
+            driver.fail(name, OUT_OF_MEMORY, skip)
+            self.assertEqual(self.allocate(20 * MiB), [None])
+            self.assertEqual(driver.left()[1], 0)
+            self.assertEqual(
+                self.module.error(made),
+                f"CUDA driver error in {name}: out of memory (2), for an allocation of {20 * MiB} bytes",
+            )
+            (address,) = self.allocate(20 * MiB)
+            self.assertIsNotNone(address)
+            self.module.use(None)
+            self.assertEqual(self.module.allocations(made), [(address, 20 * MiB)])
+            self.drop(made, [address])
+
+    def test_failed_reservation_says_which_call_failed(self):
+        for name in ("cuMemGetAllocationGranularity", "cuMemCreate"):
+            driver.fail(name, OUT_OF_MEMORY)
+            with self.assertRaisesRegex(RuntimeError, rf"CUDA driver error in {name}: out of memory \(2\)"):
+                self.module.reserve(0, 1 << 40)
+        driver.library.stub_reserve_at_most(GRANULE)
+        with self.assertRaisesRegex(RuntimeError, r"CUDA driver error in cuMemAddressReserve: out of memory \(2\)"):
+            self.module.reserve(0, 1 << 40)
+
+    def test_place_that_the_driver_does_not_give(self):
+        driver.library.stub_refuse_wishes()
+        made, addresses = self.fill(100)
+        self.assertEqual(driver.calls("reserve")[0][1], str(4 << 40))
+        self.drop(made, addresses)
+
+    def test_addresses_below_four_gib_are_refused(self):
+        driver.library.stub_reserve_at(ctypes.c_uint64(1 << 30))
+        with self.assertRaisesRegex(RuntimeError, "which gave addresses below 4 GiB"):
+            self.module.reserve(0, 1 << 40)
+
+    def test_smaller_reservation_is_tried(self):
+        driver.library.stub_reserve_at_most(1 << 38)
+        made, addresses = self.fill(100, bytes=1 << 30)
+        self.assertEqual(driver.calls("reserve")[0][1], str(1 << 38))
+        self.drop(made, addresses)
+
+    def test_driver_that_unmaps_one_mapping_a_call(self):
+        made, addresses = self.fill(20 * MiB, 100)
+        driver.library.stub_unmap_one_by_one()
+        self.drop(made, addresses)
+        self.assertEqual([int(size) for _, size in driver.calls("unmap")], 11 * [GRANULE])
+
+    def test_capture_mode_is_as_before(self):
+        mode = ctypes.c_int(1)
+        driver.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        made, addresses = self.fill(100)
+        self.drop(made, addresses)
+        driver.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self.assertEqual(mode.value, 1)
+
+    def test_threads_get_disjoint_memory(self):
+        sizes = [1 + (i * 7919) % (9 * MiB) for i in range(60)]
+        made: dict[int, tuple[int, list[int]]] = {}
+
+        def work(index):
+            made[index] = self.fill(*sizes)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        spans = []
+        for one, addresses in made.values():
+            self.assertEqual(self.module.allocations(one), list(zip(addresses, sizes)))
+            spans += [(address, address + size) for address, size in zip(addresses, sizes)]
+        spans.sort()
+        self.assertTrue(all(end < start for (_, end), (start, _) in zip(spans, spans[1:])))
+        for one, addresses in made.values():
+            self.drop(one, addresses)
+
+    def test_unknown_range(self):
+        for call in ("use", "seal", "release", "allocations", "bounds", "error", "take"):
+            with self.assertRaisesRegex(ValueError, "there is no range 12345"):
+                getattr(self.module, call)(12345, *([1] if call == "take" else []))
+
+    def test_senseless_reservation(self):
+        for arguments in ((0, 0), (0, -1), (0, 1 << 30, 0)):
+            with self.assertRaisesRegex(ValueError, "wants bytes > 0 and gap > 0"):
+                self.module.reserve(*arguments)
+
+    def test_address_space(self):
+        space = AddressSpace(0, gap=2, module=self.module)
+        with space:
+            (address,) = self.allocate(100)
+            with space:
+                (second,) = self.allocate(3 * MiB)
+            third = space.allocate(100)
+        self.assertEqual(space.allocations()[2:], [(third, 100)])
+        self.assertEqual(space.allocations()[:2], [(address, 100), (second, 3 * MiB)])
+        self.assertEqual((address - space.low, space.high - space.allocations()[2][0]), (2 * GRANULE, 3 * GRANULE))
+        with space:
+            self.assertEqual(self.allocate(100), [None])
+        self.assertEqual(space.error(), "the range is sealed, for an allocation of 100 bytes")
+        known = space.allocations(), space.low, space.high
+        space.close()
+        space.close()
+        self.assertEqual((space.allocations(), space.low, space.high), known)
+        for at in (address, second):
+            self.free(at, 0, 0, None)
+        with self.assertRaisesRegex(RuntimeError, "this address space is closed"), space:
+            pass
+        with self.assertRaisesRegex(RuntimeError, "this address space is closed"):
+            space.allocate(1)
+
+    def test_forgotten_address_space_gives_its_memory_back(self):
+        space = AddressSpace(0, module=self.module)
+        with space:
+            (address,) = self.allocate(100)
+        del space
+        gc.collect()
+        self.assertEqual(driver.left(), (1, 0, 0))
+        self.free(address, 100, 0, None)
+
+
+class TestNativeRanges(RangeTests):
+    form = "native"
+
+
+class TestFallbackRanges(RangeTests):
+    form = "fallback"
+
+
+del RangeTests
+
+
+FUNCTIONS: dict[tuple[int, ...], ctypes.Array] = {}
+
+
+def function(*sizes: int) -> int:
+    """A CUfunction, as the recording driver has them."""
+    table = FUNCTIONS.setdefault(sizes, (ctypes.c_uint64 * (1 + len(sizes)))(len(sizes), *sizes))
+    return ctypes.addressof(table)
+
+
+def kernel(index: int, *values: bytes, **changes: object) -> KernelNode:
+    """A node whose parameters lie one after the other, each aligned to 8 bytes."""
+    parameters, offset = [], 0
+    for value in values:
+        parameters.append((offset, value))
+        offset += (len(value) + 7) // 8 * 8
+    fields = dict(
+        index=index,
+        handle=0x1000 + index,
+        name=f"kernel_{index}",
+        func=function(*map(len, values)),
+        kern=0x77,
+        ctx=0x88,
+        grid=(1, 2, 3),
+        block=(4, 5, 6),
+        shared_bytes=7,
+        parameters=tuple(parameters),
+    )
+    return KernelNode(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def word(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+class Moved:
+    """Something with an address."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class ExecTests(DriverCase):
+    def make(self, nodes, words, regions):
+        return self.module.Exec(0xE0, nodes, words, regions)
+
+    def pair(self):
+        """Two nodes: the first reads region 0 and writes region 1, the second reads region 1."""
+        nodes = [kernel(0, word(1), word(2), b"\x05\0\0\0"), kernel(1, word(3))]
+        words = [Word(0, 0, 0, 0, 0x10), Word(0, 1, 0, 1, 0), Word(1, 0, 0, 1, 0x20)]
+        return self.make(nodes, words, 2)
+
+    def set(self):
+        """{node handle: values of its parameters} of the kernel nodes set since the last look."""
+        return {int(line[2], 16): line[8].split(",") for line in driver.take() if line[0] == "kernel"}
+
+    def test_what_the_driver_is_given(self):
+        self.assertEqual(self.pair().patch([0x7000, 0x9000]), 2)
+        lines = [line[:-2] for line in driver.take()]
+        first = ",".join([word(0x7010).hex(), word(0x9000).hex(), "05000000"])
+        shape = ["1,2,3", "4,5,6", "7", "0x77", "0x88"]
+        self.assertEqual(
+            lines,
+            [
+                ["kernel", "0xe0", "0x1000", *shape, first],
+                ["kernel", "0xe0", "0x1001", *shape, word(0x9020).hex()],
+            ],
+        )
+
+    def test_only_nodes_of_what_moved(self):
+        exec = self.pair()
+        exec.patch([0x7000, 0x9000])
+        self.set()
+        self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
+        self.assertEqual(self.set(), {})
+        self.assertEqual(exec.patch([0x7100, 0x9000]), 1)
+        self.assertEqual(self.set(), {0x1000: [word(0x7110).hex(), word(0x9000).hex(), "05000000"]})
+        self.assertEqual(exec.patch([0x7100, 0x9100]), 2)
+        self.assertEqual(set(self.set()), {0x1000, 0x1001})
+
+    def test_none_and_left_out_regions_stay(self):
+        exec = self.pair()
+        exec.patch((0x7000, 0x9000))
+        self.assertEqual(exec.patch([None, None]), 0)
+        self.assertEqual(exec.patch([None, 0x9000]), 0)
+        self.assertEqual(exec.patch([0x7008], [0]), 1)
+        self.assertEqual(exec.patch([0x9008, 0x7008], (1, 0)), 2)
+        self.assertEqual(exec.patch([], []), 0)
+        self.set()
+        self.assertEqual(exec.patch([0x9010], (1,)), 2)
+        self.assertEqual(self.set()[0x1000], [word(0x7018).hex(), word(0x9010).hex(), "05000000"])
+
+    def test_words_are_found_at_any_offset(self):
+        blob = bytes(range(1, 65))
+        exec = self.make([kernel(0, b"\xff" * 4, blob)], [Word(0, 1, 12, 0, 1), Word(0, 1, 56, 0, 2)], 1)
+        exec.patch([0x1122334455667788])
+        expected = bytearray(blob)
+        struct.pack_into("<Q", expected, 12, 0x1122334455667789)
+        struct.pack_into("<Q", expected, 56, 0x112233445566778A)
+        self.assertEqual(self.set(), {0x1000: ["ffffffff", expected.hex()]})
+
+    def test_parameters_keep_their_packed_alignment(self):
+        """A CUtensorMap stands at a multiple of 64 in the packed block, and in ours."""
+        node = kernel(0, word(1), bytes(128))
+        node = KernelNode(**{**vars(node), "parameters": ((0, word(1)), (64, bytes(128)))})
+        self.make([node], [Word(0, 1, 0, 0, 0)], 1).patch([0x7000])
+        (line,) = driver.calls("kernel")
+        block, arguments = int(line[-2], 16), int(line[-1], 16)
+        self.assertEqual(block % 64, 0)
+        self.assertTrue(arguments)
+
+    def test_first_call_needs_every_base_that_has_words(self):
+        exec = self.pair()
+        with self.assertRaisesRegex(ValueError, "region 1 has no base yet"):
+            exec.patch([0x7000, None])
+        with self.assertRaisesRegex(ValueError, "region 0 has no base yet"):
+            exec.patch([0x9000], [1])
+        self.assertEqual(driver.calls(), [])
+        self.assertEqual(self.make([kernel(0, word(1))], [Word(0, 0, 0, 2, 0)], 3).patch([None, None, 0x10]), 1)
+
+    def test_after_an_error_every_node_is_set(self):
+        exec = self.pair()
+        exec.patch([0x7000, 0x9000])
+        self.assertFalse(exec.stale)
+        driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=1)
+        message = r"CUDA driver error in cuGraphExecKernelNodeSetParams: invalid argument \(1\), at node 1 \(kernel_1\)"
+        with self.assertRaisesRegex(RuntimeError, message):
+            exec.patch([0x7000, 0x9100])
+        self.assertTrue(exec.stale)
+        self.set()
+        self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
+        self.assertEqual(
+            self.set(),
+            {0x1000: [word(0x7010).hex(), word(0x9000).hex(), "05000000"], 0x1001: [word(0x9020).hex()]},
+        )
+        self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
+
+    def test_bases_of_a_failed_call_are_remembered(self):
+        """A later call may leave out what this one gave: the words of all regions are written again."""
+        exec = self.pair()
+        driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
+        with self.assertRaisesRegex(RuntimeError, r"at node 0 \(kernel_0\)"):
+            exec.patch([0x7000, 0x9000])
+        self.assertEqual(exec.patch([None, 0xA000]), 2)
+        self.assertEqual(self.set()[0x1000], [word(0x7010).hex(), word(0xA000).hex(), "05000000"])
+
+    def test_bad_base_changes_nothing(self):
+        exec = self.pair()
+        exec.patch([0x7000, 0x9000])
+        self.set()
+        for bad, error in (
+            ("x", AttributeError),
+            (-1, OverflowError),
+            (1 << 64, OverflowError),
+            (Moved(-5), OverflowError),
+        ):
+            with self.assertRaises(error):
+                exec.patch([0x7777, bad])
+        for bases, regions in (([1], None), ([1, 2, 3], None), ([1], (0, 1))):
+            with self.assertRaisesRegex(ValueError, r"patch\(\) got \d bases for \d regions"):
+                exec.patch(bases, regions)
+        for region in (2, -1):
+            with self.assertRaisesRegex(ValueError, f"there is no region {region}"):
+                exec.patch([1], [region])
+        self.assertFalse(exec.stale)
+        self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
+        self.assertEqual(driver.calls(), [])
+
+    def test_tensors_are_bases(self):
+        x, p = torch.zeros(8), torch.nn.Parameter(torch.zeros(3))
+        exec = self.pair()
+        self.assertEqual(exec.patch([x, p]), 2)
+        self.assertEqual(exec.patch([x.data_ptr(), p.data_ptr()]), 0)
+        self.assertEqual(exec.patch([x[1:], p]), 1)
+        self.set()
+        exec.patch([torch.empty(0), p])
+        self.assertEqual(self.set()[0x1000][0], word(0x10).hex())
+
+    def test_blocks_stay_where_they_are(self):
+        exec = self.pair()
+        seen = set()
+        for i in range(4):
+            exec.patch([0x7000 + i, 0x9000 + i])
+            gc.collect()
+            junk = [bytearray(200) for _ in range(1000)]
+            seen |= {tuple(line[-2:]) for line in driver.calls("kernel")}
+            del junk
+            driver.take()
+        self.assertEqual(len(seen), 2)
+
+    def test_fill_and_copy_nodes(self):
+        fill = FillNode(0, 0x51, 0, 9, 4, 100, 1, 0)
+        copy = CopyNode(1, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
+        exec = self.make([fill, copy], [Word(0, 0, 0, 0, 8), Word(1, 0, 0, 1, 0), Word(1, 1, 0, 0, 16)], 2)
+        self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
+        ((_, handle, params, context),) = driver.calls("fill")
+        self.assertEqual((handle, context), ("0x51", "0xc0ffee"))
+        self.assertEqual(struct.unpack("<QQIIQQ", bytes.fromhex(params)), (0x7008, 0, 9, 4, 100, 1))
+        ((_, handle, params, context),) = driver.calls("copy")
+        fields = struct.unpack("<25Q", bytes.fromhex(params))
+        self.assertEqual((handle, context), ("0x52", "0xc0ffee"))
+        self.assertEqual(
+            {i: f for i, f in enumerate(fields) if f},
+            {4: 2, 6: 0x7010, 9: 64, 10: 1, 15: 2, 17: 0x9000, 20: 64, 21: 1, 22: 64, 23: 1, 24: 1},
+        )
+        for name, node in (("Memset", r"node 0 \(memset\)"), ("Memcpy", r"node 1 \(memcpy\)")):
+            driver.fail(f"cuGraphExec{name}NodeSetParams", INVALID)
+            with self.assertRaisesRegex(
+                RuntimeError, rf"cuGraphExec{name}NodeSetParams: invalid argument \(1\), at {node}"
+            ):
+                exec.patch([0x8000, 0xA000])
+            exec.patch([0x7000, 0x9000])
+
+    def test_nodes_without_words_have_no_block(self):
+        exec = self.make([kernel(0, word(1)), kernel(5, word(1))], [Word(5, 0, 0, 0, 0)], 1)
+        self.assertEqual(exec.nodes, 1)
+        exec.patch([0x10])
+        self.assertEqual(set(self.set()), {0x1005})
+
+    def test_word_outside_of_its_parameter(self):
+        for bad in (Word(0, 0, 1, 0, 0), Word(0, 0, -8, 0, 0)):
+            with self.assertRaisesRegex(ValueError, r"node 0 \(kernel_0\), parameter 0: no word at "):
+                self.make([kernel(0, word(1))], [bad], 1)
+        with self.assertRaisesRegex(ValueError, "a word lies outside of its node or region"):
+            self.make([kernel(0, word(1))], [Word(0, 0, 0, 1, 0)], 1)
+
+    def test_patch_inside_of_patch(self):
+        exec = self.pair()
+
+        class Sly(Moved):
+            def data_ptr(self):
+                exec.patch([1, 2])
+                return 3
+
+        with self.assertRaisesRegex(RuntimeError, r"patch\(\) is running already"):
+            exec.patch([Sly(0), 0])
+        self.assertEqual(exec.patch([1, 2]), 2)
+
+    def test_list_that_changes_while_it_is_read(self):
+        exec = self.pair()
+        bases: list[object] = []
+
+        class Sly(Moved):
+            def data_ptr(self):
+                bases.clear()
+                return 3
+
+        bases += [Sly(0), Sly(0)]
+        with self.assertRaisesRegex(RuntimeError, "the list of bases changed while it was read"):
+            exec.patch(bases)
+
+    def test_references_are_given_back(self):
+        exec = self.pair()
+        values = [Moved(1 << 40), torch.zeros(1)]
+        bases, regions = list(values), (0, 1)
+        counts = lambda: [sys.getrefcount(o) for o in (*values, bases, regions, exec)]  # noqa: E731
+        before = counts()
+        for i in range(50):
+            values[0].address = (1 << 40) + i  # type: ignore[union-attr]
+            exec.patch(bases, regions)
+            with self.assertRaises(AttributeError):
+                exec.patch([values[0], "x"])
+        self.assertEqual(counts(), before)
+
+    def test_memory_is_given_back(self):
+        driver.library.stub_quiet()
+        pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
+        big, sizes = bytes(1 << 20), []
+        for _ in range(60):
+            exec = self.make([kernel(i, word(0), big) for i in range(4)], [Word(i, 0, 0, 0, 0) for i in range(4)], 1)
+            exec.patch([5])
+            del exec
+            sizes.append(pages())
+        self.assertLess((sizes[-1] - sizes[9]) * os.sysconf("SC_PAGE_SIZE"), 60 * MiB)
+
+    def test_many_calls_keep_nothing(self):
+        driver.library.stub_quiet()
+        exec = self.pair()
+        bases = [[0x7000, 0x9000], [0x7100, 0x9100]]
+        for i in range(100):
+            exec.patch(bases[i % 2])
+        gc.collect()
+        before = sys.getallocatedblocks()
+        for i in range(2000):
+            exec.patch(bases[i % 2])
+        self.assertLess(sys.getallocatedblocks() - before, 400)
+
+    @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @hypothesis.given(st.data())
+    def test_executable_holds_what_the_bases_say(self, data):
+        """Random templates, moves, partial calls and driver errors: after a call that succeeds, each node that was ever
+        set holds base + delta in its words and its own bytes elsewhere."""
+        driver.library.stub_reset()
+        draw = data.draw
+        regions = draw(st.integers(1, 4))
+        nodes = [
+            kernel(
+                i,
+                *(
+                    bytes([17 + i]) * size
+                    for size in draw(st.lists(st.sampled_from([4, 8, 24]), min_size=1, max_size=3))
+                ),
+            )
+            for i in range(draw(st.integers(1, 5)))
+        ]
+        words, taken = [], set()
+        for node in nodes:
+            for p, (_, value) in enumerate(node.parameters):
+                for offset in range(0, len(value) - 7, 8):
+                    if draw(st.booleans()):
+                        words.append(
+                            Word(node.index, p, offset, draw(st.integers(0, regions - 1)), draw(st.integers(0, 99)))
+                        )
+                        taken.add(node.index)
+        exec = self.make(nodes, words, regions)
+        held: dict[int, list[str]] = {}
+        bases = [draw(st.integers(0, 1 << 48)) for _ in range(regions)]
+        call = list(bases)
+        for _ in range(draw(st.integers(1, 6))):
+            fails = draw(st.booleans()) and bool(taken)
+            if fails:
+                driver.fail("cuGraphExecKernelNodeSetParams", INVALID, skip=draw(st.integers(0, 3)))
+            try:
+                count = exec.patch(call)
+                lines = driver.calls("kernel")
+                self.assertEqual(count, len(lines))
+                succeeded = True
+            except RuntimeError:
+                succeeded = False
+            driver.fail("", 0)
+            held.update(
+                {int(line[2], 16) - 0x1000: line[8].split(",") for line in driver.take() if line[0] == "kernel"}
+            )
+            if succeeded:
+                self.assertEqual(set(held), taken)
+                for index in taken:
+                    expected = [bytearray(value) for _, value in nodes[index].parameters]
+                    for w in words:
+                        if w.node == index:
+                            struct.pack_into("<Q", expected[w.parameter], w.offset, bases[w.region] + w.delta)
+                    self.assertEqual(held[index], [value.hex() for value in expected])
+            moved = [draw(st.booleans()) for _ in range(regions)]
+            bases = [draw(st.integers(0, 1 << 48)) if m else b for m, b in zip(moved, bases)]
+            call = [b if m else draw(st.sampled_from([b, None])) for m, b in zip(moved, bases)]
+
+
+class TestNativeExec(ExecTests):
+    form = "native"
+
+
+class TestFallbackExec(ExecTests):
+    form = "fallback"
+
+
+del ExecTests
+
+
+class TestBuild(TestCase):
+    def test_both_forms_have_the_same_functions(self):
+        for name in vars(modules["native"]):
+            if not name.startswith("_"):
+                self.assertTrue(hasattr(modules["fallback"], name), name)
+
+    def test_python_takes_its_place(self):
+        """Where that is wanted, and where the C module can't be built."""
+        library = driver.library._name
+        with mock.patch.object(native, "_python", functools.cache(lambda: native.fallback(library))):
+            with config.patch(native_relaunch=False):
+                self.assertIsInstance(native.implementation(), native_fallback.Module)
+                self.assertIs(native.implementation(), native.implementation())
+            with (
+                config.patch(native_relaunch=True),
+                mock.patch.object(native, "_native", native._native.__wrapped__),
+                mock.patch.object(native, "build", mock.Mock(side_effect=RuntimeError("no compiler"))),
+                self.assertLogs(native.log, "INFO") as logs,
+            ):
+                self.assertIsInstance(native.implementation(), native_fallback.Module)
+        self.assertIn("the C module was not built (no compiler)", logs.output[0])
+
+    def test_missing_driver_is_named(self):
+        for make in (native.build, native.fallback):
+            with (
+                mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder.name),
+                self.assertRaisesRegex(ImportError, "libno_such_driver.so can't be loaded"),
+            ):
+                make("libno_such_driver.so")
+
+    def test_driver_that_is_too_old_is_named(self):
+        for make in (native.build, native.fallback):
+            with (
+                mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder.name),
+                self.assertRaisesRegex(ImportError, "libm.so.6 has no cuMemGetAllocationGranularity"),
+            ):
+                make("libm.so.6")
+
+    def test_source_compiles_without_warnings(self):
+        from triton.runtime.build import _find_compiler
+
+        source = Path(folder.name) / "relaunch.c"
+        source.write_text(native_source.SOURCE)
+        flags = ["-Wall", "-Werror", "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}"]
+        command = [_find_compiler("c"), str(source), *flags, "-o", str(source.with_suffix(".so"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
+def tensor_at(space: AddressSpace, size: int) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(space.allocate(size), space.device, size)
+    return torch.empty(0, dtype=torch.uint8, device=space.device).set_(storage, 0, (size,), (1,))
+
+
+@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+class TestOnAGpu(TestCase):
+    """The real driver, with both forms."""
+
+    def both(self):
+        for wanted in (True, False):
+            with config.patch(native_relaunch=wanted):
+                yield native.implementation()
+
+    def test_c_module_is_built(self):
+        self.assertNotIsInstance(native.implementation(), native_fallback.Module)
+
+    def test_capture_of_any_size_costs_a_few_mib(self):
+        for module in self.both():
+            torch.zeros(64, dtype=torch.uint8, device="cuda")[:4].fill_(7).tolist()  # loads what is launched below
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+            space = AddressSpace(torch.cuda.current_device(), module=module)
+            with space:
+                one = tensor_at(space, 24 << 30)
+                with torch.cuda.use_mem_pool(space.pool()):
+                    two = torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+                with torch.cuda.use_mem_pool(space.pool(no_split=True)):
+                    three = torch.empty(5, device="cuda")
+            self.assertLess(free - torch.cuda.mem_get_info()[0], 17 * MiB)
+            segments = space.allocations()
+            for tensor in (one, two, three):
+                self.assertTrue(space.low < tensor.data_ptr() < space.high)
+                self.assertIn(tensor.data_ptr(), [address for address, _ in segments])
+            self.assertEqual(len(segments), 3)
+            self.assertIsNone(space.error())
+            one[:4].fill_(7)  # the addresses can be used, though they all mean the same bytes
+            self.assertEqual(three.view(torch.uint8)[:4].tolist(), [7] * 4)
+            del one, two, three, tensor
+            space.close()
+            torch.cuda.empty_cache()
+            self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
+            self.assertLess(free - torch.cuda.mem_get_info()[0], 8 * MiB)  # the block itself is gone
+
+    def test_relaunch_on_other_memory(self):
+        """Two captures of a region with a side stream are proven, and what they make runs on tensors that moved."""
+        from torch_overlay._inductor.cudagraphs import graph as graphs, template
+
+        side = torch.cuda.Stream()
+
+        def region(x, y, out):
+            scratch = torch.empty_like(x)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.mul(y, 3, out=out)
+            torch.add(x, 1, out=scratch)
+            torch.cuda.current_stream().wait_stream(side)
+            out.add_(scratch)
+
+        def capture(module, gap):
+            space = AddressSpace(torch.cuda.current_device(), gap=gap, module=module)
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with space:
+                tensors = [tensor_at(space, 4000).view(torch.float) for _ in range(3)]
+                with torch.cuda.graph(graph, pool=space.pool().id):
+                    region(*tensors)
+            at = {tensor.data_ptr(): k for k, tensor in enumerate(tensors)}
+            segments, scratch = [], 0
+            for address, size in space.allocations():
+                segments.append(template.Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
+                scratch += 0 if address in at else size
+            return space, graph, graphs.read(graph, segments, space.low, space.high), scratch
+
+        warm = [torch.ones(1000, device="cuda") for _ in range(3)]
+        region(*warm)
+        torch.cuda.synchronize()
+        for module in self.both():
+            (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
+            proven = template.prove(first, second)
+            graph.instantiate()
+            exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.words, proven.regions)
+            del second_graph
+            a.close()
+            b.close()
+            for _ in range(4):
+                x, y, out = (torch.randn(1000, device="cuda") for _ in range(3))
+                slab = torch.empty(scratch, dtype=torch.uint8, device="cuda")
+                self.assertGreater(exec.patch([x, y, out, slab]), 0)
+                graph.replay()
+                self.assertEqual(out, y * 3 + (x + 1))
+                self.assertEqual(exec.patch([x, y, out, slab]), 0)
+            self.assertEqual(exec.patch([torch.empty_like(x)], [0]), 1)
+            del exec, graph
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
+
+
+if __name__ == "__main__":
+    run_tests()

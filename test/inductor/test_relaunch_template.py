@@ -1,0 +1,571 @@
+"""The proof that every pointer of a captured graph is known: what it finds, what it lets pass, what it refuses.
+
+The proof is pure, so two captures are a few lines of Python here, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import unittest
+
+import expecttest
+from hypothesis import given, settings, strategies as st
+
+import form  # noqa: F401
+from torch_overlay._inductor.cudagraphs.template import (
+    CapturedGraph,
+    CopyNode,
+    EmptyNode,
+    FillNode,
+    FIXED,
+    KernelNode,
+    prove,
+    REACH,
+    Refusal,
+    Segment,
+    Word,
+)
+
+
+GRANULE = 2 << 20
+LOW = {"a": 0x7D0000000000, "b": 0x7A0000000000}
+SPAN = 1 << 38
+KIB = 1024
+
+
+def u64(*values):
+    return struct.pack(f"<{len(values)}Q", *(v % (1 << 64) for v in values))
+
+
+def u32(*values):
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def memory(which, *, regions=((0, 4 * KIB), (1, 8 * KIB), (2, 64 * KIB)), gap=None):
+    """Segments of a capture, one per (region, size), unmapped granules between them."""
+    address, segments = LOW[which] + GRANULE, []
+    gap = {"a": 1, "b": 3}[which] if gap is None else gap
+    for region, size in regions:
+        segments.append(Segment(address, size, region))
+        address += -(-size // GRANULE) * GRANULE + gap * GRANULE
+    return tuple(segments)
+
+
+def kernel(index, *values, name="kernel", func=0x1000, offset=0, **changes):
+    parameters = []
+    for value in values:
+        offset = -(-offset // min(8, len(value))) * min(8, len(value))
+        parameters.append((offset, value))
+        offset += len(value)
+    node = KernelNode(index, 0x100 + index, name, func, 0, 0, (8, 1, 1), (128, 1, 1), 0, tuple(parameters))
+    return dataclasses.replace(node, **changes)
+
+
+class Captures:
+    """One program at two places: `build(at)` gives the nodes, with at(region, delta) the address of a byte."""
+
+    def __init__(self, build, *, regions=((0, 4 * KIB), (1, 8 * KIB), (2, 64 * KIB)), edges=()):
+        self.build, self.regions, self.edges = build, regions, edges
+
+    def capture(self, which, **options):
+        segments = memory(which, regions=self.regions, **options)
+        base = {s.region: s.address for s in reversed(segments)}
+
+        def at(region, delta=0):
+            return base[region] + delta
+
+        at.capture = which
+        low = LOW[which]
+        return CapturedGraph(tuple(self.build(at)), tuple(self.edges), segments, low, low + SPAN)
+
+    def prove(self, *, a=None, b=None, **options):
+        return prove(self.capture("a", **(a or {})), self.capture("b", **(b or {})), **options)
+
+
+def words(found):
+    return [(w.node, w.parameter, w.offset, w.region, w.delta) for w in found.words]
+
+
+class ProofTest(expecttest.TestCase):
+    def refused(self, captures, reason, pattern, **options):
+        with self.assertRaisesRegex(Refusal, pattern) as context:
+            captures.prove(**options)
+        self.assertEqual(context.exception.reason, reason)
+        return context.exception
+
+
+class TestPointers(ProofTest):
+    def test_pointers_become_words_and_scalars_do_not(self):
+        captures = Captures(
+            lambda at: [kernel(0, u64(at(0)), u64(at(1, 512)), u32(1000), u64(7)), kernel(1, u64(at(2, 4096)))]
+        )
+        found = captures.prove()
+        self.assertEqual(words(found), [(0, 0, 0, 0, 0), (0, 1, 0, 1, 512), (1, 0, 0, 2, 4096)])
+        self.assertEqual(found.regions, 3)
+        self.assertEqual(len(found.nodes), 2)
+
+    def test_the_nodes_are_those_of_the_first_capture(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0)), handle={"a": 11, "b": 22}[at.capture])])
+        (node,) = captures.prove().nodes
+        self.assertEqual((node.handle, node.parameters[0][1]), (11, u64(captures.capture("a").segments[0].address)))
+
+    def test_pointers_inside_a_blob_at_four_byte_offsets(self):
+        def blob(at):
+            return u32(1) + u64(at(0, 8)) + u32(2, 3) + u64(at(1), at(2, 4)) + u32(9)
+
+        found = Captures(lambda at: [kernel(0, u32(5), blob(at))]).prove()
+        self.assertEqual(words(found), [(0, 1, 4, 0, 8), (0, 1, 20, 1, 0), (0, 1, 28, 2, 4)])
+
+    def test_descriptor_inside_a_packed_block(self):
+        def descriptor(address):
+            return u64(address, 0x0000_1234_0000_0031) + bytes(range(112))
+
+        def block(at):
+            return u32(128, 64) + bytes(56) + descriptor(at(0)) + descriptor(at(1, 256)) + u32(1)
+
+        found = Captures(lambda at: [kernel(0, block(at), offset=16)]).prove()
+        self.assertEqual(words(found), [(0, 0, 64, 0, 0), (0, 0, 192, 1, 256)])
+
+    def test_last_possible_window_of_a_parameter(self):
+        found = Captures(lambda at: [kernel(0, u32(0, 0, 0) + u64(at(1)))]).prove()
+        self.assertEqual(words(found), [(0, 0, 12, 1, 0)])
+
+    def test_bytes_behind_the_last_whole_window_are_ignored(self):
+        found = Captures(lambda at: [kernel(0, u64(at(0)) + b"\1\2\3")]).prove()
+        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+
+    def test_a_pointer_does_not_span_two_parameters(self):
+        def build(at):
+            low, high = struct.unpack("<2I", u64(at(1)))
+            return [kernel(0, u32(low), u32(high))]
+
+        self.refused(Captures(build), "scalar", "parameter 0.*a scalar that differs")
+
+    def test_the_half_of_a_pointer_beside_a_number_is_no_pointer(self):
+        # (high half of a pointer, number) reads as an address in the first range, if the number is like a high half.
+        like_a_high_half = LOW["a"] >> 32
+        found = Captures(lambda at: [kernel(0, u64(at(0)) + u32(like_a_high_half, 0))]).prove()
+        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+
+    def test_null_pointers_are_constants(self):
+        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(0), u64(0, at(0)))]).prove()), [(0, 1, 8, 0, 0)])
+
+    def test_constant_pointers_to_other_memory_stay(self):
+        weights = 0x7F1200000000
+        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(weights), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+
+    def test_scratch_in_several_segments_is_one_region(self):
+        captured = []
+        for which, step in (("a", GRANULE), ("b", 3 * GRANULE)):
+            low = LOW[which]
+            segments = (Segment(low, 512, 0, 0), Segment(low + step, 1024, 0, 512))
+            nodes = (kernel(0, u64(segments[1].address + 64)),)
+            captured.append(CapturedGraph(nodes, (), segments, low, low + SPAN))
+        self.assertEqual(words(prove(*captured)), [(0, 0, 0, 0, 576)])
+
+    def test_memory_that_outlives_the_capture_is_left_alone(self):
+        captured = []
+        for which, seed in (("a", 0x7F0000001000), ("b", 0x7F0000002000)):
+            segments = (*memory(which), Segment(seed, 512, FIXED))
+            nodes = (kernel(0, u64(segments[0].address), u64(seed + 8)),)
+            captured.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
+        found = prove(*captured, foreign=lambda address: True)
+        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+        self.assertEqual(found.nodes[0].parameters[1][1], u64(0x7F0000001008))
+
+    def test_memory_that_outlives_only_one_capture(self):
+        for side, other, text in (
+            ("a", "b", r"region -1 \+ 8.* in the first"),
+            ("b", "a", r"region -1 \+ 8.* in the second"),
+        ):
+            captured = {}
+            for which in (side, other):
+                word = 0x7F0000001008 if which == side else 0x550000001008
+                segments = (*memory(which), Segment(0x7F0000001000, 512, FIXED))
+                captured[which] = CapturedGraph((kernel(0, u64(word, 0)),), (), segments, LOW[which], LOW[which] + SPAN)
+            with self.subTest(side), self.assertRaisesRegex(Refusal, text):
+                prove(captured["a"], captured["b"])
+
+    def test_memset_and_memcpy_nodes(self):
+        def build(at):
+            yield FillNode(0, 1, at(0, 16), value=0, element_size=4, width=4, height=1, pitch=0)
+            yield CopyNode(1, 2, at(1), at(2, 32), 64, 1, 1, 0, 0, 0, 0)
+            yield EmptyNode(2, 3)
+
+        found = Captures(build, edges=[(0, 2), (1, 2)]).prove()
+        self.assertEqual(words(found), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 2, 32)])
+
+    def test_words_are_frozen_and_comparable(self):
+        (word,) = Captures(lambda at: [kernel(0, u64(at(1, 4)))]).prove().words
+        self.assertEqual(word, Word(node=0, parameter=0, offset=0, region=1, delta=4))
+        with self.assertRaises(dataclasses.FrozenInstanceError):
+            word.delta = 0
+
+
+class TestCoincidences(ProofTest):
+    def test_number_in_the_first_range_but_in_no_allocation(self):
+        number = LOW["a"] + SPAN // 2
+        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+
+    def test_number_that_is_an_address_of_the_first_capture_only(self):
+        number = memory("a")[1].address
+        captures = Captures(lambda at: [kernel(0, u32(3), u64(number), u64(at(0)))])
+        refusal = self.refused(captures, "unmoved", "did not move: a coincidence, or a kept pointer")
+        self.assertEqual((refusal.node, refusal.parameter, refusal.offset), ("0 (kernel)", 1, 0))
+        with self.subTest("a declared scalar can't be a pointer"):
+            self.assertEqual(words(captures.prove(signatures={0x1000: "ssp"})), [(0, 2, 0, 0, 0)])
+        with self.subTest("a capture at other addresses tells"):
+            self.assertEqual(words(captures.prove(a={"gap": 5})), [(0, 2, 0, 0, 0)])
+
+    def test_number_that_is_an_address_of_the_second_capture_only(self):
+        # The second capture's memory did not exist when the first gave the kernel the same number.
+        number = memory("b")[1].address
+        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+
+    def test_pointer_kept_from_the_first_capture(self):
+        kept = memory("a")[2].address + 256
+        self.refused(Captures(lambda at: [kernel(0, bytes(8) + u64(kept))]), "unmoved", "offset 8: .*region 2 . 256")
+
+    def test_two_readings_of_the_same_bytes(self):
+        # Two overlapping windows, both of which move with an allocation.
+        captured = []
+        for high in (0x7D00, 0x7A00):
+            first = Segment((high << 32) + 0x5000_0000, GRANULE, 0)
+            second = Segment((high + 1 << 32) + high, GRANULE, 1)
+            nodes = (kernel(0, u32(0x5000_0000, high, high + 1, 0)),)
+            captured.append(CapturedGraph(nodes, (), (first, second), high << 32, (high << 32) + SPAN))
+        with self.assertRaisesRegex(Refusal, "offset 4: .* can be read in two ways"):
+            prove(*captured)
+
+
+class TestRefusals(ProofTest):
+    def by_capture(self, a, b):
+        return Captures(lambda at: [kernel(0, u64(at(0)), {"a": a, "b": b}[at.capture](at))])
+
+    def test_pointer_to_another_region_in_the_second_capture(self):
+        captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(at(2)))
+        self.refused(captures, "moved", r"parameter 1.*region 1 \+ 0.* in the first.*region 2 \+ 0")
+
+    def test_pointer_to_another_byte_in_the_second_capture(self):
+        captures = self.by_capture(lambda at: u64(at(1, 512)), lambda at: u64(at(1, 1024)))
+        self.refused(captures, "moved", r"region 1 \+ 512.*region 1 \+ 1024")
+
+    def test_pointer_in_the_first_capture_only(self):
+        captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(0x7F0000000000))
+        self.refused(captures, "moved", r"region 1 \+ 0.*outside the range")
+
+    def test_pointer_in_the_second_capture_only(self):
+        captures = self.by_capture(lambda at: u64(0x7F0000000000), lambda at: u64(at(1)))
+        self.refused(captures, "moved", r"outside the range.*region 1 \+ 0")
+
+    def test_null_in_the_second_capture(self):
+        captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(0))
+        self.refused(captures, "moved", r"region 1 \+ 0.*0x0 \(outside the range\)")
+
+    def test_memory_that_no_region_stands_for(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0, 7 * KIB)))])
+        self.refused(captures, "outside", "it moved like an allocation, but is in none: .*in the range but in no alloc")
+
+    def test_region_missing_from_both_captures(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(1)))])
+        a, b = (
+            dataclasses.replace(g, segments=tuple(s for s in g.segments if s.region != 1))
+            for g in (captures.capture("a"), captures.capture("b"))
+        )
+        with self.assertRaisesRegex(Refusal, "in the range but in no allocation"):
+            prove(a, b)
+
+    def test_region_missing_from_one_capture(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(1)))])
+        a, b = captures.capture("a"), captures.capture("b")
+        b = dataclasses.replace(b, segments=tuple(s for s in b.segments if s.region != 1))
+        with self.assertRaisesRegex(Refusal, r"region 1 \+ 0.* in the first capture, .*in no allocation"):
+            prove(a, b)
+
+    def test_base_pointer_with_an_offset_taken_off(self):
+        # The address lies before the whole range, and still moves like the allocation.
+        captures = Captures(lambda at: [kernel(0, u64(at(0) - 3 * GRANULE))])
+        self.refused(captures, "outside", "moved like an allocation, but is in none: .*outside the range", b={"gap": 2})
+
+    def at_the_start_of_a_tebibyte(self, *values):
+        """Captures with ranges like those of a real device, and a kernel for each (value in a, value in b)."""
+        captured = []
+        for which, low in enumerate((1 << 40, (1 << 40) + (64 << 20))):
+            segments, address = [], low + GRANULE
+            for region in range(4):
+                segments.append(Segment(address, GRANULE, region))
+                address += (2, 4)[which] * GRANULE
+            nodes = tuple(kernel(i, pair[which]) for i, pair in enumerate(values))
+            captured.append(CapturedGraph(nodes, (), tuple(segments), low, low + (64 << 20)))
+        return captured
+
+    def test_lower_half_of_an_address_is_no_pointer(self):
+        # What a stack held before: the lower halves of two addresses that moved with region 3, for one.
+        a, b = self.at_the_start_of_a_tebibyte()
+        for first, second in ((0x5600000, 0xA600000), (0x6600000, 0xA400000), (0xE00000, 0x5A00000)):
+            captures = [
+                dataclasses.replace(g, nodes=(kernel(0, bytes(136) + u64(value)),), segments=(*g.segments, extra))
+                for g, value, extra in (
+                    (a, first, Segment(0x30000000000, GRANULE, 4)),
+                    (b, second, Segment(0x30000000000 + second - first, GRANULE, 4)),
+                )
+            ]
+            with self.subTest(hex(first)):
+                self.assertEqual(words(prove(*captures)), [])
+
+    def test_small_number_in_one_capture_is_no_pointer_in_the_other(self):
+        a, b = self.at_the_start_of_a_tebibyte()
+        inside = b.segments[2].address
+
+        def captures(first):
+            return [
+                dataclasses.replace(g, nodes=(kernel(0, bytes(472) + u64(value)),))
+                for g, value in ((a, first), (b, inside))
+            ]
+
+        self.assertEqual(words(prove(*captures(2))), [])
+        for first in (0, a.segments[1].address, 1 << 33):
+            with self.subTest(first), self.assertRaises(Refusal) as raised:
+                prove(*captures(first))
+            self.assertEqual(raised.exception.reason, "moved")
+
+    def test_pointers_near_the_range_only(self):
+        # A cuBLAS kernel with a workspace of its own: it lies below the range, and moved like it.
+        workspace = (0x7F73E2000020, 0x7F73DC000020)
+        captured = []
+        for low, word in zip((0x7F73E4000000, 0x7F73DE000000), workspace):
+            segments = Segment(low, 16 << 20, 0), Segment(low + (32 << 20), 16 << 20, 1)
+            nodes = (kernel(0, bytes(376) + u64(word)),)
+            captured.append(CapturedGraph(nodes, (), segments, low, low + (64 << 20)))
+        with self.assertRaisesRegex(Refusal, "parameter 0, offset 376: it moved like an allocation, but is in none"):
+            prove(*captured)
+
+    def test_how_near_is_near(self):
+        for distance, refused in ((-REACH, True), (-REACH - 4, False), (GRANULE + SPAN, True), (4 * REACH, False)):
+            captures = Captures(lambda at, d=distance: [kernel(0, u64(at(0) - GRANULE + d))])
+            options = {"b": {"gap": 1}}
+            with self.subTest(distance):
+                if refused:
+                    self.refused(captures, "outside", "it moved like an allocation, but is in none", **options)
+                else:
+                    self.assertEqual(words(captures.prove(**options)), [])
+
+    def test_lower_half_that_is_a_shifted_address(self):
+        captures = self.at_the_start_of_a_tebibyte((u64((1 << 40) + GRANULE >> 12), u64((1 << 40) + 0x4200000 >> 12)))
+        with self.assertRaisesRegex(Refusal, "an address, shifted right by 12 bits"):
+            prove(*captures)
+
+    def test_memory_below_four_gib(self):
+        a, b = self.at_the_start_of_a_tebibyte()
+        low = dataclasses.replace(a, low=1 << 21, high=1 << 24, segments=(Segment(1 << 22, 512, 0),))
+        with self.assertRaisesRegex(Refusal, "memory at 0x200000, below 0x100000000") as context:
+            prove(low, b)
+        self.assertEqual(context.exception.reason, "segments")
+
+    def test_address_shifted_in_a_descriptor(self):
+        for shift in (4, 8, 12):
+            captures = Captures(lambda at, s=shift: [kernel(0, u64(at(0, 4 * KIB) >> s | 0b11 << 50, 0))])
+            self.refused(captures, "encoded", f"shifted right by {shift} bits: .*region 0 . 4096")
+
+    def test_address_packed_with_other_bits(self):
+        captures = Captures(lambda at: [kernel(0, u64(5, at(0, 64) | 0xABCD << 48))])
+        self.refused(captures, "encoded", "offset 8: an address, packed with other bits")
+
+    def test_memory_of_others_that_is_free_by_now(self):
+        captures = self.by_capture(lambda at: u64(0x7F0000000000), lambda at: u64(0x7F0000600000))
+        self.assertEqual(words(captures.prove()), [(0, 0, 0, 0, 0)])
+        refuse = {"foreign": lambda address: address >> 32 == 0x7F00}
+        self.refused(captures, "foreign", "device memory that is no part of the capture", **refuse)
+        with self.subTest("rubbish is an address by chance, and not twice"):
+            self.assertEqual(len(captures.prove(foreign=lambda address: address == 0x7F0000000000).words), 1)
+
+    def test_memset_of_memory_that_was_not_seen(self):
+        captures = Captures(lambda at: [FillNode(0, 1, {"a": 64, "b": 128}[at.capture], 0, 1, 4, 1, 0)])
+        self.refused(captures, "moved", r"node 0 \(memset\), parameter 0.*no known way")
+
+    def test_end_pointers_belong_to_the_allocation_before(self):
+        regions = ((0, GRANULE), (1, GRANULE), (2, GRANULE))
+        captures = Captures(lambda at: [kernel(0, u64(at(0)), u64(at(0, GRANULE)), u64(at(1)))], regions=regions)
+        self.assertEqual(words(captures.prove())[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
+        with self.subTest("gaps in one capture suffice"):
+            self.assertEqual(words(captures.prove(a={"gap": 0}))[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
+        with self.subTest("without gaps there are two readings"):
+            self.refused(captures, "ambiguous", r"region 0 \+ 2097152 or region 1 \+ 0", a={"gap": 0}, b={"gap": 0})
+
+    def test_overlapping_ranges(self):
+        a = Captures(lambda at: []).capture("a")
+        with self.assertRaisesRegex(Refusal, "ranges .* overlap"):
+            prove(a, a)
+
+    def test_overlapping_segments(self):
+        a, b = (Captures(lambda at: []).capture(which) for which in "ab")
+        b = dataclasses.replace(b, segments=(*b.segments, Segment(b.segments[0].address + 8, 8, 5)))
+        with self.assertRaisesRegex(Refusal, "overlap"):
+            prove(a, b)
+
+
+class TestRubbish(ProofTest):
+    def test_padding_that_differs_keeps_the_first_value(self):
+        def build(at):
+            rubbish = {"a": 0xDEADBEEF_00000001, "b": 0xFEEDFACE_12345678}[at.capture]
+            return [kernel(0, u64(rubbish, at(0), rubbish))]
+
+        found = Captures(build).prove()
+        self.assertEqual(words(found), [(0, 0, 8, 0, 0)])
+        self.assertEqual(found.nodes[0].parameters[0][1][:8], u64(0xDEADBEEF_00000001))
+
+    def test_byte_of_an_empty_functor(self):
+        captures = Captures(lambda at: [kernel(0, u32(64), {"a": b"\1", "b": b"\7"}[at.capture], u64(at(0)))])
+        self.assertEqual(words(captures.prove()), [(0, 2, 0, 0, 0)])
+
+    def test_scalar_that_differs(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0)), u32({"a": 1, "b": 2}[at.capture]))])
+        refusal = self.refused(captures, "scalar", "a scalar that differs between the captures: 01000000, 02")
+        self.assertEqual(refusal.parameter, 1)
+
+    def test_declared_scalar_that_differs(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0)), u64({"a": 1, "b": 2}[at.capture]))])
+        self.refused(captures, "scalar", "parameter 1.*differs", signatures={0x1000: "ps"})
+
+    def test_declared_scalar_that_moves(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0)))])
+        self.refused(captures, "scalar", "parameter 0.*differs", signatures={0x1000: "s"})
+
+    def test_declared_pointer_that_differs_unexplained(self):
+        captures = Captures(lambda at: [kernel(0, u64({"a": 1 << 20, "b": 2 << 20}[at.capture]))])
+        self.assertEqual(words(captures.prove()), [])
+        self.refused(captures, "moved", "no known way", signatures={0x1000: "p"})
+
+    def test_declared_signature_of_another_length(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(0)), name="triton_poi_0")])
+        self.refused(captures, "signature", r"node 0 \(triton_poi_0\): .* has 2 parameters", signatures={0x1000: "pp"})
+
+
+class TestStructure(ProofTest):
+    def changed(self, reason, pattern, build, **change):
+        captures = Captures(build)
+        a, b = captures.capture("a"), captures.capture("b")
+        with self.assertRaisesRegex(Refusal, pattern) as context:
+            prove(a, dataclasses.replace(b, **{key: value(b) for key, value in change.items()}))
+        self.assertEqual(context.exception.reason, reason)
+
+    def two(self, at):
+        return [kernel(0, u64(at(0)), name="first"), kernel(1, u64(at(1)), name="second")]
+
+    def test_missing_node(self):
+        self.changed("nodes", "2 nodes in the first capture, 1", self.two, nodes=lambda g: g.nodes[:1])
+
+    def test_reordered_nodes(self):
+        def swap(g):
+            return tuple(dataclasses.replace(n, index=i) for i, n in enumerate(reversed(g.nodes)))
+
+        self.changed("nodes", r"node 0 \(first\): the second capture has second", self.two, nodes=swap)
+
+    def test_reordered_nodes_of_one_kernel(self):
+        def build(at):
+            order = {"a": (0, 1), "b": (1, 0)}[at.capture]
+            return [kernel(i, u64(at(region))) for i, region in enumerate(order)]
+
+        self.refused(Captures(build), "moved", r"region 0 \+ 0.*region 1 \+ 0")
+
+    def test_other_kind(self):
+        captures = Captures(
+            lambda at: [kernel(0, name="memset") if at.capture == "a" else FillNode(0, 1, at(0), 0, 1, 4, 1, 0)]
+        )
+        self.refused(captures, "nodes", "the second capture has memset in its place")
+
+    def test_launch(self):
+        for field, value in (("grid", (9, 1, 1)), ("block", (64, 1, 1)), ("shared_bytes", 4), ("func", 2), ("kern", 7)):
+            with self.subTest(field):
+                node = kernel(0, **{field: value})
+                self.changed("launch", f"{field} is ", lambda at: [kernel(0)], nodes=lambda g, n=node: (n,))
+
+    def test_sizes_of_a_memcpy(self):
+        captures = Captures(lambda at: [CopyNode(0, 1, at(0), at(1), {"a": 4, "b": 8}[at.capture], 1, 1, 0, 0, 0, 0)])
+        self.refused(captures, "launch", "width is 4 in one capture and 8")
+
+    def test_layout(self):
+        captures = Captures(lambda at: [kernel(0, *([bytes(8)] if at.capture == "a" else [bytes(4), bytes(4)]))])
+        self.refused(captures, "layout", r"\[\(0, 8\)\] and \[\(0, 4\), \(4, 4\)\]")
+
+    def test_edges(self):
+        self.changed("edges", "one capture only: 0 -> 1", self.two, edges=lambda g: ((0, 1),))
+
+    def test_edges_in_another_order_are_the_same(self):
+        captures = Captures(lambda at: [kernel(i, u64(at(0))) for i in range(3)], edges=[(0, 1), (0, 2)])
+        b = dataclasses.replace(captures.capture("b"), edges=((0, 2), (0, 1)))
+        self.assertEqual(len(prove(captures.capture("a"), b).words), 3)
+
+
+class TestTable(expecttest.TestCase):
+    def test_table(self):
+        def build(at):
+            yield kernel(0, u64(at(0)), u64(at(2, 1024)), u32(64), name="triton_poi_fused_add_0")
+            yield kernel(1, bytes(64) + u64(at(2, 1024)), bytes(8) + u64(at(1)), name="nvjet_tst_64x8")
+
+        table = Captures(build).prove().table({0: "input 0", 1: "output 0", 2: "scratch"})
+        self.assertExpectedInline(
+            table,
+            """\
+region    node  kernel                  parameter  offset  delta
+input 0   0     triton_poi_fused_add_0  0          0       0
+output 0  1     nvjet_tst_64x8          1          8       0
+scratch   0     triton_poi_fused_add_0  1          0       1024
+scratch   1     nvjet_tst_64x8          0          64      1024""",
+        )
+
+
+LAYOUTS = st.lists(st.integers(1, 40), min_size=1, max_size=5)
+PIECES = st.one_of(
+    st.tuples(st.just("pointer"), st.integers(0, 4), st.integers(0, 1 << 20)),
+    st.tuples(st.just("number"), st.integers(0, (1 << 32) - 1)),
+    st.tuples(st.just("pair"), st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 31) - 1)),
+    st.tuples(st.just("rubbish"), st.integers(0xE0000000, (1 << 32) - 1)),
+)
+
+
+class TestRandomCaptures(unittest.TestCase):
+    """Blobs in which pointers, numbers and rubbish are mixed: what was planted is found, and nothing else."""
+
+    def build(self, pieces, sizes):
+        regions = tuple((i, size * 64 * KIB) for i, size in enumerate(sizes))
+        planted, length = [], 0
+        for piece in pieces:
+            if piece[0] == "pointer":
+                region = piece[1] % len(regions)
+                planted.append((0, 0, length, region, piece[2] % (regions[region][1] + 1)))
+            length += 4 if piece[0] in ("number", "rubbish") else 8
+
+        def nodes(at, wrong=None):
+            blob = bytearray()
+            targets = iter(planted)
+            for piece in pieces:
+                if piece[0] == "pointer":
+                    _, _, offset, region, delta = next(targets)
+                    blob += u64(at(region, delta + (4 if offset == wrong and at.capture == "b" else 0)))
+                elif piece[0] == "rubbish":
+                    blob += u32(piece[1] ^ (0x1000 if at.capture == "b" else 0))
+                else:
+                    blob += u32(*piece[1:])
+            return [kernel(0, bytes(blob) + bytes(4))]
+
+        return nodes, regions, planted
+
+    @settings(deadline=None, max_examples=300)
+    @given(st.lists(PIECES, max_size=12), LAYOUTS)
+    def test_what_was_planted_is_found(self, pieces, sizes):
+        nodes, regions, planted = self.build(pieces, sizes)
+        self.assertEqual(words(Captures(nodes, regions=regions).prove()), planted)
+
+    @settings(deadline=None, max_examples=200)
+    @given(st.lists(PIECES, max_size=12), LAYOUTS, st.data())
+    def test_a_pointer_that_moves_otherwise_is_refused(self, pieces, sizes, data):
+        nodes, regions, planted = self.build([("pointer", 0, 0), *pieces], sizes)
+        wrong = data.draw(st.sampled_from([offset for _, _, offset, _, _ in planted]))
+        with self.assertRaises(Refusal):
+            Captures(lambda at: nodes(at, wrong), regions=regions).prove()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,34 @@
+"""Programs that users compile with mode="reduce-overhead", each run by what it may do to a CUDA graph.
+
+- outputs: how long they live, what they alias, what they are fed to
+- layouts: dtypes, strides, alignment, sizes, inputs that are no GPU tensors
+- mutation: inputs, buffers and caches that are written in place
+- parameters: moved, swapped, loaded, frozen, stepped
+- training: in which order forwards and backwards come, and what runs between them
+- rng: the same seed gives the same numbers as without graphs
+- shapes: many sizes
+- composition: several compiled functions, graph breaks, threads, streams
+- environment: what is around the call: streams, captures, pools, memory that runs out
+- lifetime: exceptions, resets, deletion, exit
+- distributed: two processes, two GPUs
+
+`_program` says what a program is, `_check` runs one and compares its sides.
+"""
+
+from relaunch_programs import (  # noqa: F401  (they register their programs)
+    composition,
+    distributed,
+    environment,
+    layouts,
+    lifetime,
+    mutation,
+    outputs,
+    parameters,
+    rng,
+    shapes,
+    training,
+)
+from relaunch_programs._program import by_name, Kit, Program, PROGRAMS
+
+
+__all__ = ["Kit", "PROGRAMS", "Program", "by_name"]

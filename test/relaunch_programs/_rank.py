@@ -1,0 +1,32 @@
+"""One rank of a program of several: python -m relaunch_programs._rank NAME SETTINGS, with torchrun's variables set."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import form  # noqa: F401
+from relaunch_programs import by_name
+from relaunch_programs._check import check, Settings
+
+
+def main(name: str, settings: Settings) -> None:
+    if settings.device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+    try:
+        check(by_name(name), settings)
+        dist.barrier()
+    except Exception as e:
+        print(f"{type(e).__name__}: {' '.join(str(e).split())}", flush=True)
+        # The other ranks wait in a collective: there is no orderly way out.
+        os._exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Settings(**json.loads(sys.argv[2])))

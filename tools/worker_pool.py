@@ -1,0 +1,229 @@
+"""Cases in parallel processes: one that crashes or hangs costs its own case and no more.
+
+Shared by the GPU checks. The parent (`run_all`) keeps a few worker processes and hands each one case after the other,
+a JSON line on its stdin; the worker (`serve`) answers each with a JSON line. A worker that doesn't answer in time is
+killed, one that dies is replaced, and one that has lost its CUDA context ends by itself. A case is any frozen dataclass
+of plain values with the properties `row` and `column`, its place in the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, IO, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD = ("ok", "skipped")
+START = 90.0  # seconds that a fresh worker may need to import torch and start CUDA, beside all others
+
+
+@dataclasses.dataclass
+class Result:
+    case: Any
+    status: str  # ok, skipped, FAILED, ERROR, CRASHED, TIMEOUT
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return self.status in GOOD
+
+
+# ---- in a worker
+
+
+def serve(handle: Callable[[dict[str, Any]], tuple[str, str]]) -> None:
+    """Answer cases until stdin ends. `handle` returns status and reason; CRASHED ends the process."""
+    # Programs and compilers print; the answers have the real stdout for themselves.
+    with os.fdopen(os.dup(1), "w") as reply:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            start = time.monotonic()
+            status, reason = handle(json.loads(line))
+            print(json.dumps([status, reason, time.monotonic() - start]), file=reply, flush=True)
+            if status == "CRASHED":
+                return
+
+
+# ---- in the parent
+
+
+class Worker:
+    """One process at a time, started when it is needed. What it prints goes to the log."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path, timeout: float) -> None:
+        self.command, self.environment, self.timeout = command, environment, timeout
+        self.log = open(log, "a")  # noqa: SIM115
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            bufsize=1,
+        )
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def close(self) -> None:
+        self.stop()
+        self.log.close()
+
+    def end(self, timeout: float = 60.0) -> str:
+        """Let the process end by itself. Says what was wrong with that, or nothing."""
+        if self.process is None:
+            return ""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return f"process did not exit in {timeout:.0f} s"
+        self.process = None
+        return f"process exited with status {code}" if code else ""
+
+    def run(self, case: Any) -> Result:
+        fresh = self.process is None
+        process = self.process = self.process or self.start()
+        assert process.stdin is not None and process.stdout is not None
+        print(f"== {case}", file=self.log, flush=True)
+        start = time.monotonic()
+        try:
+            print(json.dumps(dataclasses.asdict(case)), file=process.stdin, flush=True)
+            line = self.read(process.stdout, self.timeout + (START if fresh else 0))
+        except OSError:
+            line = ""
+        if line is None:
+            self.stop()
+            return Result(case, "TIMEOUT", f"no answer in {self.timeout:.0f} s", time.monotonic() - start)
+        if not line:
+            code = process.wait()
+            self.process = None
+            return Result(case, "CRASHED", f"worker ended with status {code}", time.monotonic() - start)
+        status, reason, seconds = json.loads(line)
+        if status == "CRASHED":
+            self.stop()
+        return Result(case, status, reason, seconds)
+
+    @staticmethod
+    def read(stream: IO[str], timeout: float) -> str | None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            return stream.readline() if selector.select(timeout) else None
+
+
+def run_all(
+    cases: Sequence[Any],
+    worker: Callable[[int], Worker],
+    jobs: int,
+    limit: float,
+    seen: Callable[[Result], None] = lambda result: None,
+    run: Callable[[Worker, Any], Result] = Worker.run,
+) -> list[Result]:
+    """Every case, `jobs` at a time; after `limit` seconds no case is started. `seen` is called with each result."""
+    todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for case in cases:
+        todo.put(case)
+    results: list[Result] = []
+    lock = threading.Lock()
+    deadline = time.monotonic() + limit
+
+    def loop(number: int) -> None:
+        mine = worker(number)
+        try:
+            while time.monotonic() < deadline:
+                try:
+                    case = todo.get_nowait()
+                except queue.Empty:
+                    return
+                result = run(mine, case)
+                with lock:
+                    results.append(result)
+                    seen(result)
+                    if not result.good:
+                        print(f"{result.status} {case.row} {case.column}: {result.reason[:200]}", flush=True)
+                    elif len(results) % 50 == 0:
+                        print(f"{len(results)} of {len(cases)} cases", flush=True)
+        finally:
+            mine.close()
+
+    threads = [threading.Thread(target=loop, args=(i,)) for i in range(min(jobs, len(cases)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done = {r.case for r in results}
+    return results + [Result(c, "skipped", "out of time") for c in cases if c not in done]
+
+
+def write_result(file: Path, result: Result) -> None:
+    with open(file, "a") as stream:
+        print(json.dumps(dataclasses.asdict(result)), file=stream)
+
+
+def describe() -> dict[str, Any]:
+    import torch
+
+    def ask(*command: str) -> str:
+        try:
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except OSError:
+            return "unknown"
+
+    return {
+        "torch": torch.__version__,
+        "gpu": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "commit": ask("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "command": sys.argv,
+    }
+
+
+def table(results: Sequence[Result]) -> tuple[str, str]:
+    """The whole table, and the rows with a failure followed by their reasons."""
+    columns = sorted({r.case.column for r in results})
+    rows: dict[str, dict[str, str]] = {}
+    for r in results:
+        rows.setdefault(r.case.row, {})[r.case.column] = r.status
+    width = max(map(len, rows), default=0)
+    widths = [max(len(c), 7) for c in columns]
+    head = " ".join(["program".ljust(width), *(c.ljust(w) for c, w in zip(columns, widths))]).rstrip()
+
+    def line(name: str) -> str:
+        return " ".join(
+            [name.ljust(width), *(rows[name].get(c, "").ljust(w) for c, w in zip(columns, widths))]
+        ).rstrip()
+
+    bad = [r for r in results if not r.good]
+    whole = "\n".join([head, *map(line, sorted(rows))])
+    short = [head, *map(line, sorted({r.case.row for r in bad}))] if bad else []
+    short += [f"{r.status} {r.case.row} {r.case.column}: {' '.join(r.reason.split())[:160]}" for r in bad]
+    return whole, "\n".join(short)
+
+
+def counted(results: Iterable[Result]) -> str:
+    counts: dict[str, int] = {}
+    for r in results:
+        counts[r.status] = counts.get(r.status, 0) + 1
+    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items()))

@@ -1,0 +1,138 @@
+"""Which allocations of a region become outputs.
+
+Generated code allocates by a function among its module's globals. While a thread runs a region under an `Observer`,
+that thread's calls of it are numbered; the numbers are the same in every run with the same shapes. What operators
+allocate inside is seen by a dispatch mode, which numbers the operators' calls, if a region needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+ALLOCATOR = "empty_strided_cuda"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The allocations to be placed by themselves: by number, those of generated code and those inside operators."""
+
+    allocations: frozenset[int] = frozenset()
+    operators: frozenset[int] = frozenset()
+    watch: bool = False  # there are outputs whose allocation generated code didn't make
+    random: bool = False  # the region draws random numbers
+
+
+class Observer:
+    """Numbers the allocations of one run, and remembers the last one at each address."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[int, tuple[str, int]] = {}
+
+    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        made = original(*args)
+        self.note(made.data_ptr())
+        return made
+
+    def note(self, address: int) -> None:
+        self.last[address] = ("allocation", self.count)
+        self.count += 1
+
+    def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
+        """`base`, and what is known of the storages at these addresses. An unknown one has to be looked for."""
+        found = [self.last.get(address) for address in addresses]
+        return Plan(
+            base.allocations | {f[1] for f in found if f is not None and f[0] == "allocation"},
+            base.operators | {f[1] for f in found if f is not None and f[0] == "operator"},
+            base.watch or None in found,
+            base.random,
+        )
+
+
+class _Thread(threading.local):
+    observer: Observer | None = None
+
+
+_thread = _Thread()
+_hooks: dict[int, tuple[int, Any]] = {}  # by module: users, and the function that was there
+_hooks_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def observed(namespace: dict[str, Any] | None, observer: Observer) -> Iterator[None]:
+    """What this thread allocates in the generated module with these globals goes through the observer."""
+    if namespace is None or ALLOCATOR not in namespace:
+        yield
+        return
+    with _hooks_lock:
+        users, original = _hooks.get(id(namespace), (0, namespace[ALLOCATOR]))
+        if not users:
+            namespace[ALLOCATOR] = _hook(original)
+        _hooks[id(namespace)] = users + 1, original
+    before, _thread.observer = _thread.observer, observer
+    try:
+        yield
+    finally:
+        _thread.observer = before
+        with _hooks_lock:
+            users, original = _hooks.pop(id(namespace))
+            if users > 1:
+                _hooks[id(namespace)] = users - 1, original
+            else:
+                namespace[ALLOCATOR] = original
+
+
+def _hook(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate(*args: Any) -> torch.Tensor:
+        observer = _thread.observer
+        return original(*args) if observer is None else observer.allocate(original, *args)
+
+    return allocate
+
+
+def namespace_of(model: Any) -> dict[str, Any] | None:
+    """The globals of the generated module that a compiled function belongs to."""
+    while model is not None and not hasattr(model, "__globals__"):
+        model = getattr(model, "__func__", None) or getattr(model, "func", None)
+    return None if model is None else model.__globals__
+
+
+class Watch(TorchDispatchMode):
+    """Numbers the operators that a region calls, and notes which storages each of them made."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, observer: Observer, run: Callable[[int, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self.observer, self.run = observer, run
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number, self.count = self.count, self.count + 1
+        given = storages((args, kwargs))
+        result = self.run(number, lambda: func(*args, **(kwargs or {})))
+        for address in storages(result).keys() - given.keys():
+            self.observer.last[address] = ("operator", number)
+        return result
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """Sizes of the storages of the tensors in a tree, by address."""
+    found = {}
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            storage = leaf.untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+    return found

@@ -1,0 +1,287 @@
+"""A region is run again, twice, on addresses that mean nothing; what it launched becomes a template.
+
+    stand-ins   every tensor input is replaced by one of its shape at a fresh address; a launcher takes no notice
+    capture     the region runs, and its kernels are recorded instead of launched. An allocation that ends up as an
+                output stands at an address of its own, all else is scratch
+    layout      where each output's bytes come from
+    proof       the same again at other addresses, and every word that moved must be explained
+
+Note [Outputs of a capture]
+An output's memory must be nothing but that output's, or a relaunch would write other things into a tensor that the
+caller holds. Storage that generated code allocates is placed by the number of the allocation. Storage that an operator
+allocates inside is placed by giving that call a memory pool; whatever else the operator allocated there can have been
+at the same address before, so the storage is made as large as all of that together. Which allocations these are is
+known from a run before. If that knowledge fails, an output is found in the scratch, and the region is captured again
+with what this capture has learned. What can't be placed even so is copied out at the end of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.cudagraphs.allocations import (
+    namespace_of,
+    observed,
+    Observer,
+    Plan,
+    storages as storages_in,
+    Watch,
+)
+from torch_overlay._inductor.cudagraphs.layout import (
+    align,
+    Empty,
+    Given,
+    Layout,
+    OfInput,
+    OfStorage,
+    Recipe,
+    Repeated,
+    SameInput,
+    storages_of,
+    View,
+    view_of,
+)
+from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment
+from torch_overlay._inductor.stream_runtime import Spec
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay._inductor.cudagraphs.policy import Code
+
+ALIGNMENT = 256  # no library looks for more
+COINCIDENCES = ("unmoved", "ambiguous")  # a number that happens to be an address of these captures
+ATTEMPTS = 3
+
+# One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
+capturing = threading.Lock()
+
+
+@dataclass
+class Captured:
+    layout: Layout
+    segments: list[Segment]
+    plan: Plan  # what the next capture should place
+    recording: Any
+
+
+class _Placing(Observer):
+    """In a capture, the planned allocations stand at addresses of their own."""
+
+    def __init__(self, plan: Plan, recording: Any, placed: dict[int, int]) -> None:
+        super().__init__()
+        self.plan_, self.recording, self.placed = plan, recording, placed
+
+    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        if self.count in self.plan_.allocations and len(args) == 3 and 0 not in args[0]:
+            view = View(tuple(args[0]), tuple(args[1]), args[2])
+            made = self.recording.place(view)
+            self.placed[made.data_ptr()] = view.extent
+            self.note(made.data_ptr())
+            return made
+        return super().allocate(original, *args)
+
+
+class Capture:
+    """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned."""
+
+    def __init__(
+        self,
+        model: Callable[[list[Any]], Any],
+        inputs: Sequence[Any],
+        alignments: Sequence[int],
+        plan: Plan,
+        recording: Any,
+    ) -> None:
+        self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
+        self.input_at: dict[int, int] = {}  # address -> position
+        self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
+        self.astray: list[int] = []  # addresses of outputs that lie in the scratch
+        self.observer = _Placing(plan, recording, self.placed)
+
+    def run(self, saved: frozenset[int]) -> Captured:
+        with self.recording:
+            stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
+            watch = Watch(self.observer, self._operator) if self.plan.watch else contextlib.nullcontext()
+            with self.recording.capturing(self.inputs, self.plan.random):
+                with observed(namespace_of(self.model), self.observer), watch:
+                    outputs = self.model(list(stand_ins))
+                outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+                self._copy_out(outputs)
+            recipes, addresses = self._recipes(outputs, stand_ins)
+            del outputs, stand_ins
+            self._check_kept()
+        positions = tuple(sorted(self.input_at.values()))
+        sizes = [self.placed[address] for address in addresses]
+        scratch = [s for s in self.recording.segments() if s[0] not in self.input_at and s[0] not in addresses]
+        layout = Layout(positions, storages_of(recipes, sizes, saved), tuple(recipes), tuple(s for _, s in scratch))
+        learned = self.observer.plan(self.astray, self.plan)
+        return Captured(layout, self._segments(layout, addresses, scratch), learned, self.recording)
+
+    def _check_kept(self) -> None:
+        """Addresses that somebody holds on to will mean nothing: a cache, or a generator of random numbers that the
+        region hadn't used before."""
+        if kept := self.recording.kept():
+            many = f"{sum(kept)} bytes that it allocated are" if len(kept) > 1 else f"{kept[0]} bytes are"
+            raise Refusal("kept", f"{many} still in use when it has ended, and would be used again at the next call")
+
+    def _stand_in(self, position: int, value: Any) -> Any:
+        if not is_region(value):
+            return value
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
+        if value.device != self.recording.device:
+            raise Refusal("device", f"input {position} is on {value.device}")
+        made = self.recording.place(view_of(value), self.alignments[position])
+        if made.data_ptr():
+            self.input_at[made.data_ptr()] = position
+        return made
+
+    def _operator(self, number: int, call: Callable[[], Any]) -> Any:
+        """Runs an operator; one of the plan allocates in a pool of its own."""
+        if number not in self.plan.operators:
+            return call()
+        with self.recording.apart() as apart:
+            result = call()
+        made = {a: size for a, size in storages_in(result).items() if a in apart.segments}
+        temporary = apart.requested - sum(made.values())
+        for address, size in made.items():
+            self.placed[address] = min(apart.segments[address], max(size, align(temporary)))
+        return result
+
+    def _copy_out(self, outputs: list[Any]) -> None:
+        """Outputs in the scratch are replaced by copies, one for each storage."""
+        copies: dict[int, torch.Tensor] = {}
+        for i, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+                continue
+            storage = out.untyped_storage()
+            address = storage.data_ptr()
+            if not self.recording.covers(address) or address in self.input_at or address in self.placed:
+                continue
+            if address not in copies:
+                self.astray.append(address)
+                copy = self.recording.place(View((storage.nbytes(),), (1,), torch.uint8))
+                copy.copy_(torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage))
+                copies[address] = copy
+            source = copies[address].untyped_storage()
+            self.placed[source.data_ptr()] = storage.nbytes()
+            fresh = torch.empty(0, dtype=out.dtype, device=out.device)
+            outputs[i] = fresh.set_(source, out.storage_offset(), out.size(), out.stride())
+
+    def _recipes(self, outputs: list[Any], stand_ins: list[Any]) -> tuple[list[Recipe], list[int]]:
+        """How to make the outputs, and the addresses of the storages that they need."""
+        recipes: list[Recipe] = []
+        addresses: list[int] = []
+        inputs = {id(v): k for k, v in reversed(list(enumerate(stand_ins))) if isinstance(v, torch.Tensor)}
+        seen: dict[int, int] = {}
+        for number, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor):
+                recipes.append(Given(out))
+            elif id(out) in inputs:
+                recipes.append(SameInput(inputs[id(out)]))
+            elif id(out) in seen:
+                recipes.append(Repeated(seen[id(out)]))
+            else:
+                seen[id(out)] = number
+                recipes.append(self._recipe(number, out, addresses))
+        return recipes, addresses
+
+    def _recipe(self, number: int, out: torch.Tensor, addresses: list[int]) -> Recipe:
+        if out.layout is not torch.strided or type(out) not in (torch.Tensor, torch.nn.Parameter):
+            raise Refusal("output", f"output {number} is not a plain tensor: {type(out).__name__}, {out.layout}")
+        address = out.untyped_storage().data_ptr()
+        if not address and out.device == self.recording.device:
+            return Empty(view_of(out))
+        offset = int(out.storage_offset()) * out.dtype.itemsize
+        if address in self.input_at:
+            return OfInput(self.input_at[address], view_of(out, offset))
+        if address not in self.placed:
+            if out.device != self.recording.device:
+                raise Refusal("output", f"output {number} is on {out.device}")
+            return Given(out)
+        if address not in addresses:
+            addresses.append(address)
+        return OfStorage(addresses.index(address), view_of(out, offset))
+
+    def _segments(self, layout: Layout, addresses: list[int], scratch: list[tuple[int, int]]) -> list[Segment]:
+        region = {position: number for number, position in enumerate(layout.inputs)}
+        extents = {k: view_of(self.inputs[k]).extent for k in layout.inputs}
+        segments = [Segment(address, extents[k], region[k]) for address, k in self.input_at.items()]
+        own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
+        for number, (address, storage) in enumerate(zip(addresses, layout.storages)):
+            segments.append(Segment(address, storage.size, own.get(number, layout.saved_region), storage.offset))
+        segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
+        delta = 0
+        for address, size in scratch:
+            segments.append(Segment(address, size, layout.scratch_region, delta))
+            delta += align(size)
+        return segments
+
+
+def is_region(value: Any) -> bool:
+    """Is this input a tensor whose address the graph's nodes hold? Tensors on the host are not."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def capture_region(
+    device: Any,
+    model: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    plan: Plan,
+    code: Code,
+) -> tuple[Layout, Any]:
+    """The layout of a region and its launcher; raises Refusal, or what the region itself raises."""
+
+    def take(gap: int) -> Captured:
+        recording = device.record(gap)
+        open_recordings.append(recording)
+        return Capture(model, inputs, alignments, plan, recording).run(code.saved_outputs)
+
+    def prove(first: Captured, second: Captured) -> tuple[Layout, Any]:
+        if first.layout != second.layout:
+            raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
+        return first.layout, device.finish(first, second, namespace_of(model) or {})
+
+    check_streams(model)
+    open_recordings: list[Any] = []
+    try:
+        first = take(1)
+        for _ in range(ATTEMPTS - 1):
+            if first.plan == plan:
+                break
+            plan = first.plan
+            first.recording.discard()
+            first = take(1)
+        try:
+            return prove(first, take(2))
+        except Refusal as refusal:
+            if refusal.reason not in COINCIDENCES:
+                raise
+        for recording in open_recordings:
+            recording.discard()
+        return prove(take(3), take(5))
+    finally:
+        for recording in open_recordings:
+            recording.close()
+
+
+def check_streams(model: Any) -> None:
+    """A partition orders its side streams against the ambient stream alone, and what it owes to the caller's streams is
+    done around it. A graph that is not partitioned does both itself."""
+    names = getattr(getattr(model, "__func__", model), "__code__", None)
+    namespace = namespace_of(model) or {}
+    for name in names.co_names if names is not None else ():
+        spec = getattr(namespace.get(name), "spec", None)
+        if isinstance(spec, Spec) and (spec.objects or spec.exit or any(k == "record_entry" for k, *_ in spec.entry)):
+            message = (
+                "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
+            )
+            raise Refusal("streams", message)

@@ -1,0 +1,163 @@
+"""The CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
+
+`api` is the module cuda.bindings.driver, or whatever a test puts in its place. `fast` is the C module of
+`graph_native`, or None: it reads many nodes in one call, and whatever it doesn't know is asked for one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay._inductor.cudagraphs import graph_native
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+UNKNOWN = -1
+KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
+KIND_NAMES = {
+    KERNEL: "kernel",
+    MEMCPY: "memcpy",
+    MEMSET: "memset",
+    HOST: "host callback",
+    CHILD_GRAPH: "child graph",
+    EMPTY: "empty",
+    WAIT_EVENT: "wait for an event",
+    RECORD_EVENT: "record of an event",
+    8: "semaphore signal",
+    9: "semaphore wait",
+    10: "memory allocation",
+    11: "memory free",
+    12: "batch of memory operations",
+    13: "conditional",
+    UNKNOWN: "unknown kind",
+}
+INVALID_VALUE = 1
+MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
+
+
+class DriverError(RuntimeError):
+    def __init__(self, function: str, code: int, text: str) -> None:
+        super().__init__(f"CUDA driver error in {function}: {text} ({code})")
+        self.function, self.code = function, code
+
+
+class Edge(NamedTuple):
+    before: int
+    after: int
+    plain: bool  # full completion, as opposed to a programmatic or launch-order dependency
+
+
+class Structure(NamedTuple):
+    nodes: list[int]
+    kinds: list[int]  # of the nodes, in the same order
+    edges: list[Edge]
+
+
+class Driver:
+    def __init__(self, api: Any = None, fast: Any = None) -> None:
+        self.api = api or importlib.import_module("cuda.bindings.driver")
+        self.fast = fast if api or fast else graph_native.implementation()
+
+    def structure(self, graph: int) -> Structure:
+        if self.fast is not None:
+            try:
+                nodes, kinds, edges = self.fast.structure(graph)
+                return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
+            except RuntimeError:  # what follows tells it in full
+                pass
+        nodes = self.nodes(graph)
+        return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
+
+    def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
+        """(func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, as far as it can be had at
+        once."""
+        return self.fast.kernels(nodes) if self.fast is not None else [None] * len(nodes)
+
+    def call(self, function: str, *args: Any) -> Any:
+        """The values that the driver returns, without the error code: None, one value, or a tuple of several."""
+        code, *values = getattr(self.api, function)(*args)
+        if int(code):
+            raise DriverError(function, int(code), getattr(code, "name", "unknown error"))
+        return tuple(values) if len(values) > 1 else (values or [None])[0]
+
+    def upload(self, executable: int, stream: int) -> None:
+        self.call("cuGraphUpload", self.api.CUgraphExec(executable), self.api.CUstream(stream))
+
+    def nodes(self, graph: int) -> list[int]:
+        handle = self.api.CUgraph(graph)
+        count = self.call("cuGraphGetNodes", handle, 0)[1]
+        return [int(n) for n in self.call("cuGraphGetNodes", handle, count)[0]] if count else []
+
+    def edges(self, graph: int) -> list[Edge]:
+        handle = self.api.CUgraph(graph)
+        count = self.call("cuGraphGetEdges", handle, 0)[-1]
+        if not count:
+            return []
+        before, after, data, _ = self.call("cuGraphGetEdges", handle, count)
+        plain = [not (d.type or d.from_port or d.to_port) for d in data]
+        return [Edge(int(u), int(v), p) for u, v, p in zip(before, after, plain, strict=True)]
+
+    def kind(self, node: int) -> int:
+        try:
+            return int(self.call("cuGraphNodeGetType", self.api.CUgraphNode(node)))
+        except ValueError:  # newer than cuda.bindings
+            return UNKNOWN
+
+    def kernel(self, node: int) -> Any:
+        return self.call("cuGraphKernelNodeGetParams", self.api.CUgraphNode(node))
+
+    def memset(self, node: int) -> Any:
+        return self.call("cuGraphMemsetNodeGetParams", self.api.CUgraphNode(node))
+
+    def memcpy(self, node: int) -> Any:
+        return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
+
+    def function_of(self, kernel: int) -> int:
+        """The CUfunction of a CUkernel in the current context."""
+        return int(self.call("cuKernelGetFunction", self.api.CUkernel(kernel)))
+
+    def name(self, func: int) -> str:
+        name = self.call("cuFuncGetName", self.api.CUfunction(func))
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def layout(self, func: int) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of each of the function's parameters in its packed block."""
+        found = []
+        while True:
+            try:
+                offset, size = self.call("cuFuncGetParamInfo", self.api.CUfunction(func), len(found))
+            except DriverError as error:
+                if error.code == INVALID_VALUE:
+                    return tuple(found)
+                raise
+            found.append((int(offset), int(size)))
+
+    def memory_kind(self, address: int) -> int:
+        """MEMORY_HOST or MEMORY_DEVICE; 0 for an address that the driver doesn't know."""
+        attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        try:
+            return int(self.call("cuPointerGetAttribute", attribute, self.api.CUdeviceptr(address)))
+        except DriverError:
+            return 0
+
+    def add_kernel(self, graph: int, before: list[int], params: Any) -> int:
+        nodes = [self.api.CUgraphNode(n) for n in before]
+        return int(self.call("cuGraphAddKernelNode", self.api.CUgraph(graph), nodes, len(nodes), params))
+
+    def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
+        self._change_edges("cuGraphAddDependencies", graph, edges)
+
+    def remove_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
+        self._change_edges("cuGraphRemoveDependencies", graph, edges)
+
+    def _change_edges(self, function: str, graph: int, edges: list[tuple[int, int]]) -> None:
+        if edges:
+            before, after = ([self.api.CUgraphNode(n) for n in column] for column in zip(*edges))
+            self.call(function, self.api.CUgraph(graph), before, after, None, len(edges))
+
+    def destroy(self, node: int) -> None:
+        self.call("cuGraphDestroyNode", self.api.CUgraphNode(node))

@@ -1,0 +1,164 @@
+"""The parts of a relaunch that talk to the driver: aliased memory for captures, and the patching of executables.
+
+*Memory.* A capture runs no kernel, so the memory it "uses" may be any. A range is address space in which every piece
+maps the same small physical block, however many GiB the region asks for. `overlay_alloc` and `overlay_free` are the
+two functions of a pluggable allocator: torch calls them from any thread, with or without the interpreter's lock, so
+they touch no Python object and take one lock of their own. `use(range)` says which range a thread's allocations come
+from; a thread that never said so shares the range of its device that is in use, if there is exactly one.
+
+*Patching.* `Exec(exec_handle, nodes, words, regions)` takes the nodes and words of a template, and owns one parameter
+block for each node that holds a pointer. `patch(bases)` writes the words of the regions whose base changed, and hands
+the blocks of the nodes that own them to the driver. It allocates nothing, and beyond one comparison a region its cost
+grows with what moved alone.
+
+It is C (`native_source`), built at first use by the compiler that Triton needs and cached by Triton.
+`config.native_relaunch = False`, or a host without a compiler, takes the Python of the same behaviour in
+`native_fallback`.
+
+Note [Addresses of captures]
+1. Within a range no address is handed out twice, so one address stands for one allocation.
+2. Unmapped granules lie before, between and behind the allocations, inside the range's bounds: a word that points a
+   little outside of its allocation is found in the range and in no allocation, and can be refused. It can't be taken
+   for a neighbour, or for a number that is no pointer.
+3. Ranges with a different `gap` keep their allocations at different distances. Whatever holds one region's address
+   plus a constant, and by chance points into another region, differs between two such captures.
+4. `release` unmaps; the addresses go back to the driver when torch has freed every segment that lay in their arena (it
+   keeps the segments of a pool as long as a captured graph retains the pool). Until then the driver gives them to
+   nobody, so torch's books never hold an address twice.
+5. All addresses are above 4 GiB, so the upper half of a pointer is not zero: a word that looks like the lower half of
+   one is none (`template`, Note [What a word can hide]).
+6. Of two 32-bit numbers in a row the second one could pass for the upper half of an address. Left alone, the driver
+   begins at 1 TiB, where that half is 256, which many kernels are given as a size; so it is asked for a place where it
+   is 695 or more. It may refuse: a number that passes for an address does no harm but that of a capture refused.
+
+The physical block is one granule as the driver reports it (2 MiB): a mapping is a whole block, a part of one the
+driver refuses. An allocation maps it once for each 2 MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import struct
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import native_fallback
+from torch_overlay._inductor.cudagraphs.native_source import SOURCE
+from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, KernelNode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch_overlay._inductor.cudagraphs.template import Node, Word
+
+log = logging.getLogger(__name__)
+
+DRIVER = "libcuda.so.1"
+
+
+def build(driver: str = DRIVER) -> Any:
+    """The C module. Raises what the compiler or the loader raises."""
+    from triton.runtime.build import compile_module_from_src
+
+    return _with_exec(compile_module_from_src(SOURCE.replace("@driver@", driver), "torch_overlay_relaunch"))
+
+
+def fallback(driver: str = DRIVER) -> Any:
+    """The same in Python. Raises ImportError without a driver."""
+    return _with_exec(native_fallback.Module(driver))
+
+
+def _with_exec(module: Any) -> Any:
+    module.Exec = functools.partial(_make_exec, module)
+    return module
+
+
+def implementation() -> Any:
+    """The C module if it is wanted (`config.native_relaunch`) and can be built, else the Python of the same behaviour.
+    Each is one per process. What a range was made by must take it apart, whatever the option says by then."""
+    return (config.native_relaunch and _native()) or _python()
+
+
+@functools.cache
+def _native() -> Any:
+    try:
+        return build()
+    except Exception as error:
+        log.info("relaunches patch in Python, some 0.5 us more a node: the C module was not built (%s)", error)
+        return None
+
+
+@functools.cache
+def _python() -> Any:
+    return fallback()
+
+
+KERNEL, FILL, COPY = range(3)
+# A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap wants it.
+PARAMETERS_AT = 128
+DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
+ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+
+
+def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], words: Iterable[Word], regions: int) -> Any:
+    """The parameter blocks of an executable graph, for the nodes and words of a template with so many regions.
+
+    `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that stays
+    where it is. With `regions`, the bases are those of these regions, in this order, and all others stay. It returns
+    the number of nodes set. What a base was is known from the last call that gave it; if the driver refuses a node,
+    the error says which, and the next call sets every node anew (`stale`). Two threads must not come between each
+    other's patch() and launch: hold a lock.
+
+    The blocks live as long as the object, and the object must live as long as the executable is patched.
+    """
+    patched = sorted(words, key=lambda word: (word.region, word.node))
+    wanted = {word.node for word in patched}
+    by_index = {node.index: node for node in nodes if node.index in wanted}
+    position = {index: place for place, index in enumerate(by_index)}
+    context = 0
+    if not all(isinstance(node, KernelNode) for node in by_index.values()):
+        context = module.context()
+    blocks = tuple(_block(node, context) for node in by_index.values())
+    places = tuple(
+        (position[word.node], _place(by_index[word.node], word), word.region, word.delta) for word in patched
+    )
+    return module.Blocks(exec_handle, blocks, places, regions)
+
+
+def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
+    """(kind, handle, context, label, block, offsets of the arguments in the block) of a node."""
+    label = f"node {node.index} ({node.name})"
+    if isinstance(node, KernelNode):
+        size = max((offset + len(value) for offset, value in node.parameters), default=0)
+        block = bytearray(PARAMETERS_AT + size)
+        struct.pack_into(
+            "<Q7I4x4Q", block, 0, node.func, *node.grid, *node.block, node.shared_bytes, 0, 0, node.kern, node.ctx
+        )
+        for offset, value in node.parameters:
+            at = PARAMETERS_AT + offset
+            block[at : at + len(value)] = value
+        arguments = tuple(PARAMETERS_AT + offset for offset, _ in node.parameters)
+        return KERNEL, node.handle, 0, label, bytes(block), arguments
+    if isinstance(node, FillNode):
+        fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
+        return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
+    if isinstance(node, CopyNode):
+        source = (0, 0, 0, 0, ON_DEVICE, 0, node.src, 0, 0, node.src_pitch, node.src_height)
+        destination = (0, 0, 0, 0, ON_DEVICE, 0, node.dst, 0, 0, node.dst_pitch, node.dst_height)
+        extent = (node.width, node.height, node.depth)
+        return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
+    raise TypeError(f"{label} holds no parameter that can be patched")
+
+
+def _place(node: Node, word: Word) -> int:
+    """Where in the node's block the word lies."""
+    offset, value = node.parameters[word.parameter]
+    if not 0 <= word.offset <= len(value) - 8:
+        raise ValueError(f"node {node.index} ({node.name}), parameter {word.parameter}: no word at {word.offset}")
+    if isinstance(node, KernelNode):
+        return PARAMETERS_AT + offset + word.offset
+    if isinstance(node, CopyNode):
+        return SOURCE_OF_COPY if word.parameter else DESTINATION
+    return 0

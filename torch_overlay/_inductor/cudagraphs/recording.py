@@ -1,0 +1,372 @@
+"""Captures and executables on a real device; `capture` and `runner` know devices only by what is here.
+
+    device = Cuda(index)
+    recording = device.record(gap)          # an address space, and a graph that is captured in it
+    with recording:
+        x = recording.place(view)           # a tensor at an address of its own
+        with recording.capturing(inputs, random):
+            ...                             # runs no kernel; what it allocates lies in the space
+            with recording.apart() as apart:
+                ...                         # what it allocates has segments of its own: apart.segments
+    launcher = device.finish(first, second, namespace)
+    recording.close()
+
+Note [Memory pools of a capture]
+A graph retains the pool that it is captured into, with every segment in it, and the books of the allocator would show
+address space as reserved memory for as long as the graph lives. So the graph is begun with an empty pool; that one is
+taken out of the allocator's list of active pools at once, and a pool of the address space is selected for the thread
+in its place. It also means that one filter of the allocator matches at a time, whatever its rule for several. Before
+the capture ends, the empty pool is put back, for the end of a capture takes its pool out of the list.
+
+Note [Random numbers]
+Kernels of a graph read a generator's seed and offset from memory, which a launch of the graph fills before. A generator
+makes that memory when it is first used in a capture, by an ordinary allocation: it would land in the address space. So
+the generators that the region draws from, as a run before has shown, are asked to make it before our pool is selected.
+It goes with the graph. A generator that was not asked leaves an allocation in use (`kept`), and there is no graph.
+
+Note [Streams of a capture]
+A region is captured on a stream that nobody else knows, and so are its side streams: a stream that others could use in
+the meantime would take their launches into the graph. The table of stream objects of the running frame is exchanged
+for the time of the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_overlay._dynamo import objects
+from torch_overlay._inductor.cudagraphs import graph as graphs, native
+from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+from torch_overlay._inductor.cudagraphs.signatures import signatures_of
+from torch_overlay._inductor.cudagraphs.template import prove, Refusal, Template
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch_overlay._inductor.cudagraphs.capture import Captured
+    from torch_overlay._inductor.cudagraphs.layout import View
+
+log = logging.getLogger(__name__)
+
+live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+
+class Launcher:
+    """An executable graph, and what it takes to point it at other memory."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, template: Template) -> None:
+        self.graph = graph
+        self.template = template
+        self.exec = native.implementation().Exec(
+            graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
+        )
+        self.patch: Callable[..., int] = self.exec.patch
+        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class launches, and advances the generators.
+        self.replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
+        live_launchers.add(self)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.template.nodes)
+
+
+class Cuda:
+    """One device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.device = torch.device("cuda", index)
+        self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self.current: Callable[[], int] = torch._C._cuda_getDevice
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.index)
+
+    def record(self, gap: int) -> Recording:
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            raise Refusal("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
+        return Recording(self, gap)
+
+    def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
+        """Those that a region with these inputs can draw from."""
+        given = [v for v in inputs if isinstance(v, torch.Generator) and v.device == self.device]
+        return [torch.cuda.default_generators[self.index], *given]
+
+    def random_state(self) -> Any:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: Any) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def prepare(self) -> None:
+        """What the first capture would have to wait for."""
+        with self.guard():
+            graphs.prepare(self.index)
+
+    def finish(self, first: Captured, second: Captured, namespace: Mapping[str, Any]) -> Launcher:
+        """Proves the first capture by the second and makes it executable."""
+        graph = first.recording.graph
+        read = []
+        with _no_collection():
+            for captured in (first, second):
+                for kept in graphs.tidy(captured.recording.graph).kept:
+                    log.info("stays in the graph as it is: %s", kept)
+                space = captured.recording.space
+                read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
+            snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
+            template = prove(*read, foreign=graphs.freed_memory(snapshot), signatures=signatures_of(namespace))
+            second.recording.discard()
+            graph.instantiate()
+            graphs.upload(graph, torch.cuda.current_stream(self.device).cuda_stream)
+            return Launcher(graph, template)
+
+
+class Apart:
+    """What was allocated in a pool of its own: sizes of the segments by address, and the bytes asked for."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, int] = {}
+        self.requested = 0
+
+
+class Recording:
+    def __init__(self, owner: Cuda, gap: int) -> None:
+        self.owner, self.device = owner, owner.device
+        self.space: Any = AddressSpace(owner.device, gap=gap)
+        self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
+        self._placed: dict[int, tuple[int, int]] = {}  # address that the space gave -> (address in use, bytes)
+        self._ignored: set[int] = set()
+        self._pools: list[Any] = []  # ids
+        self._active: Any = None
+        self.fixed: list[int] = []  # addresses of words of 8 bytes, outside of the space, that stay with the graph
+        live_recordings.add(self)
+
+    def __enter__(self) -> Recording:
+        self.space.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.space.__exit__(*exc_info)
+
+    # -- memory
+
+    def place(self, view: View, alignment: int = 256) -> torch.Tensor:
+        """A tensor at an address that is aligned to so many bytes, and not to more if that is less than 256."""
+        size = view.extent
+        with _disable_current_modes():  # an operator of ours is none of the region
+            empty = torch.empty(0, dtype=view.dtype, device=self.device)
+            if not size:
+                return empty.new_empty_strided(view.size, view.stride)
+            skew = alignment if alignment < 256 else 0
+            given = self.space.allocate(size + skew)
+            self._placed[given] = (given + skew, size)
+            storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
+            return empty.set_(storage, 0, view.size, view.stride)
+
+    def covers(self, address: int) -> bool:
+        return self.space.low <= address < self.space.high
+
+    def segments(self) -> list[tuple[int, int]]:
+        """(address, size) of all that was allocated, in order."""
+        used = ((address, size) for address, size in self.space.allocations() if address not in self._ignored)
+        return [self._placed.get(address, (address, size)) for address, size in used]
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[Apart]:
+        apart = Apart()
+        before = self.space.allocations()
+        requested = self._requested()
+        with self._selected(self.space.pool(no_split=True)):
+            yield apart
+        apart.requested = self._requested() - requested
+        apart.segments = dict(self.space.allocations()[len(before) :])
+
+    def kept(self) -> list[int]:
+        """Sizes of what is still in use of all that was allocated in pools."""
+        kept = self._in_use()
+        if kept:  # it may be garbage, for nobody collected it
+            gc.collect()
+            kept = self._in_use()
+        return kept
+
+    def _in_use(self) -> list[int]:
+        segments = [s for pool in self._pools for s in torch.cuda.memory_snapshot(pool, include_traces=False)]
+        blocks = [b for segment in segments for b in segment["blocks"]]
+        return [b["size"] for b in blocks if b["state"] == "active_allocated"]
+
+    def _requested(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return stats["requested_bytes"]["all"]["allocated"]
+
+    @contextlib.contextmanager
+    def _selected(self, pool: Any) -> Iterator[None]:
+        """This thread allocates from the pool, and from no other."""
+        index, before = self.device.index, self._active
+        if before is not None:
+            torch._C._cuda_endAllocateToPool(index, before.id)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool.id)
+        self._active = pool
+        self._pools.append(pool.id)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool.id)
+            torch._C._cuda_releasePool(index, pool.id)
+            self._active = before
+            if before is not None:
+                # The first selection's reference is still held: this one gives its own back.
+                torch._C._cuda_beginAllocateCurrentThreadToPool(index, before.id)
+                torch._C._cuda_releasePool(index, before.id)
+
+    # -- the graph
+
+    @contextlib.contextmanager
+    def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
+        """What this thread launches goes into the graph."""
+        streams = _streams(self.device.index)
+        main = streams.get(0)
+        main.wait_stream(torch.cuda.current_stream(self.device))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.device))
+            torch.cuda.current_blas_handle()  # to create one later would break the capture
+            torch._C._cuda_clearCublasWorkspaces()
+            # Workspaces that the capture took must not be used after it.
+            stack.callback(torch._C._cuda_clearCublasWorkspaces)
+            stack.enter_context(_no_collection())
+            stack.enter_context(torch.cuda.stream(main))
+            stack.enter_context(_exchanged_streams(streams))
+            stack.enter_context(self._graph_begun())
+            if random:
+                self._hold_generators(inputs)
+            with self._selected(self.space.pool()):
+                self._check_pool()
+            stack.enter_context(self._selected(self.space.pool()))
+            yield
+
+    def _check_pool(self) -> None:
+        """Do allocations of this thread land here? If not, a pool that the caller has selected is before ours."""
+        before = len(self.space.allocations())
+        # Not a tensor: those may be filled, and that would be a node of the graph.
+        address = torch.UntypedStorage(16, device=self.device).data_ptr()
+        self._ignored |= {given for given, _ in self.space.allocations()[before:]}
+        if not self.covers(address):
+            raise RuntimeError("another memory pool is selected in this thread")  # may be none at the next call
+
+    def _hold_generators(self, inputs: Sequence[Any]) -> None:
+        """Note [Random numbers]"""
+        for generator in self.owner.generators(inputs):
+            seed, offset, _ = generator.philox_state(0)
+            # Two generators can have one state.
+            self.fixed += [t.data_ptr() for t in (seed, offset) if t.data_ptr() not in self.fixed]
+
+    @contextlib.contextmanager
+    def _graph_begun(self) -> Iterator[None]:
+        """Note [Memory pools of a capture]."""
+        index, empty = self.device.index, torch.cuda.graph_pool_handle()
+        self.graph.capture_begin(pool=empty, capture_error_mode="thread_local")
+        torch._C._cuda_endAllocateToPool(index, empty)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is broken, and what broke it is what to report
+                self._end_graph(empty)
+            raise
+        self._end_graph(empty)
+
+    def _end_graph(self, empty: Any) -> None:
+        index = self.device.index
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, empty)
+        try:
+            self.graph.capture_end()
+        except BaseException:
+            # It may have ended before the allocator heard of it.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, empty)
+            raise
+        finally:
+            torch._C._cuda_releasePool(index, empty)
+
+    def discard(self) -> None:
+        """Nothing of it is needed."""
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            graph.reset()
+        self.close()
+
+    def close(self) -> None:
+        """Gives the addresses back. The graph lives on if somebody holds it."""
+        self.graph = None
+        if self.space is not None:
+            self.space.close()
+            self.space = None
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """The collector could destroy things whose destruction a capture forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Streams:
+    """Streams of a device that captures alone use; made at need, and kept."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.made: list[torch.cuda.Stream] = []
+
+    def get(self, number: int) -> torch.cuda.Stream:
+        while len(self.made) <= number:
+            from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
+
+            with torch.cuda.device(self.index):
+                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            if int(code):
+                raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
+            self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
+        return self.made[number]
+
+
+@functools.cache
+def _streams(index: int) -> _Streams:
+    return _Streams(index)
+
+
+@contextlib.contextmanager
+def _exchanged_streams(streams: _Streams) -> Iterator[None]:
+    """Note [Streams of a capture]."""
+    table = objects.current()
+    if table is None:
+        yield
+        return
+    names: dict[tuple[int, int], int] = {}
+    exchanged = []
+    for index, found in enumerate(table):
+        if type(found) is objects.Owned:
+            # An owned stream is made when it is first looked up; an owned event stays.
+            found = found.resolve()
+        if isinstance(found, torch.Stream):
+            key = (found.device_index, found.stream_id) if index else (-1, 0)
+            found = streams.get(names.setdefault(key, len(names)))
+        exchanged.append(found)
+    objects.install(exchanged)
+    try:
+        yield
+    finally:
+        objects.install(table)

@@ -1,0 +1,242 @@
+"""One captured region, bound to everything that a call needs.
+
+Note [A relaunch]
+1. What doesn't depend on the call is worked out beforehand and bound into one closure, `Relaunch.launch`. What is left
+   for an input is its address; static inputs are compared with what they were by one call into torch, and patched when
+   that fails. A static input that keeps moving is a moving one: the closure is made anew.
+2. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
+   launches of one executable, and a patch concerns later launches alone.
+3. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
+   is done: whoever gets the memory next comes later on that stream.
+4. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
+5. Saved outputs are views of one slab, which lives as long as one of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from operator import and_
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+
+from torch_overlay._inductor.cudagraphs import pointers
+from torch_overlay._inductor.cudagraphs.layout import (
+    Empty,
+    Given,
+    Layout,
+    OfInput,
+    OfStorage,
+    Repeated,
+    SameInput,
+    View,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MOVES = 2  # a static input that moved so often is none
+NOWHERE = 1  # the address of no tensor
+
+live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
+
+_reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
+
+
+class Misaligned(Exception):
+    """An input is less aligned than the one that the graph was captured with."""
+
+
+def raw(size: int) -> tuple[Any, ...]:
+    """Arguments of an allocation of bytes."""
+    return (size,), (1,), torch.uint8
+
+
+class Relaunch:
+    """`launch(inputs, originals)` is bound to the layout. `originals` are the caller's tensors where inputs are copies.
+
+    The closure doesn't refer to its `Relaunch`, so that the executable goes when the last reference does.
+    """
+
+    launch: Callable[..., tuple[Any, ...]]
+
+    def __init__(
+        self, device: Any, layout: Layout, launcher: Any, static: Sequence[int], alignments: Sequence[int]
+    ) -> None:
+        self.device, self.layout, self.launcher = device, layout, launcher
+        self.alignments = alignments
+        self.region = {position: region for region, position in enumerate(layout.inputs)}
+        self.static = [k for k in static if k in self.region]
+        self.addresses: list[int] = []  # of static inputs, by position
+        self.moves: Counter[int] = Counter()
+        self.lock = threading.Lock()
+        self.totals = [0, 0]  # launches, nodes patched
+        self.bind()
+        live.add(self)
+
+    def bind(self) -> None:
+        """A closure with the inputs that are static as far as we know. One made earlier, which another thread may be
+        about to call, finds that everything has moved."""
+        self.addresses[:] = [NOWHERE] * len(self.addresses)
+        self.static = [k for k in self.static if self.moves[k] < MOVES]
+        self.addresses = [NOWHERE] * (1 + max(self.static, default=-1))
+        self.launch = self._bound()
+
+    def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
+        if addresses is not self.addresses:  # an earlier closure's
+            self.addresses[:] = [NOWHERE] * len(self.addresses)
+            return
+        for k, address in zip(static, now):
+            self.moves[k] += addresses[k] not in (address, NOWHERE)
+            addresses[k] = address
+        if any(self.moves[k] >= MOVES for k in static):
+            self.bind()
+
+    def _bound(self) -> Callable[..., tuple[Any, ...]]:
+        layout, totals, lock, empty = self.layout, self.totals, self.lock, self.device.empty
+        patch, replay = self.launcher.patch, self.launcher.replay
+        static, addresses = self.static, self.addresses
+        moving = [k for k in layout.inputs if k not in static]
+        reader = pointers.implementation()
+        same, addresses_of = reader.same, reader.addresses
+        masks = tuple(self.alignments[k] - 1 for k in moving)
+        allocations = tuple(map(self._allocation, layout.own))
+        slab_size, scratch_size = layout.saved_size, layout.scratch_size
+        slab_arguments, scratch_arguments = raw(slab_size), raw(scratch_size)
+        regions = [self.region[k] for k in moving] + [len(layout.inputs) + i for i in range(len(layout.own))]
+        regions += [layout.saved_region] * bool(slab_size) + [layout.scratch_region] * bool(scratch_size)
+        all_regions = regions + [self.region[k] for k in static]
+        static_masks = tuple(self.alignments[k] - 1 for k in static)
+        me, outputs = weakref.ref(self), self._outputs()
+
+        def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
+            """A static input has moved."""
+            now = addresses_of(inputs, static)
+            if any(map(and_, now, static_masks)):
+                raise Misaligned
+            count = patch([*bases, *now], all_regions)
+            if (relaunch := me()) is not None:
+                relaunch.note_moves(static, addresses, now)
+            return count
+
+        def launch(inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
+            given = addresses_of(inputs, moving)
+            if any(map(and_, given, masks)):
+                raise Misaligned
+            made = [empty(*arguments) for arguments in allocations]
+            bases = [*given, *made]
+            slab = None
+            if slab_size:
+                bases.append(slab := empty(*slab_arguments))
+            if scratch_size:
+                bases.append(empty(*scratch_arguments))
+            with lock:
+                if not static or same(inputs, addresses, static):
+                    totals[1] += patch(bases, regions)
+                else:
+                    totals[1] += patch_all(inputs, bases)
+                replay()
+                totals[0] += 1
+            result = outputs(originals or inputs, made, slab)
+            counters["torch_overlay"]["cudagraph_relaunches"] += 1
+            inputs.clear()
+            return result
+
+        return launch
+
+    # -- outputs
+
+    def _primary(self, storage: int) -> View | None:
+        """The output whose allocation makes the storage, if there is one that is large enough."""
+        size = self.layout.storages[storage].size
+        for recipe in self.layout.recipes:
+            if not isinstance(recipe, OfStorage) or recipe.storage != storage:
+                continue
+            if not recipe.view.offset and recipe.view.extent >= size:
+                return recipe.view
+        return None
+
+    def _allocation(self, storage: int) -> tuple[Any, ...]:
+        view = self._primary(storage)
+        size = -(-self.layout.storages[storage].size // 16) * 16
+        return raw(size) if view is None else (view.size, view.stride, view.dtype)
+
+    def _outputs(self) -> Callable[[Sequence[Any], list[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]:
+        layout = self.layout
+        recipes = layout.recipes
+        own = {number: i for i, number in enumerate(layout.own)}
+        fixed: list[Any] = [None] * len(recipes)
+        whole, of_made, of_slab, of_inputs, same, repeated, empties = [], [], [], [], [], [], []
+        seen: set[int] = set()
+        for i, recipe in enumerate(recipes):
+            match recipe:
+                case Given(value):
+                    fixed[i] = value
+                case Repeated(output):
+                    repeated.append((i, output))
+                case SameInput(position):
+                    same.append((i, position))
+                case OfInput(position, view):
+                    of_inputs.append((i, position, view))
+                case Empty(view):
+                    empties.append((i, (view.size, view.stride, view.dtype)))
+                case OfStorage(number, view) if number in own:
+                    primary = self._primary(number)
+                    if view == primary and number not in seen:
+                        whole.append((i, own[number]))
+                    else:
+                        of_made.append((i, own[number], view, primary.dtype if primary else None))
+                    seen.add(number)
+                case OfStorage(number, view):
+                    offset = layout.storages[number].offset + view.offset
+                    if offset % view.dtype.itemsize:
+                        raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
+                    of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
+        if whole == [(i, i) for i in range(len(recipes))]:
+            return lambda source, made, slab: tuple(made)
+        types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
+        empty = self.device.empty
+
+        def outputs(source: Sequence[Any], made: list[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
+            result = list(fixed)
+            for i, number in whole:
+                result[i] = made[number]
+            for i, number, view, dtype in of_made:
+                result[i] = view_of_storage(made[number], view, dtype)
+            if slab is not None:
+                typed = {dtype: slab.view(dtype) for dtype in types}
+                for i, dtype, size, stride, offset in of_slab:
+                    result[i] = _reinterpret(typed[dtype], size, stride, offset)
+            for i, position in same:
+                result[i] = source[position]
+            for i, position, view in of_inputs:
+                result[i] = view_of_input(source[position], view)
+            for i, arguments in empties:
+                result[i] = empty(*arguments)
+            for i, output in repeated:
+                result[i] = result[output]
+            return tuple(result)
+
+        return outputs
+
+
+def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
+    if view.dtype == dtype and not view.offset % view.dtype.itemsize:
+        return _reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(made, view, view.offset)
+
+
+def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
+    if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
+        return _reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
+
+
+def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
+    """A view of another type, at a byte of the source's storage."""
+    empty = torch.empty(0, dtype=view.dtype, device=source.device)
+    return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

@@ -1,0 +1,300 @@
+"""What stands in for a compiled region: it runs it, then captures it, then relaunches it for ever.
+
+    call 1   of a key, in a thread: the region runs as compiled, and libraries and Triton choose their kernels
+    call 2   it is captured (`capture`), and the graph is launched
+    call n   the graph is launched (`relaunch`)
+
+A key is made of the inputs that are no tensors of the device: sizes, numbers, scalars in host memory. Each key has a
+state of its own; the least recently used is dropped when there are too many.
+
+Note [Alignment of inputs]
+Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
+aligned like those it was captured with, or better. Fresh tensors are aligned to more than anybody looks at. The first
+input that is less aligned, but to 16 bytes, gets the region captured once more, for any such input. An input that is
+not even that is copied, and copied back if the region writes it: compiled code couldn't use it where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import capture, policy, relaunch
+from torch_overlay._inductor.cudagraphs.allocations import namespace_of, observed, Observer, Plan, storages
+from torch_overlay._inductor.cudagraphs.relaunch import Misaligned, Relaunch
+from torch_overlay._inductor.cudagraphs.template import Refusal
+from torch_overlay._inductor.cudagraphs.verify import Verified
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay._inductor.cudagraphs.policy import Code
+
+FULL = capture.ALIGNMENT
+LEAST = 16
+LARGEST_HOST_TENSOR = 8  # the values become a part of the key
+FAILURES = 3  # captures of a key that may fail for another reason than a refusal
+
+live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+class State:
+    """What is known of a region for one key."""
+
+    def __init__(self) -> None:
+        self.warm_in: set[int] = set()  # threads; libraries keep some of their choices per thread
+        self.plan = Plan()
+        self.alignments: dict[int, int] = {}
+        self.failures = 0
+        self.refused = False
+        self.relaunch: Relaunch | Verified | None = None
+
+
+class Runner:
+    def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any = None) -> None:
+        if device is None:
+            from torch_overlay._inductor.cudagraphs.recording import Cuda
+
+            device = Cuda(code.device)
+        self.model, self.code, self.device = model, code, device
+        self.bound = config.cudagraph_templates
+        self.verify = config.cudagraph_verify
+        self.states: OrderedDict[Any, State] = OrderedDict()
+        self.lock = threading.Lock()
+        self.key_of: Callable[[Sequence[Any]], Any] | None = None
+        self.captures = 0
+        self._is_current = device.current, device.index, device.is_capturing
+        live_runners.add(self)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        key_of = self.key_of
+        if key_of is None:
+            key_of = self.key_of = self._make_key(inputs)
+        state = self.states.get(key := key_of(inputs))
+        if state is not None and (relaunch := state.relaunch) is not None:
+            current, index, is_capturing = self._is_current
+            if current() == index and not is_capturing():
+                if len(self.states) > 1:
+                    self._touch(key)
+                try:
+                    return relaunch.launch(inputs)
+                except Misaligned:
+                    pass
+        return self._slow(key, inputs)
+
+    def plain(self, inputs: list[Any]) -> Any:
+        """As compiled. Compiled code aligns what it only reads, and leaves what it writes to its caller."""
+        clones = self._align(inputs, self.code.mutated_inputs)
+        result = self.model(inputs)
+        for _, original, clone in clones:
+            copy_back(original, clone)
+        return result
+
+    def _align(self, inputs: list[Any], positions: Sequence[int]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Replaces inputs that compiled code can't use where they are. Static ones are what it was compiled for."""
+        clones = []
+        for k in positions:
+            value = inputs[k]
+            if k not in self.code.static_inputs and address_of(value) % LEAST:
+                inputs[k] = clone_flat(value)
+                clones.append((k, value, inputs[k]))
+        return clones
+
+    # -- the way to a graph
+
+    def _make_key(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        others = [k for k, value in enumerate(inputs) if not capture.is_region(value)]
+        scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
+        numbers = [k for k in others if k not in scalars]
+        if large := [k for k in scalars if inputs[k].numel() > LARGEST_HOST_TENSOR]:
+            message = f"input {large[0]} is a tensor of {inputs[large[0]].numel()} values in host memory"
+            policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
+            self.states[()] = refused = State()
+            refused.refused = True
+            return lambda inputs: ()
+        if not others:
+            return lambda inputs: ()
+        if not scalars:
+            return lambda inputs: tuple([inputs[k] for k in numbers])
+        return lambda inputs: (*[inputs[k] for k in numbers], *[_host_value(inputs[k]) for k in scalars])
+
+    def forget(self) -> None:
+        """Gives up all graphs; the next call begins anew."""
+        with self.lock:
+            self.states.clear()
+            self.key_of = None
+            self.captures = 0
+
+    def _touch(self, key: Any) -> None:
+        with self.lock:
+            if key in self.states:
+                self.states.move_to_end(key)
+
+    def _state(self, key: Any) -> State | None:
+        """The state of a key; None if the region has too many."""
+        with self.lock:
+            state = self.states.get(key)
+            if state is None and self.captures < self._most_captures:
+                state = self.states[key] = State()
+                while len(self.states) > self.bound:
+                    self.states.popitem(last=False)
+            return state
+
+    @property
+    def _most_captures(self) -> int:
+        return 4 * self.bound
+
+    def _slow(self, key: Any, inputs: list[Any]) -> Any:
+        if self.device.is_capturing():
+            return self.plain(inputs)  # a part of the caller's graph
+        state = self._state(key)
+        if state is None or state.refused:
+            return self.plain(inputs)
+        if threading.get_ident() not in state.warm_in:
+            return self._warm_up(state, inputs)
+        with self.device.guard():
+            originals = list(inputs)
+            clones = self._align(inputs, range(len(inputs)))
+            if not self._is_ready(state, inputs) and not self._capture(state, inputs):
+                inputs[:] = originals
+                return self.plain(inputs)
+            assert state.relaunch is not None
+            result = state.relaunch.launch(inputs, originals)
+            for k, original, clone in clones:
+                if k in self.code.mutated_inputs:
+                    copy_back(original, clone)
+            return result
+
+    def _warm_up(self, state: State, inputs: list[Any]) -> Any:
+        """Runs the region as compiled, and sees which of its allocations are outputs."""
+        self.device.prepare()
+        given, generators = storages(inputs), self.device.generators(inputs)
+        drawn = [g.get_offset() for g in generators]
+        observer = Observer()
+        with observed(namespace_of(self.model), observer):
+            result = self.plain(inputs)
+        made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
+        random = drawn != [g.get_offset() for g in generators]
+        state.plan = observer.plan(made.keys() - given.keys(), Plan(random=random))
+        state.warm_in.add(threading.get_ident())
+        return result
+
+    def _is_ready(self, state: State, inputs: Sequence[Any]) -> bool:
+        """Is there a graph that is good for these inputs? Notes what another one would have to be good for."""
+        ready = had_graph = state.relaunch is not None
+        for k, value in enumerate(inputs):
+            if capture.is_region(value):
+                alignment = alignment_of(address_of(value))
+                if alignment < state.alignments.setdefault(k, FULL):
+                    state.alignments[k] = alignment if k in self.code.static_inputs else LEAST
+                    ready = False
+        if had_graph and not ready:
+            moving = (k for k, v in enumerate(inputs) if capture.is_region(v) and k not in self.code.static_inputs)
+            state.alignments.update(dict.fromkeys(moving, LEAST))
+        return ready
+
+    def _capture(self, state: State, inputs: Sequence[Any]) -> bool:
+        """Makes the state's graph. False: this call has to do without."""
+        if not capture.capturing.acquire(blocking=False):
+            return False
+        try:
+            self.captures += 1
+            alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
+            layout, launcher = capture.capture_region(
+                self.device, self.model, inputs, alignments, state.plan, self.code
+            )
+            made = Relaunch(self.device, layout, launcher, self.code.static_inputs, alignments)
+        except Refusal as refusal:
+            state.refused = True
+            policy.refuse(self.code, refusal.reason, str(refusal))
+            return False
+        except Exception as error:
+            state.failures += 1
+            policy.log.info("%s could not be captured", self.code.name, exc_info=True)
+            if state.failures == FAILURES:
+                state.refused = True
+                policy.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
+            return False
+        finally:
+            capture.capturing.release()
+        counters["torch_overlay"]["cudagraph_captures"] += 1
+        counters["torch_overlay"]["cudagraph_nodes"] += launcher.nodes
+        policy.log.info("%s: a graph of %d nodes, %s", self.code.name, launcher.nodes, layout.names())
+        state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
+        if self.captures == self._most_captures:
+            message = f"{self.captures} captures for different sizes and numbers: no more are made"
+            policy.refuse(self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
+        return True
+
+
+def address_of(value: Any) -> int:
+    """0 for what is no plain tensor of the device."""
+    return value.data_ptr() if capture.is_region(value) and value.layout is torch.strided else 0
+
+
+def alignment_of(address: int) -> int:
+    """The power of two that the address is a multiple of, as far as anybody looks."""
+    return min(address & -address, FULL) if address else FULL
+
+
+def _host_value(tensor: torch.Tensor) -> Any:
+    """A number in host memory is a part of the key, for the graph holds it."""
+    return tuple(tensor.flatten().tolist())
+
+
+def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the original does, whatever its strides."""
+    return torch.as_strided(_flat(tensor).clone(), tensor.size(), tensor.stride(), 0)
+
+
+def copy_back(original: torch.Tensor, clone: torch.Tensor) -> None:
+    _flat(original).copy_(_flat(clone))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    length = 0 if 0 in tensor.size() else 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+    return torch.as_strided(tensor, (length,), (1,))
+
+
+def refusals() -> list[str]:
+    return policy.refusals()
+
+
+def forget_all() -> None:
+    for runner in list(live_runners):
+        runner.forget()
+
+
+def live() -> dict[str, int]:
+    """What the process holds for relaunches, by kind."""
+    from torch_overlay._inductor.cudagraphs import recording
+
+    return {
+        "runners": sum(bool(runner.states) for runner in list(live_runners)),
+        "templates": len(relaunch.live),
+        "execs": len(recording.live_launchers),
+        "ranges": sum(r.space is not None for r in recording.live_recordings),
+    }
+
+
+def stats() -> dict[str, int]:
+    """Totals of the graphs that are alive."""
+    alive = list(relaunch.live)
+    return {
+        "nodes": sum(r.launcher.nodes for r in alive),
+        "nodes_patched": sum(r.totals[1] for r in alive),
+        "relaunches": sum(r.totals[0] for r in alive),
+    }
+
+
+def bare_replays() -> list[Callable[[], None]]:
+    """Launches of the live graphs with their pointers as they are, for benchmarks."""
+    return [r.launcher.replay for r in list(relaunch.live) if r.totals[0]]
