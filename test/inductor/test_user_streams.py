@@ -75,6 +75,8 @@ class TestCorpus(TestCase):
             for pattern in FORBIDDEN:
                 self.assertNotIn(pattern, text)
         self.assertNotRegex("\n".join(seen.wrappers), FORBIDDEN_OPERATORS)
+        for wrapper in seen.wrappers:
+            compile(wrapper, "wrapper", "exec")
         if not program.host_reads and program.group != "compute":
             self.assertNotRegex(seen.calls(), HOST_WAIT)
         # A captured partition owns its inputs; elsewhere the caller still has them.
@@ -92,6 +94,19 @@ class TestCorpus(TestCase):
     @parametrize("name,mode", PAIRS)
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
+
+    def test_streams_of_two_devices_under_reduce_overhead(self) -> None:
+        """The boundary around all partitions orders streams of both devices, and no partition changes the device."""
+        for sleeps in (False, True):
+            program = by_name("streams_of_two_devices")
+            seen, _ = compile_program(program, "reduce-overhead", sleeps=sleeps)
+            (wrapper,) = seen.wrappers
+            compile(wrapper, "wrapper", "exec")
+            self.assertNotIn("def partition_", wrapper)
+            outer = re.search(r"^_outer = region\(\n((?:    .*\n)*)\)", wrapper, re.MULTILINE)
+            assert outer is not None
+            self.assertIn("device=None", outer[1])
+            self.assertNotRegex(outer[1], "_entry|_exit")
 
     @parametrize("name", NAMES)
     def test_compiles_with_operators_between(self, name: str) -> None:

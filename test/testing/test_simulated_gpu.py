@@ -21,6 +21,7 @@ except ImportError:  # run as a plain script
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
 
+from torch_overlay._dynamo import objects
 from torch_overlay.testing import _mocks, _native, active, compile_only, observe, simulated_gpu
 from torch_overlay.testing._simulate import Simulation
 
@@ -61,6 +62,7 @@ class Undone(TestCase):
         state["hooks"] = ctypes.c_void_p.from_address(hooks()).value
         state["environment"] = dict(os.environ)
         state["inductor config"] = torch._inductor.config.get_config_copy()
+        state["stream objects"] = objects.current()
         state["modes"] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         state["kernels"] = [
             torch._C._dispatch_dump(f"aten::{name}")

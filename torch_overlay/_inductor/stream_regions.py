@@ -122,18 +122,23 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     names = {f"stream{s}_outer": s for s in streams}
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
+    device: int = torch.accelerator.current_device_index()
+    on_device = {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+    is_one_device = all(on_device.get(s, device) == device for s in streams)
+    # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
+    record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")
     entry: list[Operation] = []
     for event, stream in enumerate(names, start=1):
-        entry.append(("record_entry", f"ev{event}_outer", stream))
-        entry.append(("wait_entry", f"ev{event}_outer", caller))
+        entry.append((record, f"ev{event}_outer", stream))
+        entry.append((wait, f"ev{event}_outer", caller))
     define_region(
         root,
         "_outer",
-        device=(device := torch.accelerator.current_device_index()),
+        device=device if is_one_device else None,
         streams={caller: f"cuda:{device}", **names},
         events=len(names) + 1 if names else 0,
         entry=tuple(entry),
-        exit=(("record", "ev0_outer", caller), *(("wait_exit", "ev0_outer", s) for s in names)) if names else (),
+        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in names)) if names else (),
         returns=(caller, *objects) if objects else (),
         objects=objects,
     )
@@ -151,9 +156,23 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
     graph.
     """
     reason = original(scheduler, node)
-    if reason is None and config.streams and (overload := stream_operation(node)) is not None:
-        return f"stream operation {overload}"
+    if reason is None and config.streams:
+        if (overload := stream_operation(node)) is not None:
+            return f"stream operation {overload}"
+        if needs_plan(scheduler) and _has_several_devices(scheduler):
+            return "streams on several devices"
     return reason
+
+
+def _has_several_devices(scheduler: Any) -> bool:
+    """CUDA graphs are refused then, and a partition that changes the device would be generated wrong: upstream leaves
+    the guard of the partition's device, which stands around the call of the partition, inside of it.
+    """
+    known = getattr(scheduler, "_overlay_several_devices", None)
+    if known is None:
+        devices = {d for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
+        known = scheduler._overlay_several_devices = len(devices) > 1
+    return known
 
 
 __all__ = ["UnsupportedStreams", "codegen", "codegen_partitions", "should_partition"]

@@ -162,7 +162,11 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         Mock(
             "torch_overlay._inductor.cudagraphs.runner.Runner",
             lambda model, code: record_cudagraph(
-                model, device_index=code.device, is_backward=code.is_backward, relaunch=code
+                model,
+                device_index=code.device,
+                is_backward=code.is_backward,
+                mutated_input_idxs=code.mutated_inputs,
+                relaunch=code,
             ),
             "captures a CUDA graph; what it was given is kept",
         ),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_overlay._dynamo import objects
 from torch_overlay.testing import _attention, _fake_ops, _mocks, _native
 from torch_overlay.testing._device import DeviceLog, Devices
 
@@ -60,13 +61,17 @@ class Simulation:
 
     @contextlib.contextmanager
     def _entered_by_thread(self) -> Any:
-        """The part that belongs to a thread: its fake mode and its configuration."""
-        with (
-            torch._inductor.config.patch(_mocks.inductor_config()),
-            torch._functorch.config.patch(enable_autograd_cache=False),
-            self.fake_mode,
-        ):
-            yield
+        """The part that belongs to a thread: its fake mode, its configuration and its table of stream objects."""
+        table = objects.current()
+        try:
+            with (
+                torch._inductor.config.patch(_mocks.inductor_config()),
+                torch._functorch.config.patch(enable_autograd_cache=False),
+                self.fake_mode,
+            ):
+                yield
+        finally:
+            objects.install(table)  # a backward leaves that of its forward, with simulated streams
 
 
 _MOCKED_MODULES = ("torch._inductor.codecache", "torch._inductor.compile_fx", "torch._inductor.select_algorithm")
