@@ -50,13 +50,13 @@ class TestCheck(unittest.TestCase):
         return done, lines[1:]
 
     def test_programs_run_in_processes_and_alone(self) -> None:
-        done, lines = self.run_check("--jobs", "2", "--only", "outputs_stay,exit_*,float8_product")
+        done, lines = self.run_check("--jobs", "2", "--only", "outputs_stay,exit_with_*,exit_beside_*,float8_product")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         statuses = {line["case"]["program"]: line["status"] for line in lines}
         self.assertEqual(statuses.pop("float8_product"), "skipped")
         self.assertEqual(set(statuses.values()), {"ok"})
-        self.assertEqual(len(statuses), 4)
-        self.assertIn("5 cases", done.stdout.splitlines()[-1])
+        self.assertEqual(len(statuses), 3)
+        self.assertIn("4 cases", done.stdout.splitlines()[-1])
 
     def test_programs_alone_have_their_environment(self) -> None:
         from relaunch_programs import by_name
@@ -164,6 +164,7 @@ class TestBench(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertEqual(json.loads(line)["sides"]["relaunch"]["median"]["gpu us"], 10.0)
 
+    @form.overlay_only
     def test_a_process_that_fails_is_told(self) -> None:
         answer = relaunch.ask("regions", "off", 200.0)
         if "error" in answer:  # without a GPU
