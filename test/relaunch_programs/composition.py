@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from relaunch_programs._program import Kit, program
 from relaunch_programs.outputs import mix
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @program("two compiled functions take turns in changing order", launches=12)
@@ -136,15 +140,15 @@ def thread_kits(k: Kit, count: int) -> list[Kit]:
     return kits
 
 
-@program("two threads, each with its own function and its own stream (#123177)", launches=12)
-def two_threads(k: Kit) -> None:
+def run_in_two_threads(k: Kit, function_of: Callable[[Kit], Callable[..., Any]], calls: int) -> None:
+    """Two threads at the same time, each with a stream of its own, call what `function_of` gives them."""
     kits = thread_kits(k, 2)
 
-    def body(kit: Kit) -> Any:
+    def body(kit: Kit) -> Callable[[], None]:
         def run() -> None:
-            f = kit.compile(lambda x: (mix(x), x.sum(0)))
+            f = function_of(kit)
             with kit.on(kit.stream()):
-                for _ in kit.steps(20):
+                for _ in kit.steps(calls):
                     kit.see("outputs", f(kit.randn(48, 48)))
             kit.synchronize()
 
@@ -153,28 +157,20 @@ def two_threads(k: Kit) -> None:
     in_threads(k, *map(body, kits))
     for kit in kits:
         k.seen += kit.seen
+
+
+@program("two threads, each with its own function and its own stream (#123177)", launches=12)
+def two_threads(k: Kit) -> None:
+    run_in_two_threads(k, lambda kit: kit.compile(lambda x: (mix(x), x.sum(0))), calls=20)
 
 
 @program("two threads call one function at the same time, each on its own stream", launches=12)
 def one_function_two_threads(k: Kit) -> None:
-    kits = thread_kits(k, 2)
     f = k.compile(lambda x: (mix(x), x.sum(0)))
     for _ in k.steps(3):
         f(k.randn(48, 48))
     k.synchronize()
-
-    def body(kit: Kit) -> Any:
-        def run() -> None:
-            with kit.on(kit.stream()):
-                for _ in kit.steps(30):
-                    kit.see("outputs", f(kit.randn(48, 48)))
-            kit.synchronize()
-
-        return run
-
-    in_threads(k, *map(body, kits))
-    for kit in kits:
-        k.seen += kit.seen
+    run_in_two_threads(k, lambda kit: f, calls=30)
 
 
 @program("the function is compiled in one thread, and called in others that come and go", launches=6)
