@@ -25,11 +25,10 @@ import torch._inductor.config as inductor_config
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
-from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region
+from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_devices
 
 
 if TYPE_CHECKING:
@@ -181,8 +180,8 @@ class RegionEmitter:
         self.entry: list[Operation] = []
         self.exit: list[Operation] = []
         devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
-        known = {i.index: i.device for i in registry.describe() if i.kind == "stream" and i.device is not None}
-        devices |= {known[s].index for s in self.plan.streams if s in known and ambient_device(s) is None}
+        known = stream_devices()
+        devices |= {known[s] for s in self.plan.streams if s in known and ambient_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
         self.device: int | None = devices.pop() if len(devices) == 1 else None
         if self.device is not None:

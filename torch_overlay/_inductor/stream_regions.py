@@ -31,6 +31,7 @@ from torch_overlay._inductor.stream_schedule import (
     needs_plan,
     plan_region,
     private_streams,
+    stream_devices,
     stream_operation,
     user_stream,
 )
@@ -123,7 +124,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
     device: int = torch.accelerator.current_device_index()
-    on_device = {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+    on_device = stream_devices()
     is_one_device = all(on_device.get(s, device) == device for s in streams)
     # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
     record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")

@@ -48,6 +48,11 @@ def ambient_device(stream: int) -> int | None:
     return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None
 
 
+def stream_devices() -> dict[int, int]:
+    """Device index of each stream that the frame uses, as far as it is known, by registry index."""
+    return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+
+
 def private_streams() -> set[int]:
     """Registry indices of the streams that the frame makes and nobody else sees."""
     return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
