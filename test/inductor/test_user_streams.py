@@ -884,6 +884,38 @@ class TestPasses(TestCase):
         self.assertEqual(sorted(stream for _, stream in launches), ["0", "1"])
 
     @simulated_gpu()
+    def test_slices_of_one_concatenation_run_in_parallel(self) -> None:
+        """Library kernels that write into parts of one block conflict with whoever reads all of it, not with each
+        other.
+        """
+        sides = [torch.cuda.Stream() for _ in range(3)]
+
+        def fn(x: torch.Tensor) -> Any:
+            current, parts = torch.cuda.current_stream(), []
+            for side in sides:
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    parts.append(x @ x)
+            for side in sides:
+                current.wait_stream(side)
+            return torch.stack(parts).sum(0)
+
+        (plan,) = self.compile(fn, torch.randn(64, 64, device="cuda")).plans
+        self.assertExpectedInline(
+            plan.table() + "\n",
+            """\
+   stream  operation  waits before       records after
+           entry                         ev0@0
+0  1       op0        ev0@1              ev1@1
+1  2       op1        ev0@2              ev2@2
+2  3       op2        ev0@3              ev3@3
+3  -       op3
+4  0       op4        ev1@0 ev2@0 ev3@0
+           exit
+""",
+        )
+
+    @simulated_gpu()
     def test_matmul_templates(self) -> None:
         seen = self.compile(
             self.forked(lambda x, y: (x @ y).relu()),

@@ -21,7 +21,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, REQUIRES
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, MEMORY, REQUIRES
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
 
@@ -69,6 +69,14 @@ def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
     if isinstance(overload, torch._ops.OpOverload) and overload.namespace in ("streams", "streams_overlay"):
         return overload
     return None
+
+
+def is_part(output: sched.SchedulerBuffer) -> bool:
+    """True for a buffer that is one slice of a concatenation, beside which the others are written."""
+    layout = getattr(output.node, "layout", None)
+    if not isinstance(layout, ir.NonOwningLayout):
+        return False
+    return isinstance(V.graph.try_get_buffer(layout.view.get_name()), ir.ConcatKernel)
 
 
 def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
@@ -123,9 +131,15 @@ class RegionReader:
             for i in registry.describe()
             if i.origin == "ambient" and i.index != AMBIENT and i.device is not None
         }
-        # Streams that the frame makes and nobody else sees hold nothing at the entry, and nobody asks for their state
-        # at the exit.
-        self.private = {f"s{stream}" for stream in private_streams()}
+        # Streams that the frame makes and nobody else sees hold nothing at the entry of a forward, and nobody asks for
+        # their state at the exit. In a backward they hold what the forward left there.
+        self.private = set() if V.graph.is_backward else {f"s{stream}" for stream in private_streams()}
+        # Saved values whose memory may be a side stream's
+        self.lenders: dict[str, int] = {
+            str(n.target): stream
+            for n in V.graph.module.graph.find_nodes(op="placeholder")
+            if (stream := (n.meta.get("custom") or {}).get(MEMORY)) is not None
+        }
 
     # -- names
 
@@ -242,7 +256,7 @@ class RegionReader:
         name, device = node.get_name(), node.get_device()
         if isinstance(node, sched.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
             return Op(name, None, frozenset(reads), frozenset(writes))
-        aliases = {self.storage(a) for o in node.get_outputs() for a in o.get_aliases()}
+        aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
         gpu_reads = any(_is_gpu(self.device_of(r)) for r in reads)
@@ -314,7 +328,11 @@ class RegionReader:
         for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):
             device = self.device_of(name)
             if _is_gpu(device) and device is not None:
-                found.append(Buffer(name, ambient_stream(device.index or 0), fresh=False))
+                lender = self.lenders.get(name)
+                settles = lender is not None and not self.enclosed
+                found.append(
+                    Buffer(name, ambient_stream(device.index or 0), fresh=False, lender=lender, settles=settles)
+                )
         return found
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
