@@ -8,7 +8,10 @@ them belongs to. A launcher rebuilds the tensors at the patched addresses and ru
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -195,9 +198,13 @@ class Launcher:
                 dirty.add(word.node)
         return len(dirty)
 
+    def addresses_of(self, operation: Any) -> list[int]:
+        return operation[4]
+
     def replay(self) -> None:
-        for func, spec, arguments, results, addresses in self.operations:
-            at = iter(addresses)
+        for operation in self.operations:
+            func, spec, arguments, results, _ = operation
+            at = iter(self.addresses_of(operation))
             flat = [tensor_at(next(at), *a.like) if isinstance(a, Slot) else a for a in arguments]
             args, kwargs = tree_unflatten(flat, spec)
             given = {t.data_ptr() for t in flat if is_tensor(t)}
@@ -207,6 +214,31 @@ class Launcher:
                     address = next(at)
                     if address not in given:
                         tensor_at(address, *slot.like).copy_(value)
+
+
+class NativeLauncher(Launcher):
+    """Its addresses are patched by the C module, over the driver of `relaunch_driver`, which delivers them here; and it
+    is launched by that driver."""
+
+    direct = True
+
+    def __init__(self, operations: Any, template: Any, module: Any) -> None:
+        super().__init__(operations, template)
+        words = [(ctypes.c_uint64 * (1 + len(o[4])))(len(o[4]), *o[4]) for o in self.operations]
+        self.operations = [(*o[:4], w) for o, w in zip(self.operations, words)]
+        nodes = [dataclasses.replace(n, handle=ctypes.addressof(w)) for n, w in zip(template.nodes, words)]
+        me = weakref.ref(self)
+        self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
+        handle = ctypes.cast(self.run, ctypes.c_void_p).value
+        self.exec = module.Exec(handle, nodes, template.words, template.regions)
+
+    def _run(self) -> int:
+        with torch.no_grad():
+            self.replay()
+        return 0
+
+    def addresses_of(self, operation: Any) -> list[int]:
+        return list(operation[4][1:])
 
 
 class Generator:
@@ -222,13 +254,15 @@ class Generator:
 class FakeDevice:
     index = 0
 
-    def __init__(self) -> None:
+    def __init__(self, native: Any = None) -> None:
+        self.native = native  # the C module, if launchers are to use it
         self.thread = threading.local()  # .recording
         self.open = 0  # recordings
         self.fail_captures = 0
         self.kept: list[int] = []  # what captures leave in use
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
+        self.full = False
         self.generator = Generator()
         self.launchers: list[Launcher] = []
 
@@ -246,6 +280,8 @@ class FakeDevice:
 
     def empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """The allocation function of generated code, and of relaunches."""
+        if self.full:
+            raise torch.OutOfMemoryError("no memory")
         recording = getattr(self.thread, "recording", None)
         if recording is not None:
             return recording.allocate(size, stride, dtype)
@@ -270,5 +306,7 @@ class FakeDevice:
 
     def finish(self, first: Any, second: Any, namespace: Any) -> Launcher:
         template = prove(first.recording.graph(first.segments), second.recording.graph(second.segments))
-        self.launchers.append(Launcher(first.recording.operations, template))
+        operations = first.recording.operations
+        made = NativeLauncher(operations, template, self.native) if self.native else Launcher(operations, template)
+        self.launchers.append(made)
         return self.launchers[-1]

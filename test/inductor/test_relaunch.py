@@ -29,7 +29,8 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from relaunch_fakes import FakeDevice, Generator, is_tensor
+import relaunch_driver
+from relaunch_fakes import FakeDevice, Generator, is_tensor, NativeLauncher
 
 
 def is_region(value):
@@ -38,11 +39,15 @@ def is_region(value):
 
 
 class RelaunchTestCase(TestCase):
+    def native_module(self):
+        """The C module that patches and launches; None: it is done in Python."""
+        return None
+
     def setUp(self):
         super().setUp()
         counters.clear()
         policy._refused.clear()
-        self.device = FakeDevice()
+        self.device = FakeDevice(self.native_module())
         # Host memory is aligned to 64 bytes.
         for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
             patch.start()
@@ -100,14 +105,6 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual([h for h, _ in held], [e for _, e in held])
         self.assertEqual(len({h.data_ptr() for h, _ in held}), 6)
 
-    def test_static_input_that_stays_is_not_given_again(self):
-        run = self.runner(ADD, static=[1])
-        w = torch.randn(4, 4)
-        for _ in range(5):
-            run([torch.randn(4, 4), w])
-        (launcher,) = self.device.launchers
-        self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
-
     def test_static_input_that_moves_is_patched_without_a_capture(self):
         run = self.runner(ADD, static=[1])
         for _ in range(8):
@@ -115,14 +112,6 @@ class TestLifeOfARegion(RelaunchTestCase):
             keep = w  # noqa: F841
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual(self.counted("captures"), 1)
-
-    def test_input_that_keeps_moving_is_static_no_more(self):
-        run = self.runner(ADD, static=[1])
-        weights = [torch.randn(4, 4) for _ in range(2)]
-        for n in range(8):
-            run([torch.randn(4, 4), weights[n % 2]])
-        (state,) = run.states.values()
-        self.assertEqual(state.relaunch.static, [])
 
     def test_output_and_input_of_the_next_call(self):
         run = self.runner(ADD, static=[1])
@@ -208,6 +197,26 @@ class TestLifeOfARegion(RelaunchTestCase):
         for _ in range(3):
             run([torch.randn(4, 4), torch.randn(4, 4)])
         self.assertEqual(run.model.__globals__["empty_strided_cuda"], self.device.empty)
+
+
+class TestClosure(RelaunchTestCase):
+    """What launches where nodes are patched in Python."""
+
+    def test_static_input_that_stays_is_not_given_again(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+        for _ in range(5):
+            run([torch.randn(4, 4), w])
+        (launcher,) = self.device.launchers
+        self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
+
+    def test_input_that_keeps_moving_is_static_no_more(self):
+        run = self.runner(ADD, static=[1])
+        weights = [torch.randn(4, 4) for _ in range(2)]
+        for n in range(8):
+            run([torch.randn(4, 4), weights[n % 2]])
+        (state,) = run.states.values()
+        self.assertEqual(state.relaunch.static, [])
 
 
 class TestKeys(RelaunchTestCase):
@@ -542,6 +551,222 @@ def region(args):
         self.assertEqual(view.data_ptr(), x.data_ptr())
 
 
+class Native(RelaunchTestCase):
+    """The same by the C module, whose driver delivers the addresses to the fake device."""
+
+    def native_module(self):
+        relaunch_driver.driver().library.stub_reset()
+        relaunch_driver.driver().library.stub_deliver()
+        return relaunch_driver.module()
+
+
+class TestLifeOfARegionInC(Native, TestLifeOfARegion):
+    def test_calls_are_native(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        (state,) = run.states.values()
+        self.assertEqual(run.attempt, state.relaunch.call.attempt)
+        self.assertEqual(state.relaunch.totals[0], 3)
+
+    def test_only_what_moved_is_patched(self):
+        run = self.runner(ADD, static=[1])
+        x, w, held = torch.randn(4, 4), torch.randn(4, 4), []
+        patched = []
+        for moves in (False, False, False, True, False):
+            if moves:
+                w = torch.randn(4, 4)
+            before = runner.stats()["nodes_patched"]
+            held.append(run([x, w]))  # a new output each time, by the second node; scratch is where it was, or not
+            patched.append(runner.stats()["nodes_patched"] - before)
+            self.assertEqual(held[-1][0], x * w + x)
+        self.assertEqual(patched[1], 2, "the first launch sets all nodes")
+        self.assertLessEqual(max(patched), 2)
+
+    def test_static_input_that_comes_back(self):
+        """Where it is compared with is the executable, whoever patched it last."""
+        run = self.runner(ADD, static=[1])
+        a, b = torch.randn(4, 4), torch.randn(4, 4)
+        for w in (a, a, a, b, a, b, b, a):
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+
+    def test_storage_exchanged_under_the_same_parameter(self):
+        run = self.runner(ADD, static=[1])
+        w, other = (torch.nn.Parameter(torch.randn(4, 4), requires_grad=False) for _ in range(2))
+        base = torch.randn(8, 4)
+        for change in (
+            lambda: None,
+            lambda: None,
+            lambda: None,
+            lambda: setattr(w, "data", base[:4]),
+            lambda: setattr(w, "data", base[4:]),
+            lambda: torch.utils.swap_tensors(w, other),
+            lambda: None,
+        ):
+            change()
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_no_reference_is_lost_or_gained(self):
+        run = self.runner(ADD, static=[1])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        before = sys.getrefcount(x), sys.getrefcount(w)
+        gc.collect()
+        objects = len(gc.get_objects())
+        for _ in range(500):
+            run([x, w])
+        self.assertEqual((sys.getrefcount(x), sys.getrefcount(w)), before)
+        gc.collect()
+        self.assertLess(len(gc.get_objects()) - objects, 250)
+
+    def test_launch_that_fails(self):
+        run = self.runner(ADD, static=[1])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
+            relaunch_driver.driver().fail(name, 2)
+            inputs = [torch.randn(4, 4), w]
+            with self.assertRaisesRegex(RuntimeError, rf"CUDA driver error in {name}: out of memory \(2\)"):
+                run(inputs)
+            self.assertEqual(len(inputs), 2)
+            (x, w), (out,) = inputs, run(list(inputs))
+            self.assertEqual(out, x * w + x)
+
+    def test_executable_outlives_a_call_that_is_under_way(self):
+        """Another thread may give up the graphs while this one is about to launch."""
+        run = self.runner(ADD, static=[1])
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        for _ in range(3):
+            run([x, w])
+        attempt = run.attempt
+        self.device.launchers.clear()
+        run.forget()
+        gc.collect()
+        self.assertIsNone(run.attempt)
+        self.assertEqual(attempt([x, w])[0], x * w + x)
+
+    def test_wrong_arguments(self):
+        run = self.runner(ADD)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        call = next(iter(run.states.values())).relaunch.call
+        with self.assertRaisesRegex(TypeError, "launch\\(\\) wants a list of 2 inputs or more"):
+            call.launch([torch.randn(4, 4)])
+        with self.assertRaises(TypeError):
+            call.launch()
+        with self.assertRaises(TypeError):
+            type(call)()
+        with self.assertRaises(AttributeError):
+            call.launch([torch.randn(4, 4), 3])
+        self.assertIsNone(call.attempt((torch.randn(4, 4), torch.randn(4, 4))))
+
+
+class TestReplayOfTorchInC(Native):
+    """A graph that draws random numbers is launched by torch, which knows the generators."""
+
+    def test_launch(self):
+        with mock.patch.object(NativeLauncher, "direct", False):
+            run = self.runner(ADD, static=[1])
+            w = torch.randn(4, 4)
+            for _ in range(5):
+                x = torch.randn(4, 4)
+                self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(relaunch_driver.driver().calls("launch"), [])
+        self.assertEqual(self.counted("relaunches"), 4)
+
+    def test_error_of_a_replay(self):
+        with (
+            mock.patch.object(NativeLauncher, "direct", False),
+            mock.patch.object(NativeLauncher, "replay", mock.Mock(side_effect=RuntimeError("no replay"))),
+        ):
+            run = self.runner(ADD, static=[1])
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+            for _ in range(3):
+                inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+                with self.assertRaisesRegex(RuntimeError, "no replay"):
+                    run(inputs)
+                self.assertEqual(len(inputs), 2)
+
+
+class TestStreamAndRawMemory(Native):
+    """What the device has besides: streams that the driver knows, and memory that is no tensor."""
+
+    def setUp(self):
+        super().setUp()
+        self.stream, self.raw, self.freed = 7, [], []
+        self.device.stream_of = lambda index: self.stream
+        self.device.raw_alloc = self.raw_alloc
+        self.device.raw_delete = lambda address: self.freed.append(address)
+
+    def raw_alloc(self, size, stream):
+        self.assertEqual(stream, self.stream)
+        self.raw.append(torch.empty(size, dtype=torch.uint8))
+        return self.raw[-1].data_ptr()
+
+    def warm(self, **kwargs):
+        run = self.runner(ADD, static=[1], **kwargs)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        return run
+
+    def check(self, run):
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        self.assertEqual(run([x, w])[0], x * w + x)
+
+    def test_scratch_is_given_back_after_each_launch(self):
+        run = self.warm()
+        self.check(run)
+        self.assertEqual(len(self.raw), self.counted("relaunches"))
+        self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
+
+    def test_scratch_is_given_back_after_an_error(self):
+        run = self.warm()
+        for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
+            relaunch_driver.driver().fail(name, 2)
+            with self.assertRaisesRegex(RuntimeError, name):
+                self.check(run)
+            self.check(run)
+        self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
+
+    def test_stream_that_is_captured_or_broken_is_left_to_the_slow_way(self):
+        run = self.warm()
+        before = self.counted("relaunches")
+        for captured, broken in ((7, 0), (0, 7)):
+            relaunch_driver.driver().library.stub_streams(captured, broken)
+            call = next(iter(run.states.values())).relaunch.call
+            self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertEqual(self.counted("relaunches"), before)
+        self.device.captured_by_user = True
+        self.check(run)
+        self.assertEqual(self.counted("relaunches"), before)
+
+    def test_other_device_is_left_to_the_slow_way(self):
+        run = self.warm()
+        call = next(iter(run.states.values())).relaunch.call
+        with mock.patch.object(type(self.device), "index", 1):
+            self.check(run)
+        self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+
+
+class TestKeysInC(Native, TestKeys):
+    pass
+
+
+class TestOutputsInC(Native, TestOutputs):
+    pass
+
+
+class TestAlignmentInC(Native, TestAlignment):
+    pass
+
+
 class TestRandomNumbers(RelaunchTestCase):
     """The generators' memory needs a GPU; what is found out before does not."""
 
@@ -642,15 +867,12 @@ class TestFailures(RelaunchTestCase):
         x, w = torch.randn(4, 4), torch.randn(4, 4)
         for _ in range(3):
             run([x, w])
-        (state,) = run.states.values()
-        empty, self.device.empty = self.device.empty, mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
-        state.relaunch.bind()
+        self.device.full = True
         inputs = [x, w]
         with self.assertRaises(torch.OutOfMemoryError):
             run(inputs)
         self.assertEqual(len(inputs), 2)
-        self.device.empty = empty
-        state.relaunch.bind()
+        self.device.full = False
         self.assertEqual(run(inputs)[0], x * w + x)
 
     def test_region_whose_launches_differ_is_refused(self):
@@ -676,6 +898,10 @@ class TestFailures(RelaunchTestCase):
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
             policy.refuse(code, "node-kind", "why")
+
+
+class TestFailuresInC(Native, TestFailures):
+    pass
 
 
 class TestVerify(RelaunchTestCase):

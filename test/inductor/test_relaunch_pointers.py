@@ -1,15 +1,20 @@
-"""Addresses of tensors, by the exchange table and by torch's functions."""
+"""Addresses of tensors, by their fields and by torch's functions."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-from torch_overlay import config
 from torch_overlay._inductor.cudagraphs import pointers
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import relaunch_driver
 
 
 class Tagged(torch.Tensor):
@@ -38,67 +43,75 @@ def tensors() -> list[torch.Tensor]:
 
 
 class TestPointers(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.native = relaunch_driver.module()
+
     def both(self):
-        native = pointers._native()
-        self.assertIsNotNone(native, "the C module was not built")
-        return (native, pointers.PythonPointers)
+        return self.native.addresses, lambda given: pointers.addresses(given, range(len(given)))
+
+    def test_fields_lie_where_they_are_looked_for(self):
+        self.assertTrue(pointers.teach(self.native))
 
     def test_any_tensor(self):
         given = tensors()
         expected = tuple(t.data_ptr() for t in given)
-        for module in self.both():
-            self.assertEqual(module.addresses(given, range(len(given))), expected)
-            self.assertTrue(module.same(given, list(expected), range(len(given))))
-            for i in range(len(given)):
-                self.assertEqual(module.addresses(given, (i,)), expected[i : i + 1])
-                other = [e + 8 * (k == i) for k, e in enumerate(expected)]
-                self.assertFalse(module.same(given, other, range(len(given))), i)
-                self.assertTrue(module.same(given, other, [k for k in range(len(given)) if k != i]))
+        for addresses in self.both():
+            self.assertEqual(addresses(given), expected)
+        self.assertTrue(pointers.same(given, list(expected), range(len(given))))
 
     def test_indices_choose(self):
         a, b = torch.randn(3), torch.randn(3)
-        for module in self.both():
-            self.assertTrue(module.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
-            self.assertTrue(module.same([a, b], [1, 2], ()))
-            self.assertEqual(module.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
+        self.assertTrue(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
+        self.assertFalse(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
+        self.assertEqual(pointers.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
 
-    def test_storage_that_is_exchanged_is_seen(self):
-        p = torch.nn.Parameter(torch.randn(4))
-        for module in self.both():
-            before = [p.data_ptr()]
-            self.assertTrue(module.same([p], before, (0,)))
-            p.data = torch.randn(4)
-            self.assertFalse(module.same([p], before, (0,)))
+    def test_what_is_exchanged_under_the_same_object_is_seen(self):
+        for addresses in self.both():
+            p, other = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
+            base = torch.randn(8)
+            seen = [addresses([p])]
+            p.data = base
+            self.assertEqual(addresses([p]), (base.data_ptr(),))
+            p.data = base[3:]
+            self.assertEqual(addresses([p]), (base.data_ptr() + 12,))
+            torch.utils.swap_tensors(p, other)
+            self.assertEqual(addresses([p, other])[1], base.data_ptr() + 12)
+            seen.append(addresses([p]))
+            p.untyped_storage().resize_(1 << 20)
+            seen.append(addresses([p]))
+            self.assertEqual(len(set(seen)), 3)
+            self.assertEqual(seen[-1], (p.data_ptr(),))
+
+    def test_other_layout_of_fields_is_noticed(self):
+        wrong = [t.data_ptr() + 8 for t in pointers.probes()]
+        native = mock.Mock(addresses=lambda found: tuple(wrong[: len(found)]))
+        self.assertFalse(pointers.teach(native))
+        self.assertEqual(native.learn.call_args.args, (torch.Tensor, None, 0))
+
+    def test_without_knowledge_each_tensor_is_asked(self):
+        given = tensors()
+        self.native.learn(torch.Tensor, None, 0)
+        try:
+            self.assertEqual(self.native.addresses(given), tuple(t.data_ptr() for t in given))
+        finally:
+            self.assertTrue(pointers.teach(self.native))
 
     def test_errors(self):
-        native, _ = self.both()
-        for call in (
-            lambda: native.same([torch.ones(1)], [1], (1,)),
-            lambda: native.same([torch.ones(1)], [], (0,)),
-            lambda: native.addresses([], (0,)),
-        ):
-            with self.assertRaisesRegex(IndexError, "is outside of a sequence of"):
-                call()
-        with self.assertRaises(AttributeError):
-            native.addresses([3], (0,))
+        for wrong in (3, None, "text"):
+            with self.assertRaises(AttributeError):
+                self.native.addresses([wrong])
         with self.assertRaises(TypeError):
-            native.same([torch.ones(1)], ["no number"], (0,))
+            self.native.addresses(3)
         with self.assertRaises(TypeError):
-            native.same([torch.ones(1)], [1])
+            self.native.learn(torch.Tensor, 3, 4)
 
     def test_no_reference_is_lost_or_gained(self):
-        native, _ = self.both()
-        given, numbers = tensors(), [t.data_ptr() for t in tensors()]
-        indices = tuple(range(len(given)))
+        given = tensors()
         before = [sys.getrefcount(t) for t in given]
         for _ in range(100):
-            native.addresses(given, indices)
-            native.same(given, numbers, indices)
+            self.native.addresses(given)
         self.assertEqual([sys.getrefcount(t) for t in given], before)
-
-    def test_python_takes_its_place(self):
-        with config.patch(native_relaunch=False):
-            self.assertIs(pointers.implementation(), pointers.PythonPointers)
 
 
 if __name__ == "__main__":

@@ -191,6 +191,14 @@ class TestChecker(TestCase):
     def test_enough_launches_pass(self) -> None:
         self.check_counts(by_name("outputs_stay"), relaunches=12, captures=1)
 
+    def test_program_that_dynamo_takes_nothing_of_fails(self) -> None:
+        def body(k: Kit) -> None:
+            k.see("input", k.compile(lambda x: x)(k.randn(4)))
+
+        untaken = Program("untaken", "nothing is compiled", body)
+        with self.assertRaisesRegex(Mismatch, "Dynamo made no graph of it"):
+            _check.check(untaken, Settings("cpu"))
+
     def test_growth_names_what_is_left(self) -> None:
         before = {"bytes allocated": 1024, "graphs": 1, "execs": 2}
         after = {"bytes allocated": 1536, "graphs": 3, "execs": 2, "pool objects": 1}

@@ -199,7 +199,7 @@ class TestPointers(ProofTest):
     def test_words_are_frozen_and_comparable(self):
         (word,) = Captures(lambda at: [kernel(0, u64(at(1, 4)))]).prove().words
         self.assertEqual(word, Word(node=0, parameter=0, offset=0, region=1, delta=4))
-        with self.assertRaises(dataclasses.FrozenInstanceError):
+        with self.assertRaises(AttributeError):
             word.delta = 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import subprocess
 import sys
 import tempfile
 import unittest
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -126,6 +128,13 @@ class TestBench(unittest.TestCase):
             },
         )
 
+    def test_memory_at_capture_is_judged_against_the_same_steps_without_a_graph(self) -> None:
+        found = self.seen(
+            measurement("mlp", "off", capture_peak_MiB=80.0, graph_MiB=0.0),
+            measurement("mlp", "relaunch", capture_peak_MiB=92.0, graph_MiB=2.0),
+        )
+        self.assertEqual(found["mlp: MiB while capturing beyond what stays"], (16.0, 10.0, True))
+
     def test_host_time_is_judged_against_the_bare_launch(self) -> None:
         found = self.seen(measurement("llama", "relaunch", layer_us=14.0, bare_host_us=3.5))
         self.assertEqual(found["llama: host µs in the graph layer beyond a bare launch"], (10.0, 10.5, False))
@@ -218,6 +227,22 @@ class TestRows(unittest.TestCase):
         for _ in range(4):
             work.step()
         self.assertEqual(seen, [1, 2, 3, 1])
+
+    def test_graph_made_by_hand_keeps_what_it_runs_on(self) -> None:
+        """Its kernels are unloaded with the compiled code, and that goes with the model."""
+        model = torch.nn.Linear(4, 4)
+        alive, replays = weakref.ref(model), mock.Mock()
+        work = relaunch_rows.Work(lambda x, model=model: model(x), [(torch.ones(4),)])
+        with mock.patch("stream_rows._graph", side_effect=lambda once: (once(), replays)[1]):
+            work.replay()
+        del model
+        gc.collect()
+        self.assertIsNotNone(alive())
+        work.step()
+        replays.replay.assert_called_once_with()
+        del work
+        gc.collect()
+        self.assertIsNone(alive())
 
     def test_training_step_moves_the_parameters(self) -> None:
         model = torch.nn.Linear(4, 1)

@@ -141,8 +141,14 @@ def limits(rows: dict[str, Row]) -> list[Limit]:
         return None if layer is None or bare is None else layer - bare
 
     def beside_graph(row: Row) -> float | None:
-        most, kept = row.figure("relaunch", "capture peak MiB"), row.figure("relaunch", "graph MiB")
-        return None if most is None or kept is None else most - kept
+        """The steps around a capture take memory for themselves, as they do without a graph."""
+
+        def of(side: str) -> float | None:
+            most, kept = row.figure(side, "capture peak MiB"), row.figure(side, "graph MiB")
+            return None if most is None or kept is None else most - kept
+
+        relaunch = of("relaunch")
+        return None if relaunch is None else relaunch - (of("off") or 0.0)
 
     def ratio(key: str, *others: str) -> Callable[[Row], float | None]:
         return lambda row: row.ratio(key, "relaunch", *others)

@@ -34,6 +34,7 @@ class Work:
     note: str = ""
     drop_gradients: bool = True
     count: int = 0
+    recorded: Any = None  # what the graph made by hand launches from and reads
 
     def step(self) -> Any:
         inputs = self.inputs[self.count % len(self.inputs)]
@@ -57,6 +58,9 @@ class Work:
             body(*self.inputs[0])
 
         graph = _graph(once)
+        # The graph holds neither the model nor the code of its kernels: without their last holder Dynamo would drop the
+        # compiled code, Triton would unload the kernels, and a replay would crash in the driver.
+        self.recorded = once
         # A replay writes gradients where the capture put them.
         self.body, self.drop_gradients = lambda *_: graph.replay(), False
 

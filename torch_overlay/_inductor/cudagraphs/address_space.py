@@ -40,7 +40,7 @@ def _allocator(module: Any) -> Any:
 
 class AddressSpace:
     def __init__(self, device: int | torch.device, *, gap: int = 1, size: int = SIZE, module: Any = None) -> None:
-        """`gap`: granules between two allocations. `size`: more address space than the capture can ask for."""
+        """`gap`: between two allocations, in 64 KiB. `size`: more address space than the capture can ask for."""
         index = device if isinstance(device, int) else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._module = module or native.implementation()

@@ -46,6 +46,7 @@ from torch_overlay._inductor.cudagraphs.layout import (
     View,
     view_of,
 )
+from torch_overlay._inductor.cudagraphs.policy import COMMUNICATION
 from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment
 from torch_overlay._inductor.stream_runtime import Spec
 
@@ -251,6 +252,7 @@ def capture_region(
         return first.layout, device.finish(first, second, namespace_of(model) or {})
 
     check_streams(model)
+    check_collectives(model)
     open_recordings: list[Any] = []
     try:
         first = take(1)
@@ -276,12 +278,23 @@ def capture_region(
 def check_streams(model: Any) -> None:
     """A partition orders its side streams against the ambient stream alone, and what it owes to the caller's streams is
     done around it. A graph that is not partitioned does both itself."""
-    names = getattr(getattr(model, "__func__", model), "__code__", None)
     namespace = namespace_of(model) or {}
-    for name in names.co_names if names is not None else ():
+    for name in _names_in(model):
         spec = getattr(namespace.get(name), "spec", None)
         if isinstance(spec, Spec) and (spec.objects or spec.exit or any(k == "record_entry" for k, *_ in spec.entry)):
             message = (
                 "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
             )
             raise Refusal("streams", message)
+
+
+def check_collectives(model: Any) -> None:
+    """Note [Collectives] of `policy`. Code from a cache may have been compiled for other graphs than ours."""
+    if found := set(_names_in(model)).intersection(COMMUNICATION):
+        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
+        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
+
+
+def _names_in(model: Any) -> tuple[str, ...]:
+    code = getattr(getattr(model, "__func__", model), "__code__", None)
+    return code.co_names if code is not None else ()

@@ -11,15 +11,16 @@ block for each node that holds a pointer. `patch(bases)` writes the words of the
 the blocks of the nodes that own them to the driver. It allocates nothing, and beyond one comparison a region its cost
 grows with what moved alone.
 
+*Calling.* `call(...)` of an Exec's blocks is a whole relaunch in one call: `native_call`.
+
 It is C (`native_source`), built at first use by the compiler that Triton needs and cached by Triton.
 `config.native_relaunch = False`, or a host without a compiler, takes the Python of the same behaviour in
 `native_fallback`.
 
 Note [Addresses of captures]
 1. Within a range no address is handed out twice, so one address stands for one allocation.
-2. Unmapped granules lie before, between and behind the allocations, inside the range's bounds: a word that points a
-   little outside of its allocation is found in the range and in no allocation, and can be refused. It can't be taken
-   for a neighbour, or for a number that is no pointer.
+2. Unused addresses lie before, between and behind the allocations, inside the range's bounds: a word that points a
+   little outside of its allocation is found in the range and in no allocation, and can be refused.
 3. Ranges with a different `gap` keep their allocations at different distances. Whatever holds one region's address
    plus a constant, and by chance points into another region, differs between two such captures.
 4. `release` unmaps; the addresses go back to the driver when torch has freed every segment that lay in their arena (it
@@ -31,8 +32,9 @@ Note [Addresses of captures]
    begins at 1 TiB, where that half is 256, which many kernels are given as a size; so it is asked for a place where it
    is 695 or more. It may refuse: a number that passes for an address does no harm but that of a capture refused.
 
-The physical block is one granule as the driver reports it (2 MiB): a mapping is a whole block, a part of one the
-driver refuses. An allocation maps it once for each 2 MiB.
+A range is mapped as it fills, a physical block of 8 MiB at a time, for the driver maps whole blocks alone: a call for
+each 8 MiB, and access is granted to many of them at once. Allocations lie 64 KiB times the gap apart, and are aligned
+as the caching allocator aligns.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import struct
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import native_fallback
+from torch_overlay._inductor.cudagraphs import native_fallback, pointers
 from torch_overlay._inductor.cudagraphs.native_source import SOURCE
 from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, KernelNode
 
@@ -62,7 +64,9 @@ def build(driver: str = DRIVER) -> Any:
     """The C module. Raises what the compiler or the loader raises."""
     from triton.runtime.build import compile_module_from_src
 
-    return _with_exec(compile_module_from_src(SOURCE.replace("@driver@", driver), "torch_overlay_relaunch"))
+    module = compile_module_from_src(SOURCE.replace("@driver@", driver), "torch_overlay_relaunch")
+    pointers.teach(module)
+    return _with_exec(module)
 
 
 def fallback(driver: str = DRIVER) -> Any:

@@ -23,6 +23,8 @@ ARENA = 4 << 40
 # Note [Addresses of captures] in `native`, 5 and 6.
 LOWEST = 1 << 32
 WISH = 0x2B75A600000
+BLOCK, AHEAD = 8 << 20, 4
+GAP, ADDRESS_ALIGNMENT = 64 << 10, 512
 ALIGNMENT = 64
 OUT_OF_MEMORY = 2
 
@@ -111,7 +113,8 @@ def _round_up(size: int, unit: int) -> int:
 @dataclass(eq=False)
 class Block:
     device: int
-    granule: int
+    unit: int
+    size: int
     handle: int
     ranges: int = 0
 
@@ -132,6 +135,7 @@ class Range:
     block: Block
     low: int
     top: int
+    mapped: int  # [low, mapped) is mapped
     high: int
     gap: int
     allocations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -171,16 +175,16 @@ class Module:
             raise ValueError("reserve() wants bytes > 0 and gap > 0")
         with self.lock, self.driver.relaxed():
             block = self._block(device)
-            whole = _round_up(bytes, block.granule)
+            whole = _round_up(bytes, block.size)
             try:
-                arena = self._arena(device, whole, block.granule)
+                arena = self._arena(block, whole)
             except RuntimeError:
                 self._drop_block(block)
                 raise
             block.ranges += 1
             arena.ranges += 1
             self.last_id += 1
-            self.ranges[self.last_id] = Range(arena, block, arena.top, arena.top, arena.top + whole, gap)
+            self.ranges[self.last_id] = Range(arena, block, arena.top, arena.top, arena.top, arena.top + whole, gap)
             arena.top += whole
             return self.last_id
 
@@ -215,9 +219,7 @@ class Module:
                 raise RuntimeError(f"range {range} is in use")
             self._seal(each)
             del self.ranges[range]
-            code = 0
-            for address, size in each.allocations:
-                code = self._unmap(each.block, address, _round_up(max(size, 1), each.block.granule)) or code
+            code = self._unmap(each.block, each.low, each.mapped - each.low)
             each.block.ranges -= 1
             self._drop_block(each.block)
             each.arena.ranges -= 1
@@ -260,28 +262,30 @@ class Module:
     def _block(self, device: int) -> Block:
         if device not in self.blocks:
             kind = BlockKind(1, 0, Location(1, device))
-            granule, handle = Size(), Address()
-            if code := self.driver.cuMemGetAllocationGranularity(ctypes.byref(granule), ctypes.byref(kind), 0):
+            unit, handle = Size(), Address()
+            if code := self.driver.cuMemGetAllocationGranularity(ctypes.byref(unit), ctypes.byref(kind), 0):
                 raise RuntimeError(self.driver.error("cuMemGetAllocationGranularity", code))
-            if code := self.driver.cuMemCreate(ctypes.byref(handle), granule.value, ctypes.byref(kind), 0):
+            size = _round_up(BLOCK, unit.value)
+            if code := self.driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(kind), 0):
                 raise RuntimeError(self.driver.error("cuMemCreate", code))
-            self.blocks[device] = Block(device, granule.value, handle.value)
+            self.blocks[device] = Block(device, unit.value, size, handle.value)
         return self.blocks[device]
 
-    def _arena(self, device: int, whole: int, granule: int) -> Arena:
+    def _arena(self, block: Block, whole: int) -> Arena:
+        device, unit = block.device, block.unit
         for arena in reversed(self.arenas):
             if arena.device == device and arena.end - arena.top >= whole:
                 return arena
-        base, size = Address(), _round_up(max(whole, ARENA), granule)
+        base, size = Address(), _round_up(max(whole, ARENA), block.size)
 
         def reserve() -> int:
-            code = self.driver.cuMemAddressReserve(ctypes.byref(base), size, granule, WISH, 0)
-            return code and self.driver.cuMemAddressReserve(ctypes.byref(base), size, granule, 0, 0)
+            code = self.driver.cuMemAddressReserve(ctypes.byref(base), size, unit, WISH, 0)
+            return code and self.driver.cuMemAddressReserve(ctypes.byref(base), size, unit, 0, 0)
 
         while code := reserve():
             if size == whole:
                 raise RuntimeError(self.driver.error("cuMemAddressReserve", code))
-            size = max(_round_up(size // 2, granule), whole) if size // 2 > whole else whole
+            size = max(_round_up(size // 2, block.size), whole) if size // 2 > whole else whole
         if base.value < LOWEST:
             self.driver.cuMemAddressFree(base.value, size)
             what = "cuMemAddressReserve, which gave addresses below 4 GiB"
@@ -304,18 +308,18 @@ class Module:
         if range.sealed:
             return
         range.sealed = True
-        high = range.top + (range.gap * range.block.granule if range.allocations else 0)
+        high = range.top + (range.gap * GAP if range.allocations else 0)
         if range.arena.top == range.high:
-            range.arena.top = high
+            range.arena.top = max(range.mapped, range.low + _round_up(high - range.low, range.block.size))
         range.high = high
 
     def _unmap(self, block: Block, address: int, size: int) -> int:
-        code = self.driver.cuMemUnmap(address, size)
-        if not code or size <= block.granule:
+        code = self.driver.cuMemUnmap(address, size) if size else 0
+        if not code or size <= block.size:
             return code
         code = 0
-        for at in range(0, size, block.granule):
-            code = self.driver.cuMemUnmap(address + at, block.granule) or code
+        for at in range(0, size, block.size):
+            code = self.driver.cuMemUnmap(address + at, block.size) or code
         return code
 
     def _alloc(self, size: int, device: int, stream: int | None) -> int | None:
@@ -329,37 +333,45 @@ class Module:
 
     def _allocate(self, range: Range, size: int, device: int) -> int | None:
         with self.driver.relaxed():
-            result = self._map(range, size, device)
+            result = self._place(range, size, device)
         if isinstance(result, str):
             range.error = f"{result}, for an allocation of {size} bytes"
             return None
         return result
 
-    def _map(self, range: Range, size: int, device: int) -> int | str:
+    def _place(self, range: Range, size: int, device: int) -> int | str:
         """The address, or why there is none."""
-        block = range.block
-        whole, mapped = _round_up(max(size, 1), block.granule), 0
-        address = range.top + range.gap * block.granule
+        gap, whole = range.gap * GAP, _round_up(max(size, 1), ADDRESS_ALIGNMENT)
+        address = range.top + gap
         if device != range.arena.device:
             return "another device than the range's"
         if range.sealed:
             return "the range is sealed"
-        if address + whole + range.gap * block.granule > range.high:
+        if address + whole + gap > range.high:
             return "the range is too small"
-        what, code = "cuMemMap", 0
-        while not code and mapped < whole:
-            code = self.driver.cuMemMap(address + mapped, block.granule, 0, block.handle, 0)
-            mapped += 0 if code else block.granule
-        if not code:
-            access = Access(Location(1, block.device), 3)
-            what, code = "cuMemSetAccess", self.driver.cuMemSetAccess(address, whole, ctypes.byref(access), 1)
-        if code:
-            if mapped:
-                self._unmap(block, address, mapped)
-            return self.driver.error(what, code)
+        if address + whole > range.mapped and (failure := self._map(range, address + whole)):
+            return failure
         range.allocations.append((address, size))
         range.top = address + whole
         return address
+
+    def _map(self, range: Range, end: int) -> str | None:
+        """Maps as far as `end`, and ahead: as much again as there is, up to AHEAD blocks. Why it failed, or None."""
+        block, mapped = range.block, 0
+        ahead = min(range.mapped - range.low, AHEAD * block.size, range.high - range.mapped)
+        size = max(_round_up(end - range.mapped, block.size), ahead)
+        what, code = "cuMemMap", 0
+        while not code and mapped < size:
+            code = self.driver.cuMemMap(range.mapped + mapped, block.size, 0, block.handle, 0)
+            mapped += 0 if code else block.size
+        if not code:
+            access = Access(Location(1, block.device), 3)
+            what, code = "cuMemSetAccess", self.driver.cuMemSetAccess(range.mapped, size, ctypes.byref(access), 1)
+        if code:
+            self._unmap(block, range.mapped, mapped)
+            return self.driver.error(what, code)
+        range.mapped += size
+        return None
 
     def _free(self, pointer: int | None, size: int, device: int, stream: int | None) -> None:
         with self.lock:

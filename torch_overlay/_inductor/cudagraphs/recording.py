@@ -46,7 +46,7 @@ from torch_overlay._dynamo import objects
 from torch_overlay._inductor.cudagraphs import graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.signatures import signatures_of
-from torch_overlay._inductor.cudagraphs.template import prove, Refusal, Template
+from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Refusal, Template
 
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 class Launcher:
     """An executable graph, and what it takes to point it at other memory."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, template: Template) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, template: Template, direct: bool = False) -> None:
         self.graph = graph
         self.template = template
+        self.direct = direct  # it draws no random numbers: what launches it need not know the generators
         self.exec = native.implementation().Exec(
             graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
         )
@@ -89,6 +90,9 @@ class Cuda:
         self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self.current: Callable[[], int] = torch._C._cuda_getDevice
+        self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
+        self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
@@ -124,12 +128,22 @@ class Cuda:
                     log.info("stays in the graph as it is: %s", kept)
                 space = captured.recording.space
                 read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
+            check_libraries(read[0])
             snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
             template = prove(*read, foreign=graphs.freed_memory(snapshot), signatures=signatures_of(namespace))
             second.recording.discard()
             graph.instantiate()
             graphs.upload(graph, torch.cuda.current_stream(self.device).cuda_stream)
-            return Launcher(graph, template)
+            return Launcher(graph, template, direct=not first.recording.fixed)
+
+
+def check_libraries(graph: CapturedGraph) -> None:
+    """Note [Collectives] of `policy`: an operator of the user's may contain one."""
+    for node in graph.nodes:
+        if "nccl" in (name := getattr(node, "name", "")):
+            message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"
+            advice = "name the operator in torch._inductor.config.custom_should_partition_ops, which splits it off"
+            raise Refusal("collective", f"{message}; {advice}")
 
 
 class Apart:
@@ -164,7 +178,7 @@ class Recording:
     def place(self, view: View, alignment: int = 256) -> torch.Tensor:
         """A tensor at an address that is aligned to so many bytes, and not to more if that is less than 256."""
         size = view.extent
-        with _disable_current_modes():  # an operator of ours is none of the region
+        with _no_modes():  # an operator of ours is none of the region
             empty = torch.empty(0, dtype=view.dtype, device=self.device)
             if not size:
                 return empty.new_empty_strided(view.size, view.stride)
@@ -322,6 +336,11 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Without the modes that see operators; most often there are none, and one look tells."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 class _Streams:

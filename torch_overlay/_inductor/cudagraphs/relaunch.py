@@ -1,15 +1,17 @@
 """One captured region, bound to everything that a call needs.
 
 Note [A relaunch]
-1. What doesn't depend on the call is worked out beforehand and bound into one closure, `Relaunch.launch`. What is left
-   for an input is its address; static inputs are compared with what they were by one call into torch, and patched when
-   that fails. A static input that keeps moving is a moving one: the closure is made anew.
-2. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
+1. What doesn't depend on the call is worked out beforehand and bound into one C object (`native_call`), or into one
+   closure where the launcher's nodes are patched in Python. What is left for an input is its address.
+2. The C object compares each input's address with what the executable has. The closure compares the addresses of
+   static inputs with what they were by one call into torch, and patches them when that fails. A static input that
+   keeps moving is a moving one: the closure is made anew.
+3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
    launches of one executable, and a patch concerns later launches alone.
-3. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
+4. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
    is done: whoever gets the memory next comes later on that stream.
-4. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
-5. Saved outputs are views of one slab, which lives as long as one of them.
+5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
+6. Saved outputs are views of one slab, which lives as long as one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.cudagraphs import pointers
+from torch_overlay._inductor.cudagraphs import native_call, pointers
 from torch_overlay._inductor.cudagraphs.layout import (
     Empty,
     Given,
@@ -34,6 +36,7 @@ from torch_overlay._inductor.cudagraphs.layout import (
     SameInput,
     View,
 )
+from torch_overlay._inductor.cudagraphs.native_call import Misaligned, raw, reinterpret
 
 
 if TYPE_CHECKING:
@@ -44,25 +47,16 @@ NOWHERE = 1  # the address of no tensor
 
 live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
 
-_reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
-
-
-class Misaligned(Exception):
-    """An input is less aligned than the one that the graph was captured with."""
-
-
-def raw(size: int) -> tuple[Any, ...]:
-    """Arguments of an allocation of bytes."""
-    return (size,), (1,), torch.uint8
-
 
 class Relaunch:
     """`launch(inputs, originals)` is bound to the layout. `originals` are the caller's tensors where inputs are copies.
+    `attempt(inputs)`, if there is one, finds out by itself whether a graph can be launched, and returns None if not.
 
-    The closure doesn't refer to its `Relaunch`, so that the executable goes when the last reference does.
+    Neither refers to its `Relaunch`, so that the executable goes when the last reference does.
     """
 
     launch: Callable[..., tuple[Any, ...]]
+    attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
 
     def __init__(
         self, device: Any, layout: Layout, launcher: Any, static: Sequence[int], alignments: Sequence[int]
@@ -74,9 +68,20 @@ class Relaunch:
         self.addresses: list[int] = []  # of static inputs, by position
         self.moves: Counter[int] = Counter()
         self.lock = threading.Lock()
-        self.totals = [0, 0]  # launches, nodes patched
-        self.bind()
+        self.counts = [0, 0]
+        self.call = native_call.bind(self)
+        if self.call is None:
+            self.bind()
+        else:
+            self.launch, self.attempt = self.call.launch, self.call.attempt
         live.add(self)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Launches, nodes patched."""
+        if self.call is not None:
+            return self.call.launches, self.call.patched
+        return self.counts[0], self.counts[1]
 
     def bind(self) -> None:
         """A closure with the inputs that are static as far as we know. One made earlier, which another thread may be
@@ -97,21 +102,20 @@ class Relaunch:
             self.bind()
 
     def _bound(self) -> Callable[..., tuple[Any, ...]]:
-        layout, totals, lock, empty = self.layout, self.totals, self.lock, self.device.empty
+        layout, totals, lock, empty = self.layout, self.counts, self.lock, self.device.empty
         patch, replay = self.launcher.patch, self.launcher.replay
         static, addresses = self.static, self.addresses
         moving = [k for k in layout.inputs if k not in static]
-        reader = pointers.implementation()
-        same, addresses_of = reader.same, reader.addresses
+        same, addresses_of = pointers.same, pointers.addresses
         masks = tuple(self.alignments[k] - 1 for k in moving)
-        allocations = tuple(map(self._allocation, layout.own))
+        allocations = tuple(map(self.allocation, layout.own))
         slab_size, scratch_size = layout.saved_size, layout.scratch_size
         slab_arguments, scratch_arguments = raw(slab_size), raw(scratch_size)
         regions = [self.region[k] for k in moving] + [len(layout.inputs) + i for i in range(len(layout.own))]
         regions += [layout.saved_region] * bool(slab_size) + [layout.scratch_region] * bool(scratch_size)
         all_regions = regions + [self.region[k] for k in static]
         static_masks = tuple(self.alignments[k] - 1 for k in static)
-        me, outputs = weakref.ref(self), self._outputs()
+        me, outputs = weakref.ref(self), self.outputs()
 
         def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
             """A static input has moved."""
@@ -150,7 +154,7 @@ class Relaunch:
 
     # -- outputs
 
-    def _primary(self, storage: int) -> View | None:
+    def primary(self, storage: int) -> View | None:
         """The output whose allocation makes the storage, if there is one that is large enough."""
         size = self.layout.storages[storage].size
         for recipe in self.layout.recipes:
@@ -160,12 +164,12 @@ class Relaunch:
                 return recipe.view
         return None
 
-    def _allocation(self, storage: int) -> tuple[Any, ...]:
-        view = self._primary(storage)
+    def allocation(self, storage: int) -> tuple[Any, ...]:
+        view = self.primary(storage)
         size = -(-self.layout.storages[storage].size // 16) * 16
         return raw(size) if view is None else (view.size, view.stride, view.dtype)
 
-    def _outputs(self) -> Callable[[Sequence[Any], list[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]:
+    def outputs(self) -> Callable[[Sequence[Any], Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]:
         layout = self.layout
         recipes = layout.recipes
         own = {number: i for i, number in enumerate(layout.own)}
@@ -185,7 +189,7 @@ class Relaunch:
                 case Empty(view):
                     empties.append((i, (view.size, view.stride, view.dtype)))
                 case OfStorage(number, view) if number in own:
-                    primary = self._primary(number)
+                    primary = self.primary(number)
                     if view == primary and number not in seen:
                         whole.append((i, own[number]))
                     else:
@@ -201,7 +205,7 @@ class Relaunch:
         types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
         empty = self.device.empty
 
-        def outputs(source: Sequence[Any], made: list[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
+        def make(source: Sequence[Any], made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
             result = list(fixed)
             for i, number in whole:
                 result[i] = made[number]
@@ -210,7 +214,7 @@ class Relaunch:
             if slab is not None:
                 typed = {dtype: slab.view(dtype) for dtype in types}
                 for i, dtype, size, stride, offset in of_slab:
-                    result[i] = _reinterpret(typed[dtype], size, stride, offset)
+                    result[i] = reinterpret(typed[dtype], size, stride, offset)
             for i, position in same:
                 result[i] = source[position]
             for i, position, view in of_inputs:
@@ -221,18 +225,18 @@ class Relaunch:
                 result[i] = result[output]
             return tuple(result)
 
-        return outputs
+        return make
 
 
 def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
     if view.dtype == dtype and not view.offset % view.dtype.itemsize:
-        return _reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
+        return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
     return _typed(made, view, view.offset)
 
 
 def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
     if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
-        return _reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
+        return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
     return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
 
 

@@ -27,7 +27,8 @@ from torch._dynamo.utils import counters
 from torch_overlay import config
 from torch_overlay._inductor.cudagraphs import capture, policy, relaunch
 from torch_overlay._inductor.cudagraphs.allocations import namespace_of, observed, Observer, Plan, storages
-from torch_overlay._inductor.cudagraphs.relaunch import Misaligned, Relaunch
+from torch_overlay._inductor.cudagraphs.native_call import Misaligned
+from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
 from torch_overlay._inductor.cudagraphs.template import Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
@@ -70,19 +71,31 @@ class Runner:
         self.lock = threading.Lock()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
         self.captures = 0
+        self.warm_ups = 0  # since the last capture
         self._is_current = device.current, device.index, device.is_capturing
+        self.attempt: Callable[[list[Any]], Any] | None = None  # of the one state there is, if it needs no key
         live_runners.add(self)
 
     def __call__(self, inputs: list[Any]) -> Any:
+        attempt = self.attempt
+        if attempt is not None and (result := attempt(inputs)) is not None:
+            return result
+        return self._by_key(inputs)
+
+    def _by_key(self, inputs: list[Any]) -> Any:
         key_of = self.key_of
         if key_of is None:
             key_of = self.key_of = self._make_key(inputs)
         state = self.states.get(key := key_of(inputs))
         if state is not None and (relaunch := state.relaunch) is not None:
+            if len(self.states) > 1:
+                self._touch(key)
+            if (attempt := relaunch.attempt) is not None:
+                if (result := attempt(inputs)) is not None:
+                    return result
+                return self._slow(key, inputs)
             current, index, is_capturing = self._is_current
             if current() == index and not is_capturing():
-                if len(self.states) > 1:
-                    self._touch(key)
                 try:
                     return relaunch.launch(inputs)
                 except Misaligned:
@@ -129,7 +142,7 @@ class Runner:
         """Gives up all graphs; the next call begins anew."""
         with self.lock:
             self.states.clear()
-            self.key_of = None
+            self.key_of = self.attempt = None
             self.captures = 0
 
     def _touch(self, key: Any) -> None:
@@ -162,7 +175,7 @@ class Runner:
         with self.device.guard():
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
-            if not self._is_ready(state, inputs) and not self._capture(state, inputs):
+            if not self._is_ready(state, inputs) and not self._capture(key, state, inputs):
                 inputs[:] = originals
                 return self.plain(inputs)
             assert state.relaunch is not None
@@ -184,6 +197,10 @@ class Runner:
         random = drawn != [g.get_offset() for g in generators]
         state.plan = observer.plan(made.keys() - given.keys(), Plan(random=random))
         state.warm_in.add(threading.get_ident())
+        self.warm_ups += 1
+        if self.warm_ups == self._most_captures:
+            message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
+            policy.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
         return result
 
     def _is_ready(self, state: State, inputs: Sequence[Any]) -> bool:
@@ -200,12 +217,13 @@ class Runner:
             state.alignments.update(dict.fromkeys(moving, LEAST))
         return ready
 
-    def _capture(self, state: State, inputs: Sequence[Any]) -> bool:
+    def _capture(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
         """Makes the state's graph. False: this call has to do without."""
         if not capture.capturing.acquire(blocking=False):
             return False
         try:
             self.captures += 1
+            self.warm_ups = 0
             alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
             layout, launcher = capture.capture_region(
                 self.device, self.model, inputs, alignments, state.plan, self.code
@@ -228,6 +246,9 @@ class Runner:
         counters["torch_overlay"]["cudagraph_nodes"] += launcher.nodes
         policy.log.info("%s: a graph of %d nodes, %s", self.code.name, launcher.nodes, layout.names())
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
+        with self.lock:
+            if not key and self.states.get(key) is state:
+                self.attempt = state.relaunch.attempt
         if self.captures == self._most_captures:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
             policy.refuse(self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")

@@ -43,9 +43,8 @@ import bisect
 import dataclasses
 import struct
 from dataclasses import dataclass
-from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ ADDRESS = (1 << 48) - 1  # the bits of an address
 LOWEST = 1 << 32
 SMALL = 1 << 16  # below it there is no address, nor one that is shifted
 REACH = 1 << 39
-PIECE = 16
 
 
 class Refusal(Exception):
@@ -166,8 +164,7 @@ class CapturedGraph:
     high: int  # [low, high) is the capture's own address range
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """8 bytes of a node's parameter, at `offset` in it: the base of the region + delta."""
 
     node: int
@@ -258,14 +255,21 @@ def prove(
         raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
     _same_structure(a, b)
     scan = _Scan(AddressMap(a), AddressMap(b), foreign)
+    constants, pointers = scan.constants, scan.pointers
     words: list[Word] = []
     for node_a, node_b in zip(a.nodes, b.nodes):
-        kinds = _parameter_kinds(node_a, signatures or {})
-        for number, (value_a, value_b) in enumerate(zip(node_a.parameters, node_b.parameters)):
+        kinds, index = _parameter_kinds(node_a, signatures or {}), node_a.index
+        for number, ((_, value_a), (_, value_b)) in enumerate(zip(node_a.parameters, node_b.parameters)):
+            kind = kinds[number]
+            if value_a == value_b and (kind == "s" or len(value_a) < 8 or value_a in constants):
+                continue
+            if (place := pointers.get((value_a, value_b, kind))) is not None:
+                words.append(Word(index, number, 0, *place))
+                continue
             try:
-                words += scan.parameter(node_a.index, number, value_a[1], value_b[1], kinds[number])
+                words += scan.parameter(index, number, value_a, value_b, kind)
             except _Found as found:
-                node = f"{node_a.index} ({node_a.name})"
+                node = f"{index} ({node_a.name})"
                 raise Refusal(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
     regions = 1 + max((s.region for s in a.segments), default=-1)
     return Template(regions=regions, nodes=a.nodes, words=tuple(words))
@@ -331,28 +335,22 @@ class _Scan:
         self.upper = a.upper_halves()
         self.first = min((s.address for s in a.segments), default=0)
         self.last = max((s.address + s.size for s in a.segments), default=0)
-        # What was found already: values that are constants, and places of values that are a pointer or nothing.
+        # What was found already: values that are constants, and places of values that are a pointer.
         self.constants: set[bytes] = set()
         self.pointers: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
 
     def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[Word]:
         if value_a == value_b:
-            if kind != "s" and value_a not in self.constants:
-                for offset, word, _ in self._windows(value_a, value_a):
-                    self._unproven(offset, word, word, kind)
-                self.constants.add(value_a)
+            for offset, word, _ in self._windows(value_a, value_a):
+                self._unproven(offset, word, word, kind)
+            self.constants.add(value_a)
             return ()
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
             raise _Found("scalar", 0, message)
-        if len(value_a) == 8:
-            key = value_a, value_b, kind
-            place = self.pointers.get(key)
-            if place is None:
-                window = 0, int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little")
-                place = self.pointers[key] = self._proven([window], kind).get(0, (FIXED, 0))
-            return () if place[0] == FIXED else (Word(node, number, 0, *place),)
         proven = self._proven(self._windows(value_a, value_b), kind)
+        if len(value_a) == 8 and 0 in proven and proven[0][0] != FIXED:
+            self.pointers[value_a, value_b, kind] = proven[0]
         return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
 
     def _proven(self, windows: Sequence[tuple[int, int, int]], kind: str) -> dict[int, tuple[int, int]]:
@@ -374,17 +372,11 @@ class _Scan:
     def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
         """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
         a, b, upper = _halves(value_a), _halves(value_b), self.upper
-        found = []
-        for start in range(0, len(a) - 1, PIECE):  # most of a large value is done with at one look
-            end = start + PIECE + 1
-            of_a, of_b = a[start:end], b[start:end]
-            if of_a != of_b or not upper.isdisjoint(of_a):
-                found += [
-                    (4 * i, low_a | high_a << 32, low_b | high_b << 32)
-                    for i, low_a, high_a, low_b, high_b in zip(count(start), of_a, of_a[1:], of_b, of_b[1:])
-                    if low_a != low_b or high_a != high_b or high_a in upper
-                ]
-        return found
+        differ = [i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]] if a != b else []
+        if not differ and upper.isdisjoint(a):
+            return []
+        starts = {*differ, *[i - 1 for i in differ], *[i - 1 for i, half in enumerate(a) if half in upper]}
+        return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in sorted(starts) if 0 <= i < len(a) - 1]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
         """Accepts a constant or rubbish; anything else is raised."""

@@ -1,0 +1,285 @@
+"""A CUDA driver of our own for tests without a GPU, which checks and records, and the C module built over it.
+
+The driver is a few hundred lines of C. It keeps reservations, mappings and blocks, and refuses what the real one
+refuses: mapping outside of a reservation or twice, access to what is not mapped, freeing addresses that are still
+mapped, and any of it while the thread's capture mode is the strict one. It logs each call in a line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch_overlay._inductor.cudagraphs import native
+
+
+DRIVER = r"""
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t Address;
+typedef struct { Address at; size_t size; uint64_t handle; int access; } Span;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Span reserved[4096], mapped[1 << 16];
+static size_t block_size[4096];
+static int reservations, mappings, block_count, blocks_alive, one_by_one, logging = 1;
+static Address next_address = (Address)0x7e0000000000;
+static char *text;
+static size_t length, capacity, limit;
+static Address lowest;
+static int no_wishes, delivering;
+static void *captured_stream, *broken_stream;
+static struct { char name[64]; int skip, code; } failure;
+static __thread int mode;
+
+static void say(const char *format, ...) {
+    va_list args;
+    if (!logging) return;
+    if (capacity - length < 4096) text = realloc(text, capacity = capacity * 2 + 8192);
+    va_start(args, format);
+    length += vsnprintf(text + length, 4095, format, args);
+    va_end(args);
+    text[length++] = '\n';
+    text[length] = 0;
+}
+static int fails(const char *name) {
+    if (strcmp(failure.name, name) || failure.skip-- > 0) return 0;
+    failure.name[0] = 0;
+    return failure.code;
+}
+void stub_reset(void) {
+    reservations = mappings = block_count = blocks_alive = one_by_one = 0;
+    length = limit = lowest = no_wishes = delivering = 0;
+    captured_stream = broken_stream = NULL;
+    logging = 1;
+    if (text) *text = 0;
+    failure.name[0] = 0;
+}
+void stub_fail(const char *name, int skip, int code) {
+    strcpy(failure.name, name); failure.skip = skip; failure.code = code;
+}
+void stub_quiet(void) { logging = 0; }
+void stub_deliver(void) { delivering = 1; }
+void stub_streams(void *captured, void *broken) { captured_stream = captured; broken_stream = broken; }
+void stub_unmap_one_by_one(void) { one_by_one = 1; }
+void stub_reserve_at(Address at) { lowest = at; }
+void stub_refuse_wishes(void) { no_wishes = 1; }
+void stub_reserve_at_most(size_t size) { limit = size; }
+void stub_left(int *out) { out[0] = reservations; out[1] = mappings; out[2] = blocks_alive; }
+const char *stub_log(void) { return text ? text : ""; }
+void stub_forget(void) { length = 0; if (text) *text = 0; }
+
+int cuGetErrorString(int code, const char **out) {
+    *out = code == 1 ? "invalid argument" : code == 2 ? "out of memory" : code == 900 ? "not permitted" : NULL;
+    return *out ? 0 : 1;
+}
+int cuStreamIsCapturing(void *stream, int *status) {
+    *status = stream == captured_stream;
+    return stream == broken_stream ? 901 : 0;
+}
+/* While we deliver, a node is a place for its values, and an executable is a function. */
+int cuGraphLaunch(void *exec, void *stream) {
+    int code;
+    pthread_mutex_lock(&lock);
+    say("launch %#lx %#lx", (long)exec, (long)stream);
+    code = fails("cuGraphLaunch");
+    pthread_mutex_unlock(&lock);
+    return code || !delivering ? code : ((int (*)(void))exec)();
+}
+int cuCtxGetCurrent(void **out) { *out = (void *)0xc0ffee; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *other) { int old = mode; mode = *other; *other = old; return 0; }
+
+#define CALL(name) int code = 0; pthread_mutex_lock(&lock); if (mode != 2) code = 900; else code = fails(#name);
+#define DONE pthread_mutex_unlock(&lock); return code;
+
+int cuMemGetAllocationGranularity(size_t *out, const int *kind, int option) {
+    CALL(cuMemGetAllocationGranularity)
+    if (!code) *out = 2 << 20;
+    if (kind[0] != 1 || kind[2] != 1 || option) code = 1;
+    DONE
+}
+int cuMemAddressReserve(Address *out, size_t size, size_t alignment, Address wish, unsigned long long flags) {
+    CALL(cuMemAddressReserve)
+    if (!code && (limit && size > limit)) code = 2;
+    if (!code && (size % (2 << 20) || wish % (2 << 20) || flags || (wish && no_wishes))) code = 1;
+    if (!code) {
+        *out = lowest ? lowest : next_address;
+        if (!lowest) next_address += size + (64 << 20);
+        reserved[reservations++] = (Span){*out, size, 0, 0};
+        say("reserve %#lx %zu", *out, size);
+    }
+    DONE
+}
+int cuMemAddressFree(Address at, size_t size) {
+    CALL(cuMemAddressFree)
+    int found = -1;
+    for (int i = 0; i < reservations; i++) if (reserved[i].at == at && reserved[i].size == size) found = i;
+    for (int i = 0; i < mappings; i++) if (mapped[i].at >= at && mapped[i].at < at + size) found = -1;
+    if (!code && found < 0) code = 1;
+    if (!code) { reserved[found] = reserved[--reservations]; say("unreserve %#lx %zu", at, size); }
+    DONE
+}
+int cuMemCreate(uint64_t *out, size_t size, const int *kind, unsigned long long flags) {
+    CALL(cuMemCreate)
+    if (!code && (size % (2 << 20) || flags)) code = 1;
+    if (!code) {
+        block_size[block_count] = size;
+        *out = 1000 + block_count++;
+        blocks_alive++;
+        say("create %lu %zu device %d", *out, size, kind[3]);
+    }
+    DONE
+}
+int cuMemRelease(uint64_t handle) { CALL(cuMemRelease) blocks_alive--; say("destroy %lu", handle); DONE }
+int cuMemMap(Address at, size_t size, size_t offset, uint64_t handle, unsigned long long flags) {
+    CALL(cuMemMap)
+    int inside = 0;
+    for (int i = 0; i < reservations; i++)
+        inside |= at >= reserved[i].at && at + size <= reserved[i].at + reserved[i].size;
+    for (int i = 0; i < mappings; i++) if (at < mapped[i].at + mapped[i].size && mapped[i].at < at + size) inside = 0;
+    if (!code && (!inside || !size || size % (2 << 20) || at % (2 << 20) || flags
+                  || offset)) code = 1;
+    if (!code && size != block_size[handle - 1000]) code = 801;  /* as the driver does */
+    if (!code) {
+        mapped[mappings++] = (Span){at, size, handle, 0};
+        say("map %#lx %zu %zu %lu", at, size, offset, handle);
+    }
+    DONE
+}
+int cuMemUnmap(Address at, size_t size) {
+    CALL(cuMemUnmap)
+    size_t found = 0;
+    int count = 0;
+    for (int i = 0; i < mappings; i++)
+        if (mapped[i].at >= at && mapped[i].at + mapped[i].size <= at + size) { found += mapped[i].size; count++; }
+    if (!code && (found != size || (one_by_one && count > 1))) code = 1;
+    for (int i = 0; !code && i < mappings;)
+        if (mapped[i].at >= at && mapped[i].at < at + size) mapped[i] = mapped[--mappings];
+        else i++;
+    if (!code) say("unmap %#lx %zu", at, size);
+    DONE
+}
+int cuMemSetAccess(Address at, size_t size, const int *access, size_t count) {
+    CALL(cuMemSetAccess)
+    size_t found = 0;
+    for (int i = 0; i < mappings; i++)
+        if (mapped[i].at >= at && mapped[i].at + mapped[i].size <= at + size) found += mapped[i].size;
+    if (!code && (found != size || count != 1 || access[0] != 1 || access[2] != 3)) code = 1;
+    if (!code) say("access %#lx %zu device %d", at, size, access[1]);
+    DONE
+}
+
+/* A function is a table here: the number of its parameters, and their sizes. */
+typedef struct {
+    const uint64_t *func; unsigned shape[7]; void **arguments, **extra; void *kern, *ctx;
+} Kernel;
+static void bytes_of(char *out, const unsigned char *bytes, size_t size) {
+    for (size_t i = 0; i < size; i++) sprintf(out + 2 * i, "%02x", bytes[i]);
+    if (!size) *out = 0;
+}
+int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kernel) {
+    char values[3000] = "-", *at = values;
+    int code;
+    if (delivering) {
+        uint64_t *words = node;
+        pthread_mutex_lock(&lock);
+        if (!(code = fails("cuGraphExecKernelNodeSetParams")))
+            for (uint64_t i = 0; i < words[0]; i++) memcpy(&words[i + 1], kernel->arguments[i], 8);
+        pthread_mutex_unlock(&lock);
+        return code;
+    }
+    if (logging) for (uint64_t i = 0; i < kernel->func[0]; i++) {
+        bytes_of(at, kernel->arguments[i], kernel->func[i + 1]);
+        at += strlen(at);
+        if (i + 1 < kernel->func[0]) *at++ = ',';
+    }
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecKernelNodeSetParams")))
+        say("kernel %#lx %#lx %u,%u,%u %u,%u,%u %u %#lx %#lx %s %#lx %#lx", (long)exec, (long)node, kernel->shape[0],
+            kernel->shape[1], kernel->shape[2], kernel->shape[3], kernel->shape[4], kernel->shape[5], kernel->shape[6],
+            (long)kernel->kern, (long)kernel->ctx, values, (long)kernel, (long)kernel->arguments);
+    if (kernel->extra) code = 1;
+    DONE
+}
+int cuGraphExecMemsetNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {
+    char hex[200];
+    int code;
+    bytes_of(hex, params, 40);
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecMemsetNodeSetParams")))
+        say("fill %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    DONE
+}
+int cuGraphExecMemcpyNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {
+    char hex[500];
+    int code;
+    bytes_of(hex, params, 200);
+    pthread_mutex_lock(&lock);
+    if (!(code = fails("cuGraphExecMemcpyNodeSetParams")))
+        say("copy %#lx %#lx %s %#lx", (long)exec, (long)node, hex, (long)context);
+    DONE
+}
+"""
+
+
+class Driver:
+    """The recording driver, from the tests' side."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.library = ctypes.CDLL(path)
+        self.library.stub_log.restype = ctypes.c_char_p
+        self.library.stub_reserve_at_most.argtypes = [ctypes.c_size_t]
+
+    def fail(self, name: str, code: int, skip: int = 0) -> None:
+        """The call after `skip` more calls of this name fails, once."""
+        self.library.stub_fail(name.encode(), skip, code)
+
+    def calls(self, kind: str | None = None) -> list[list[str]]:
+        lines = [line.split() for line in self.library.stub_log().decode().splitlines()]
+        return lines if kind is None else [line[1:] for line in lines if line[0] == kind]
+
+    def take(self) -> list[list[str]]:
+        lines = self.calls()
+        self.library.stub_forget()
+        return lines
+
+    def left(self) -> tuple[int, int, int]:
+        """Reservations, mappings, blocks."""
+        out = (ctypes.c_int * 3)()
+        self.library.stub_left(out)
+        return tuple(out)  # type: ignore[return-value]
+
+
+@functools.cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Where things are built; it goes with the process."""
+    return tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def driver() -> Driver:
+    from triton.runtime.build import _find_compiler
+
+    source, library = Path(folder().name) / "driver.c", Path(folder().name) / "libdriver.so"
+    source.write_text(DRIVER)
+    command = [_find_compiler("c"), "-O1", "-g", "-shared", "-fPIC", str(source), "-o", str(library), "-lpthread"]
+    subprocess.run(command, check=True)
+    return Driver(str(library))
+
+
+@functools.cache
+def module() -> Any:
+    """The C module of `native`, over this driver."""
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder().name):
+        return native.build(driver().path)

@@ -1,0 +1,253 @@
+"""Code that asked for a CUDA graph gets one, or a reason that is counted, logged and listed: never neither.
+
+Which of them is decided where: by Inductor before there is compiled code, by Inductor with it, when code is split, and
+by us at the first calls. Collectives are the case that needs most of it; they are split off.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.utils import counters
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import capture, policy, runner
+from torch_overlay._inductor.cudagraphs.policy import Code
+from torch_overlay._inductor.cudagraphs.recording import check_libraries
+from torch_overlay._inductor.cudagraphs.runner import Runner
+from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, Refusal
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from relaunch_fakes import FakeDevice, is_tensor
+
+
+class RefusalTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+        policy._refused.clear()
+
+    def refused(self):
+        """(reason, name of the code) of each; the counter agrees."""
+        found = [(r.reason, r.code.name.partition(" of compiled frame")[0]) for r in policy.refused()]
+        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], len(found), policy.refusals())
+        return found
+
+    def compiled(self, fn, *shapes, backward=False, mode="relaunch", device="cuda", **options):
+        """The graphs that were made, in the words of `describe`, and "tree" for those of upstream."""
+        with simulated_gpu(), config.patch(cudagraphs=mode), inductor_config.patch(options):
+            inputs = [torch.randn(shape, device=device, requires_grad=backward) for shape in shapes or [(16, 64)]]
+            self.seen = compile_only(fn, *inputs, mode="reduce-overhead", backward=backward)
+        return [graph.get("relaunch") or "tree" for graph in self.seen.cudagraphs]
+
+
+class TestOfInductor(RefusalTestCase):
+    def test_reason_is_told_for_forward_and_backward(self):
+        made = self.compiled(torch.sin, backward=True, force_disable_cudagraph_TESTING_ONLY=True)
+        self.assertEqual(made, [])
+        self.assertEqual(self.refused(), [("inductor", "forward"), ("inductor", "backward")])
+        self.assertIn("[inductor]: force_disable_cudagraph_TESTING_ONLY", policy.refusals()[0])
+
+    def test_backward_does_without_its_forward(self):
+        """Trees must have both or neither."""
+        for mode, graphs in (("relaunch", 1), ("trees", 0)):
+            policy._refused.clear()
+            counters.clear()
+            with simulated_gpu() as gpu, config.patch(cudagraphs=mode):
+                x = torch.randn(4, device="cuda", requires_grad=True)
+                before = len(gpu.cudagraphs)
+                with inductor_config.patch(force_disable_cudagraph_TESTING_ONLY=True):
+                    y = torch.compile(torch.sin, mode="reduce-overhead")(x)
+                y.sum().backward()
+                self.assertEqual(len(gpu.cudagraphs) - before, graphs)
+            self.assertEqual(self.refused(), [("inductor", "forward")] if graphs else [])
+
+    def test_asked_for_a_graph_or_an_error(self):
+        options = {"force_disable_cudagraph_TESTING_ONLY": True, "triton.cudagraph_or_error": True}
+        with self.assertRaisesRegex(Exception, "runs without a CUDA graph"):
+            self.compiled(torch.sin, **options)
+
+    def test_incompatible_operator_has_its_line_and_what_to_change(self):
+        made = self.compiled(lambda x: x.sin().nonzero(), graph_partition=False)
+        self.assertEqual(made, [])
+        (refusal,) = policy.refusals()
+        self.assertIn("incompatible op aten.nonzero.default; torch._inductor.config.graph_partition = True", refusal)
+        self.assertIn("test_relaunch_refusals.py", refusal)
+
+    def test_cpp_wrapper(self):
+        self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])
+        self.assertEqual([r.reason for r in policy.refused()], ["cpp-wrapper"])
+
+    def test_all_is_split_off(self):
+        made = self.compiled(lambda x: x.nonzero())
+        self.assertEqual((made, self.refused()), ([], [("split", "inference")]))
+        self.assertIn("all of it is split off: ", policy.refusals()[0])
+        self.assertIn("aten.nonzero", policy.refusals()[0])
+
+    def test_too_few_kernels(self):
+        self.assertEqual(self.compiled(torch.sin, **{"triton.cudagraph_min_partition_size": 2}), [])
+        self.assertIn("cudagraph_min_partition_size", policy.refusals()[0])
+
+    def test_part_of_it_is_split_off(self):
+        made = self.compiled(lambda x: x.sin().nonzero())
+        self.assertEqual((len(made), self.refused()), (1, []))
+
+    def test_nothing_to_launch_is_no_refusal(self):
+        for fn, device in ((torch.t, "cuda"), (torch.sin, "cpu")):
+            self.assertEqual(self.compiled(fn, device=device), [])
+        self.assertEqual(self.refused(), [])
+
+    def test_graphs_that_are_not_ours_are_not_told_of(self):
+        for mode in ("trees", "off"):
+            self.compiled(torch.sin, backward=True, mode=mode, force_disable_cudagraph_TESTING_ONLY=True)
+        self.assertEqual(self.refused(), [])
+
+    def test_policy_of_the_user(self):
+        """It may wrap the whole elsewhere."""
+        outside = SimpleNamespace(should_wrap=lambda graph: False, wrap_output=lambda graph: graph)
+        with mock.patch.object(inductor_config, "cudagraph_policy", outside):
+            self.assertEqual(self.compiled(torch.sin), [])
+        self.assertEqual(self.refused(), [])
+
+
+class TestOfCalls(RefusalTestCase):
+    def setUp(self):
+        super().setUp()
+        self.device = FakeDevice()
+        for patch in (mock.patch.object(capture, "is_region", is_tensor), mock.patch.object(runner, "FULL", 64)):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def runner(self, line, bound=64):
+        scope = {"torch": torch, "empty_strided_cuda": self.device.empty}
+        exec(f"def region(args):\n    x, n = args\n    args.clear()\n    return ({line},)", scope)
+        with config.patch(cudagraph_templates=bound):
+            return Runner(scope["region"], Code("a region", 0), self.device)
+
+    def test_no_call_is_the_second_one(self):
+        run = self.runner("x * n", bound=2)
+        for n in range(20):
+            x = torch.randn(4)
+            self.assertEqual(run([x, n])[0], x * n)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 0)
+        self.assertEqual([r.reason for r in policy.refused()], ["first-calls"])
+        self.assertEqual(counters["torch_overlay"]["cudagraph_refusals"], 1)
+
+    def test_each_call_in_a_new_thread(self):
+        run, identities = self.runner("x * n", bound=1), iter(range(100))
+        with mock.patch.object(threading, "get_ident", lambda: next(identities)):
+            for _ in range(6):
+                run([torch.randn(4), 2])
+        self.assertEqual([r.reason for r in policy.refused()], ["first-calls"])
+
+    def test_graphs_for_sizes_that_come_again_are_no_refusal(self):
+        run = self.runner("x * n", bound=2)
+        for n in [1, 1, 2, 2, 3, 3, 1, 1, 1]:
+            run([torch.randn(4), n])
+        self.assertEqual(policy.refusals(), [])
+
+    def test_collective_that_was_not_split_off(self):
+        """As in code that a cache keeps from a compilation for trees."""
+        run = self.runner("x * n if n else torch.ops._c10d_functional.all_reduce(x, 'sum', '0')")
+        for _ in range(3):
+            run([torch.randn(4), 2])
+        self.assertEqual([r.reason for r in policy.refused()], ["collective"])
+        self.assertIn("it contains collectives (_c10d_functional)", policy.refusals()[0])
+
+    def test_collective_inside_an_operator(self):
+        def graph(*names):
+            nodes = [KernelNode(i, i, name, 0, 0, 0, (1, 1, 1), (1, 1, 1), 0, ()) for i, name in enumerate(names)]
+            return CapturedGraph(tuple(nodes), (), (), 0, 0)
+
+        check_libraries(graph("triton_poi_fused_0", "nvjet_tst"))
+        name = "_Z40ncclDevKernel_AllReduce_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE"
+        with self.assertRaisesRegex(Refusal, "calls NCCL.*custom_should_partition_ops"):
+            check_libraries(graph("triton_poi_fused_0", name))
+
+
+class TestDistributed(RefusalTestCase):
+    """In one process: the other rank is made up."""
+
+    def setUp(self):
+        super().setUp()
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+
+    @staticmethod
+    def reduced(x):
+        import torch.distributed._functional_collectives as functional
+
+        y = torch.tanh(x @ x.t())
+        return functional.all_reduce(y, "sum", dist.group.WORLD).relu() + y
+
+    def check_partitions(self, region, *operators):
+        """These collectives stand between the partitions, and none inside."""
+        partitions, _, call = self.seen.calls(region).partition("def call(")
+        self.assertNotIn("_c10d_functional", partitions)
+        for operator in operators:
+            self.assertIn(f"_c10d_functional.{operator}", call)
+
+    def test_collective_is_split_off(self):
+        before, after = self.compiled(self.reduced)
+        self.assertEqual([c.name.rpartition(", ")[2] for c in (before, after)], ["partition 0", "partition 1"])
+        self.assertIn("test_relaunch_refusals.py", after.source)
+        self.check_partitions(0, "all_reduce_", "wait_tensor")
+        self.assertEqual(self.refused(), [])
+
+    def test_collectives_of_a_backward_are_split_off(self):
+        import torch.distributed._functional_collectives as functional
+
+        def fn(x, w):
+            return (functional.all_gather_tensor_autograd((x @ w).tanh(), 0, dist.group.WORLD) @ w).sin()
+
+        made = self.compiled(fn, (16, 64), (64, 64), backward=True)
+        self.assertEqual([c.is_backward for c in made], [False, False, True, True])
+        self.check_partitions(0, "all_gather_into_tensor", "wait_tensor")
+        self.check_partitions(1, "reduce_scatter_tensor", "wait_tensor")
+        self.assertEqual(self.refused(), [])
+
+    def test_trees_capture_collectives_as_before(self):
+        self.assertEqual(self.compiled(self.reduced, mode="trees"), ["tree"])
+        self.assertIn("_c10d_functional.all_reduce_", self.seen.calls().partition("def call(")[0])
+
+    def test_collective_that_can_not_be_split_off(self):
+        self.assertEqual(self.compiled(self.reduced, graph_partition=False), [])
+        self.assertEqual(self.refused(), [("inductor", "inference")])
+        self.assertIn("_c10d_functional.all_reduce.default", policy.refusals()[0])
+
+    def test_each_bucket_of_ddp_gets_its_graphs(self):
+        """What DDP's own code needs real tensors for is left out: here is what Dynamo makes of its buckets."""
+
+        def fn(x, *weights):
+            for w in weights:
+                x = torch.relu(x @ w)
+            return x
+
+        active = SimpleNamespace(bucket_bytes_cap=1 << 20)
+        ddp = torch.nn.parallel.DistributedDataParallel
+        with mock.patch.object(ddp, "_get_active_ddp_module", staticmethod(lambda: active)), simulated_gpu():
+            weights = [torch.nn.Parameter(torch.randn(512, 512, device="cuda")) for _ in range(3)]
+            with config.patch(cudagraphs="relaunch"):
+                made = compile_only(
+                    lambda x: fn(x, *weights), torch.randn(8, 512, device="cuda"), mode="reduce-overhead", backward=True
+                ).cudagraphs
+        kinds = [graph["relaunch"].name.partition(" of")[0] for graph in made]
+        self.assertEqual(sorted(kinds), ["backward"] * 3 + ["forward"] * 3)
+        self.assertEqual(self.refused(), [])
+
+
+if __name__ == "__main__":
+    run_tests()

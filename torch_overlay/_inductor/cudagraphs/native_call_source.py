@@ -1,0 +1,334 @@
+"""A part of the C source of `native`: a relaunch as one call. `relaunch` says what that is, and does it without."""
+
+SOURCE = r"""
+/* ---- calls ---- */
+
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
+typedef struct { int kind; Py_ssize_t number; PyObject *object, *size, *stride, *offset; } Recipe;
+typedef struct { Py_ssize_t position; uint64_t mask; } Input;
+/* Its regions are, in this order: the inputs, the storages of outputs, the slab of saved outputs, the scratch. */
+typedef struct {
+    PyObject_HEAD
+    Blocks *blocks;
+    Py_ssize_t inputs, least, recipes;
+    Input *input;
+    Recipe *recipe;
+    PyObject *allocations;                      /* arguments of `empty`, for each storage */
+    PyObject *slab, *types, *scratch;           /* arguments of `empty`, or None; dtypes of the slab's views */
+    PyObject *empty, *reinterpret, *outputs;    /* outputs: makes what `recipe` can't, or None */
+    PyObject *replay;                           /* keeps the executable; not called if the driver launches */
+    int direct;
+    PyObject *raw_alloc, *raw_delete, *nbytes;  /* of the scratch; None: `empty` */
+    PyObject *current, *index, *stream_of, *is_capturing;
+    PyObject *misaligned, *counters, *group, *counter;
+    PyThread_type_lock lock;                    /* patching and launching are one step */
+    long device;
+    unsigned long long launches, patched;
+} Call;
+static PyTypeObject *call_type;
+static PyObject *name_view;
+
+static void call_dealloc(Call *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    for (Py_ssize_t i = 0; self->recipe && i < self->recipes; i++) {
+        Recipe *each = &self->recipe[i];
+        Py_XDECREF(each->object); Py_XDECREF(each->size); Py_XDECREF(each->stride); Py_XDECREF(each->offset);
+    }
+    PyMem_Free(self->recipe); PyMem_Free(self->input);
+    Py_XDECREF(self->blocks); Py_XDECREF(self->allocations); Py_XDECREF(self->slab); Py_XDECREF(self->types);
+    Py_XDECREF(self->scratch); Py_XDECREF(self->empty); Py_XDECREF(self->reinterpret); Py_XDECREF(self->outputs);
+    Py_XDECREF(self->replay); Py_XDECREF(self->raw_alloc); Py_XDECREF(self->raw_delete); Py_XDECREF(self->nbytes);
+    Py_XDECREF(self->current); Py_XDECREF(self->index); Py_XDECREF(self->stream_of); Py_XDECREF(self->is_capturing);
+    Py_XDECREF(self->misaligned); Py_XDECREF(self->counters); Py_XDECREF(self->group); Py_XDECREF(self->counter);
+    if (self->lock) PyThread_free_lock(self->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+static int read_recipes(Call *self, PyObject *recipes) {
+    Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), types = PyTuple_GET_SIZE(self->types);
+    for (Py_ssize_t i = 0; i < self->recipes; i++) {
+        Recipe *each = &self->recipe[i];
+        Py_ssize_t n, ends[] = {1, i, self->least, made, made, types, 1};
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i), "inOOOO", &each->kind, &n, &each->object, &each->size,
+                              &each->stride, &each->offset)) {
+            memset(each, 0, sizeof *each);
+            return -1;
+        }
+        each->number = n;
+        Py_INCREF(each->object); Py_INCREF(each->size); Py_INCREF(each->stride); Py_INCREF(each->offset);
+        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]) {
+            PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
+            return -1;
+        }
+    }
+    return 0;
+}
+static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"positions", "masks", "allocations", "slab", "types", "scratch", "recipes", "empty",
+        "reinterpret", "outputs", "replay", "direct", "raw_alloc", "raw_delete", "nbytes", "current", "index",
+        "stream_of", "is_capturing", "misaligned", "counters", "group", "counter", NULL};
+    PyObject *positions, *masks, *recipes;
+    Call *self = (Call *)call_type->tp_alloc(call_type, 0);
+    if (!self) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!OOOOpOOOOOOOOOOO", names, &PyTuple_Type, &positions,
+            &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types,
+            &self->scratch, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs, &self->replay,
+            &self->direct, &self->raw_alloc, &self->raw_delete, &self->nbytes, &self->current, &self->index,
+            &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters, &self->group, &self->counter)) {
+        /* What was parsed is borrowed. */
+        memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->blocks = (Blocks *)Py_NewRef(blocks);
+    Py_INCREF(self->allocations); Py_INCREF(self->slab); Py_INCREF(self->types); Py_INCREF(self->scratch);
+    Py_INCREF(self->empty); Py_INCREF(self->reinterpret); Py_INCREF(self->outputs); Py_INCREF(self->replay);
+    Py_INCREF(self->raw_alloc); Py_INCREF(self->raw_delete); Py_INCREF(self->nbytes); Py_INCREF(self->current);
+    Py_INCREF(self->index); Py_INCREF(self->stream_of); Py_INCREF(self->is_capturing); Py_INCREF(self->misaligned);
+    Py_INCREF(self->counters); Py_INCREF(self->group); Py_INCREF(self->counter);
+    self->inputs = PyTuple_GET_SIZE(positions);
+    self->recipes = PyTuple_GET_SIZE(recipes);
+    if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
+        || !(self->recipe = PyMem_Calloc(self->recipes + 1, sizeof(Recipe)))) { PyErr_NoMemory(); goto failed; }
+    if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > blocks->regions) {
+        PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
+        goto failed;
+    }
+    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+        Input *each = &self->input[i];
+        each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
+        each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
+        if (PyErr_Occurred()) goto failed;
+        if (each->position < 0) { PyErr_SetString(PyExc_ValueError, "a negative position"); goto failed; }
+        if (each->position >= self->least) self->least = each->position + 1;
+    }
+    self->device = PyLong_AsLong(self->index);
+    if (PyErr_Occurred() || read_recipes(self, recipes)) goto failed;
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. */
+static int is_time(Call *self, Handle *stream) {
+    PyObject *answer = PyObject_CallNoArgs(self->current);
+    int status = 0;
+    long device;
+    if (!answer) return -1;
+    device = PyLong_AsLong(answer);
+    Py_DECREF(answer);
+    if (device != self->device) return PyErr_Occurred() ? -1 : 0;
+    if (self->stream_of != Py_None) {
+        if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
+        *stream = PyLong_AsVoidPtr(answer);
+        Py_DECREF(answer);
+        if (PyErr_Occurred()) return -1;
+        return !cu.is_capturing(*stream, &status) && !status;
+    }
+    if (!(answer = PyObject_CallNoArgs(self->is_capturing))) return -1;
+    status = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return status < 0 ? -1 : !status;
+}
+/* 1: read. 0: one is misaligned. -1: an error. */
+static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
+    uint64_t bad = 0;
+    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+        const Input *each = &self->input[i];
+        PyObject *item = PyList_GET_ITEM(inputs, each->position);
+        if (!field_address(item, &base[i])) {
+            int code;
+            Py_INCREF(item);
+            code = asked_address(item, &base[i]);
+            Py_DECREF(item);
+            if (code) return -1;
+            if (PyList_GET_SIZE(inputs) < self->least) {
+                PyErr_SetString(PyExc_RuntimeError, "the list of inputs changed while it was read");
+                return -1;
+            }
+        }
+        bad |= base[i] & each->mask;
+    }
+    return !bad;
+}
+typedef struct { PyObject *made, *slab, *scratch; } Memory; /* scratch: a tensor, or the address of raw memory */
+
+static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
+    base += self->inputs;
+    if (!(memory->made = PyTuple_New(count))) return -1;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *made = PyObject_Call(self->empty, PyTuple_GET_ITEM(self->allocations, i), NULL);
+        if (!made) return -1;
+        PyTuple_SET_ITEM(memory->made, i, made);
+        if (address_of(made, base++)) return -1;
+    }
+    if (self->slab != Py_None && (!(memory->slab = PyObject_Call(self->empty, self->slab, NULL))
+                                  || address_of(memory->slab, base))) return -1;
+    base++;
+    if (self->scratch == Py_None) return 0;
+    if (self->raw_alloc == Py_None) {
+        memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
+        return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
+    } else {
+        PyObject *number = PyLong_FromVoidPtr(stream), *args[] = {self->nbytes, number};
+        if (!number) return -1;
+        memory->scratch = PyObject_Vectorcall(self->raw_alloc, args, 2, NULL);
+        Py_DECREF(number);
+        if (!memory->scratch) return -1;
+        *base = PyLong_AsUnsignedLongLong(memory->scratch);
+        return PyErr_Occurred() ? -1 : 0;
+    }
+}
+static int free_scratch(Call *self, Memory *memory) {
+    PyObject *scratch = memory->scratch, *done = NULL, *type = NULL, *value = NULL, *trace = NULL;
+    if (!scratch) return 0;
+    memory->scratch = NULL;
+    if (self->raw_alloc == Py_None) { Py_DECREF(scratch); return 0; }
+    PyErr_Fetch(&type, &value, &trace);
+    done = PyObject_CallOneArg(self->raw_delete, scratch);
+    Py_DECREF(scratch);
+    if (type) { PyErr_Clear(); PyErr_Restore(type, value, trace); } /* the first error is the one to tell */
+    if (!done) return -1;
+    Py_DECREF(done);
+    return 0;
+}
+static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
+    Blocks *blocks = self->blocks;
+    size_t regions = (size_t)self->inputs;
+    Py_ssize_t set = -1;
+    int code = 0;
+    if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS
+        PyThread_acquire_lock(self->lock, WAIT_LOCK);
+        Py_END_ALLOW_THREADS
+    }
+    regions += (size_t)PyTuple_GET_SIZE(self->allocations);
+    if (blocks->busy) PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
+    else {
+        blocks->busy = 1;
+        memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
+        memcpy(blocks->given, blocks->known, blocks->regions);
+        for (size_t r = 0; r < regions + 2 && r < blocks->regions; r++) {
+            if (r == regions && self->slab == Py_None) continue;
+            if (r == regions + 1 && self->scratch == Py_None) continue;
+            blocks->fresh[r] = base[r];
+            blocks->given[r] = 1;
+        }
+        if ((set = set_nodes(blocks)) >= 0) {
+            self->patched += (unsigned long long)set;
+            if (self->direct) {
+                Py_BEGIN_ALLOW_THREADS
+                code = cu.launch(blocks->exec, stream);
+                Py_END_ALLOW_THREADS
+                if (code) { fail(code, "cuGraphLaunch"); set = -1; }
+            } else {
+                PyObject *done = PyObject_CallNoArgs(self->replay);
+                if (!done) set = -1;
+                Py_XDECREF(done);
+            }
+        }
+        blocks->busy = 0;
+        if (set >= 0) self->launches++;
+    }
+    PyThread_release_lock(self->lock);
+    return set < 0 ? -1 : 0;
+}
+static PyObject *view_of(Call *self, PyObject *of, const Recipe *recipe) {
+    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset};
+    return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
+}
+/* A new reference: the slab as a tensor of each dtype. */
+static PyObject *typed_slabs(Call *self, PyObject *slab) {
+    Py_ssize_t count = PyTuple_GET_SIZE(self->types);
+    PyObject *typed = PyTuple_New(slab ? count : 0);
+    for (Py_ssize_t i = 0; typed && i < PyTuple_GET_SIZE(typed); i++) {
+        PyObject *one = PyObject_CallMethodOneArg(slab, name_view, PyTuple_GET_ITEM(self->types, i));
+        if (!one) Py_CLEAR(typed);
+        else PyTuple_SET_ITEM(typed, i, one);
+    }
+    return typed;
+}
+static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
+    PyObject *result, *typed;
+    if (self->outputs != Py_None) {
+        PyObject *args[] = {source, memory->made, memory->slab ? memory->slab : Py_None};
+        return PyObject_Vectorcall(self->outputs, args, 3, NULL);
+    }
+    if (!(typed = typed_slabs(self, memory->slab))) return NULL;
+    if (!(result = PyTuple_New(self->recipes))) { Py_DECREF(typed); return NULL; }
+    for (Py_ssize_t i = 0; i < self->recipes; i++) {
+        const Recipe *each = &self->recipe[i];
+        PyObject *out = NULL;
+        switch (each->kind) {
+        case GIVEN: out = Py_NewRef(each->object); break;
+        case REPEATED: out = Py_NewRef(PyTuple_GET_ITEM(result, each->number)); break;
+        case SAME: out = PySequence_GetItem(source, each->number); break;
+        case WHOLE: out = Py_NewRef(PyTuple_GET_ITEM(memory->made, each->number)); break;
+        case PART: out = view_of(self, PyTuple_GET_ITEM(memory->made, each->number), each); break;
+        case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each); break;
+        case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
+        }
+        if (!out) { Py_CLEAR(result); break; }
+        PyTuple_SET_ITEM(result, i, out);
+    }
+    Py_DECREF(typed);
+    return result;
+}
+/* counters[group][counter] += 1 */
+static int count_launch(Call *self) {
+    PyObject *group = PyObject_GetItem(self->counters, self->group), *before, *one, *after = NULL;
+    int code = -1;
+    if (!group) return -1;
+    before = PyObject_GetItem(group, self->counter);
+    one = PyLong_FromLong(1);
+    if (before && one && (after = PyNumber_Add(before, one))) code = PyObject_SetItem(group, self->counter, after);
+    Py_DECREF(group); Py_XDECREF(before); Py_XDECREF(one); Py_XDECREF(after);
+    return code;
+}
+/* `careful`: None if this is not the time for a launch, or an input is misaligned. */
+static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
+    uint64_t few[512], *base = few;
+    size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
+    Memory memory = {NULL, NULL, NULL};
+    PyObject *result = NULL, *number;
+    Handle stream = NULL;
+    int code;
+    if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
+        if (careful) Py_RETURN_NONE;
+        return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);
+    }
+    if (careful) {
+        if ((code = is_time(self, &stream)) < 0) return NULL;
+        if (!code) Py_RETURN_NONE;
+    } else if (self->stream_of != Py_None) {
+        if (!(number = PyObject_CallOneArg(self->stream_of, self->index))) return NULL;
+        stream = PyLong_AsVoidPtr(number);
+        Py_DECREF(number);
+        if (PyErr_Occurred()) return NULL;
+    }
+    if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
+    if ((code = read_inputs(self, inputs, base)) <= 0) {
+        if (!code && careful) result = Py_NewRef(Py_None);
+        else if (!code) PyErr_SetNone(self->misaligned);
+        goto done;
+    }
+    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
+        && !free_scratch(self, &memory)
+        && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
+        && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
+        Py_CLEAR(result);
+    free_scratch(self, &memory);
+done:
+    if (base != few) PyMem_Free(base);
+    Py_XDECREF(memory.made);
+    Py_XDECREF(memory.slab);
+    return result;
+}
+static PyObject *call_attempt(Call *self, PyObject *inputs) { return run(self, inputs, NULL, 1); }
+static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
+    return run(self, args[0], count == 2 ? args[1] : NULL, 0);
+}
+"""
