@@ -57,7 +57,7 @@ class Access:
     layout: Layout | None  # None: all of the block
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Block:
     """Memory of the allocator, through all tensors that live in it one after the other."""
 
@@ -108,6 +108,7 @@ class Machine(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_idle = False  # what a region that asks is told
         self.clocks: dict[str, Clock] = {}
         self.objects: dict[str, Handle] = {}
         self.current: dict[int, str] = {}
@@ -282,7 +283,7 @@ class Region:
         return self.machine.object(f"object{self.fields['objects'][name] if where is None else where}")
 
     def enter(self) -> tuple[Any, ...]:
-        return (frame := Frame(self)), *map(frame.named, self.fields.get("returns", ()))
+        return (frame := Frame(self)), *map(frame.result, self.fields.get("returns", ()))
 
 
 class Frame:
@@ -290,7 +291,21 @@ class Frame:
         self.region = region
         self.events = [Handle(region.machine, "event of a region") for _ in range(region.count)]
         self.streams = {name: region.find(name) for name in region.streams}
-        self.run("entry")
+        self.caller = next(iter(self.streams.values()))
+        self.spread = "follows" not in region.fields or not region.machine.is_idle
+        if self.spread:
+            self.run("entry")
+        else:  # the host was told that these streams hold nothing
+            for stream in (self.caller, *self.followers()):
+                region.machine.clock(HOST).join(region.machine.clock(stream.name))
+
+    def followers(self) -> list[Handle]:
+        return [self.streams[name] for name in self.region.fields["follows"]]
+
+    def result(self, name: str) -> Any:
+        if name.startswith("spread"):
+            return self.spread
+        return self.named(name) if self.spread or not name.endswith("_raw") else self.caller
 
     def named(self, name: str) -> Handle:
         if name.startswith("ev") and name[2].isdigit():
@@ -303,7 +318,11 @@ class Frame:
             getattr(self.named(event), kind.partition("_")[0])(self.streams[stream])
 
     def leave(self) -> None:
-        self.run("exit")
+        if self.spread:
+            self.run("exit")
+        else:
+            for stream in self.followers():
+                self.region.machine.clock(stream.name).join(self.region.machine.clock(self.caller.name))
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
@@ -391,7 +410,19 @@ def _unjoined(machine: Machine, outputs: Any) -> Iterator[str]:
 
 
 def check(text: str, joined: bool = True, owned: bool = False, misaligned: bool = False, calls: int = 2) -> list[str]:
-    """The races of a wrapper; `owned` says that the caller keeps no reference to the inputs."""
+    """The races of a wrapper; `owned` says that the caller keeps no reference to the inputs. A wrapper that asks
+    whether its streams are idle is told so in all, in none, and in every second of its calls.
+    """
+    found: dict[str, None] = {}
+    answers = [(False, False)]
+    if "follows=" in text:
+        answers += [(True, True), (True, False), (False, True)]
+    for idle in answers:
+        found.update(_run(text, joined, owned, misaligned, [idle[call % 2] for call in range(calls)]))
+    return list(found)
+
+
+def _run(text: str, joined: bool, owned: bool, misaligned: bool, idle: list[bool]) -> dict[str, None]:
     machine = Machine()
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -399,7 +430,7 @@ def check(text: str, joined: bool = True, owned: bool = False, misaligned: bool 
 
     with mock.patch.object(torch.Tensor, "record_stream", record_stream), machine:
         scope = load(machine, text, misaligned)
-        for _ in range(calls):
+        for machine.is_idle in idle:
             args = _make_args(machine, scope)
             held = None if owned else list(args)
             outputs = scope["call"](args)
@@ -409,4 +440,4 @@ def check(text: str, joined: bool = True, owned: bool = False, misaligned: bool 
                 for clock in list(machine.clocks.values()):
                     machine.clock(AMBIENT).join(clock)
             del args, held, outputs
-    return list(machine.races)
+    return machine.races

@@ -22,7 +22,8 @@ streams: bool = Config(default=True, env_name_default="TORCH_OVERLAY_STREAMS")
 native_events: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_EVENTS")
 
 # A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,
-# costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. 0 keeps every
+# costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. A region in which
+# every kernel takes less than this keeps to the caller's stream in each call that finds the device idle. 0 keeps every
 # branch where the user put it.
 fold_branches_below_us: float = 5.0
 
@@ -40,7 +41,8 @@ cudagraph_verify: bool = Config(default=False, env_name_default="TORCH_OVERLAY_C
 # of the same behaviour.
 native_relaunch: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_RELAUNCH")
 
-# These decide what is done with compiled code, and nothing about the code: caches serve it to either choice.
+# These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. The one
+# exception are collectives, which our graphs need split off; code that a cache has with them inside is refused.
 _cache_config_ignore_prefix = ["cudagraph", "native_relaunch"]
 
 

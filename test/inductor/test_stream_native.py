@@ -68,10 +68,11 @@ current = Current()
 thread = types.SimpleNamespace(objects=None)
 turned = []
 
-def region(indices, events, entry=(), exit=(), results=(), distinct=()):
+def region(indices, events, entry=(), exit=(), results=(), distinct=(), follows=None):
     return native.Region(device=0, indices=indices, events=events, entry=entry, exit=exit, results=results,
         distinct=distinct, thread=thread, stream_type=Stream, current_raw=current.raw, current=current.stream,
-        resolve=lambda found: Stream(found.cuda_stream) if isinstance(found, Alike) else found, aliased=turned.append)
+        resolve=lambda found: Stream(found.cuda_stream) if isinstance(found, Alike) else found, aliased=turned.append,
+        follows=follows)
 
 def calls():
     return driver.noted_calls().decode().strip()
@@ -209,6 +210,56 @@ query@9 record1@11 wait1@12
 """,
         )
 
+    def test_idle_streams_follow_the_callers(self):
+        """Note [Streams can't pay on an idle device]: asked are all, captured is none."""
+        output = self.run_script("""
+            r = region(**fork, results=(("spread", 0), ("raw", 0), ("raw", 1), ("stream", 1)), follows=(1, 2))
+            one = Stream(11)
+            thread.objects = (None, one, Stream(12))
+            for idle, capturing in ((0, 0), (1, 0), (1, 9), (1, 12), (1, 0)):
+                driver.set_idle(idle)
+                driver.set_capturing(capturing, 1)
+                frame, spread, ambient, raw, stream = r.enter()
+                assert ambient == 9 and raw == (11 if spread else 9) and stream is one
+                print(spread, calls())
+                frame.leave()
+                print("leave", calls())
+                driver.set_capturing(capturing, 0)
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+True create1 create2 create3 query@9 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+leave record3@11 wait3@9 wait3@12
+False query@9 query@11 query@12
+leave record1@9 wait1@11 wait1@12
+True record1@11 record2@9 wait2@11 wait2@12
+leave record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
+True query@9 query@11 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+leave record3@11 wait3@9 wait3@12
+False query@9 query@11 query@12
+leave record1@9 wait1@11 wait1@12
+""",
+        )
+
+    def test_streams_that_turn_out_to_be_one_are_spread(self):
+        output = self.run_script("""
+            r = region(**fork, results=(("spread", 0),), distinct=(0, 1, 2), follows=(1, 2))
+            driver.set_idle(1)
+            for second in (11, 12):
+                thread.objects = (None, Stream(11), Stream(second))
+                frame, spread = r.enter()
+                frame.leave()
+                print(spread, turned)
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+True [True, False]
+False [True, False]
+""",
+        )
+
     def test_streams_that_turn_out_to_be_one(self):
         output = self.run_script("""
             r = region(**fork, distinct=(0, 1, 2))
@@ -250,6 +301,9 @@ query@9 record1@11 wait1@12
             print(fails(ValueError, lambda: region((-1,), 1, entry=(("forget", 0, 0),))))
             print(fails(ValueError, lambda: region((-1,), 1, results=(("raw", 1),))))
             print(fails(ValueError, lambda: region((-1,), 1, distinct=(1,))))
+            print(fails(ValueError, lambda: region((-1, 1), 1, follows=(2,))))
+            print(fails(ValueError, lambda: region((-1, 1), 0, follows=())))
+            print(fails(TypeError, lambda: region((-1, 1), 1, follows=[1])))
         """)
         self.assertExpectedInline(
             output,
@@ -262,6 +316,9 @@ Region: an operation names an event or a stream that it doesn't have
 Region: unknown kind 'forget'
 Region: a result names an event or a stream it doesn't have
 Region: distinct names a stream that the region doesn't have
+Region: follows names a stream that the region doesn't have
+Region: streams that follow need an event
+Region: follows is a tuple or None
 """,
         )
 

@@ -27,6 +27,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
+from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_devices
 
@@ -156,7 +157,7 @@ def define_region(root: Any, name: str, **fields: Any) -> None:
     """Write the statement that defines a region into the generated module's header; empty fields are left out."""
     root.header.writeline(f"{name} = region(")
     for key, value in fields.items():
-        if value or key in ("device", "streams"):
+        if value or key in ("device", "streams") or value == () and key == "follows":
             text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
             root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
     root.header.writeline(")")
@@ -187,6 +188,10 @@ class RegionEmitter:
         if self.device is not None:
             self.named(ambient_stream(self.device))
         self.may_alias: list[int] = []
+        self.follows: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
+        if self.device is not None and follows_one_stream_when_idle(region):
+            self.follows = [s for s in self.plan.streams if ambient_device(s) is None]
+            self.use(self.spread)
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.is_defined = False
@@ -218,6 +223,14 @@ class RegionEmitter:
     def event(self, index: int) -> str:
         return f"ev{index}{self.suffix}"
 
+    @property
+    def spread(self) -> str:
+        return f"spread{self.suffix}"
+
+    def if_spread(self, text: str) -> str:
+        """What only a call that uses the side streams does."""
+        return f"if {self.spread}: {text}" if self.follows else text
+
     def object(self, index: int) -> str:
         self.objects[index] = None
         return f"event{index}{self.suffix}"
@@ -230,7 +243,10 @@ class RegionEmitter:
     def write_operation(self, operation: tuple[str, Event, int]) -> None:
         kind, event, stream = operation
         name = self.use(self.event(event.index))
-        self.write(f"{name}.synchronize()" if stream == HOST else f"{name}.{kind}({self.handle(stream)})")
+        if stream == HOST:
+            self.write(f"{name}.synchronize()")
+        else:
+            self.write(self.if_spread(f"{name}.{kind}({self.handle(stream)})"))
 
     def at_boundary(self, operation: tuple[str, Event, int]) -> Operation:
         kind, event, stream = operation
@@ -308,8 +324,24 @@ class RegionEmitter:
         waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
         self.write_boundary_waits(last)
+        self.lend_gradients()
         self.may_alias = self.find_aliases()
         self.wrapper.writeline(EndRegion(self))
+
+    def lend_gradients(self) -> None:
+        """A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
+        when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
+        stream to stream; here it does not see that the gradient moves.
+        """
+        if self.region.enclosed or not V.graph.is_backward:
+            return
+        real = self.scheduler.mutation_real_name
+        for name in dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names()):
+            stream = self.plan.memory.get(name)
+            if stream is None or name in V.graph.graph_inputs or ambient_device(stream) is not None:
+                continue
+            device = V.graph.get_buffer(name).get_device()
+            self.write(f"{name}.record_stream({self.stream(ambient_stream(device.index or 0))})")
 
     def release(self, here: int) -> None:
         due = [free for at, free in self.pending if at <= here]
@@ -351,7 +383,7 @@ class RegionEmitter:
             f"_region{self.number}",
             device=self.device,
             streams=streams,
-            events=len(self.plan.events),
+            events=max(len(self.plan.events), 1 if self.follows else 0),
             entry=tuple(self.entry),
             exit=tuple(self.exit),
             returns=tuple(self.returned),
@@ -359,6 +391,9 @@ class RegionEmitter:
             distinct=tuple(map(self.named, self.may_alias)),
             waits_again=tuple(self.object(int(w.token[1:])) for w in self.plan.boundary_waits if self.may_alias),
             records_again=tuple(self.recorded if self.may_alias else ()),
+            follows=tuple(self.named(s) for s in self.follows if f"s{s}" not in self.region.private)
+            if self.follows
+            else None,
         )
 
     def prologue(self) -> list[str]:
@@ -488,7 +523,8 @@ def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
         return
     current[device] = stream
     switch = "set_stream" if region["guards"] else "restore_stream"  # without a guard the device must stay as it is
-    out.append(StreamLine(f"{switch}({region['emitter'].stream(stream)})"))
+    emitter = region["emitter"]
+    out.append(StreamLine(emitter.if_spread(f"{switch}({emitter.stream(stream)})")))
 
 
 def _restore(out: list[Any], region: dict[str, Any]) -> None:
@@ -497,7 +533,7 @@ def _restore(out: list[Any], region: dict[str, Any]) -> None:
         return
     emitter = region["emitter"]
     devices = sorted(region["current"], reverse=True)
-    statements = [f"restore_stream({emitter.stream(ambient_stream(device))})" for device in devices]
+    statements = [emitter.if_spread(f"restore_stream({emitter.stream(ambient_stream(device))})") for device in devices]
     # The records and waits at the region's end need no current stream: they stand after the block.
     tail = len(out)
     while (

@@ -7,7 +7,8 @@ can gain is at most the device time of its own work. So a branch that consists o
 time than a launch costs runs on the ambient stream, where it is fused. Since order in a graph is data dependence
 (Note [Streams are placement, dependencies are order] in `stream_planner`), moving a node to another stream is always
 legal. What the outside may know of the branch's stream stays true: its nodes come after what the stream held before,
-and the stream is ordered behind them at the exit.
+and the stream is ordered behind them at the exit. A branch whose result the caller gets stays where it is: that
+result is memory of its stream, which the caller may use there and drop while the stream still reads it.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ def _is_pointwise(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    view = any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
-    if not (torch.Tag.pointwise in target.tags or view or target in _ALSO_POINTWISE):
+    if not (torch.Tag.pointwise in target.tags or _is_view(node) or target in _ALSO_POINTWISE):
         return False
     devices = {_device(n) for n in (node, *node.all_input_nodes)}
     return len(devices) == 1 and None not in devices and torch.device("cpu") not in devices
@@ -74,13 +74,52 @@ def _bytes(node: Node) -> int | None:
 
 
 @functools.cache
-def _bytes_per_us(device_index: int) -> float:
+def bytes_per_us(device_index: int) -> float:
     """Memory bandwidth of the device by its clock and bus width."""
     properties: Any = torch.cuda.get_device_properties(device_index)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     if clock and width:
         return 2 * clock * 1e3 * width / 8 / 1e6
     return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and stays
+
+
+@functools.cache
+def flops_per_us(device_index: int, element_size: int) -> float:
+    """Floating-point operations of the device's matrix units, at most; what the oldest supported ones do per clock."""
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    clock = getattr(properties, "clock_rate", 0) or 1e6  # kHz
+    per_clock = {1: 2048, 2: 1024, 4: 256}.get(element_size, 64)
+    return properties.multi_processor_count * per_clock * clock / 1e3
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+
+
+def handed_out(graph: Graph, is_backward: bool) -> set[int]:
+    """Positions of the outputs that the caller gets; the others are kept for the backward. A backward's are all."""
+    (output,) = graph.find_nodes(op="output")
+    values: Any = output.args[0]
+    positions = range(len(values)) if isinstance(values, (list, tuple)) else range(1)
+    visible = output.meta.get("user_visible_output_idxs")
+    return set(positions) if is_backward or visible is None else set(positions) & set(visible)
+
+
+def _results(graph: Graph, is_backward: bool) -> set[Node]:
+    """The nodes whose memory the caller gets."""
+    (output,) = graph.find_nodes(op="output")
+    values: Any = output.args[0]
+    values = list(values) if isinstance(values, (list, tuple)) else [values]
+    found: set[Node] = set()
+    for position in handed_out(graph, is_backward):
+        value = values[position]
+        while isinstance(value, torch.fx.Node) and value not in found:
+            found.add(value)
+            value = value.args[0] if _is_view(value) and value.args else None
+    return found
 
 
 def _device_us(branch: list[Node]) -> float | None:
@@ -95,19 +134,22 @@ def _device_us(branch: list[Node]) -> float | None:
             return None
         total += size
     device = next((d for n in branch if (d := _device(n)) is not None), None)
-    return total / _bytes_per_us(device.index or 0) if device is not None else None
+    return total / bytes_per_us(device.index or 0) if device is not None else None
 
 
-def fold_branches(graph: Graph, limit_us: float) -> list[int]:
+def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> list[int]:
     """Move branches that can't pay to the ambient stream; the streams that were folded."""
     branches: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (stream := node_stream(node)) and not is_stream_op(node):
             branches.setdefault(stream, []).append(node)
     visible = {arg for n in graph.nodes if is_stream_op(n) for arg in n.args if isinstance(arg, int)}
+    results = _results(graph, is_backward)
     folded = []
     for stream, branch in branches.items():
         if stream in visible or not all(_is_pointwise(n) and _is_private_branch(n) for n in branch):
+            continue
+        if not results.isdisjoint(branch):
             continue
         time = _device_us(branch)
         if time is None or time >= limit_us:

@@ -84,7 +84,7 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
         order_graph(gm.graph)
         download_in_place(gm.graph)
         if config.fold_branches_below_us > 0:
-            fold_branches(gm.graph, config.fold_branches_below_us)
+            fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     original(lowering, gm, *args, **kwargs)
 
 

@@ -136,18 +136,18 @@ static PyType_Spec spec = {"torch_overlay_events.Event", sizeof(Event), 0, Py_TP
 /* A region of generated code: what it looks up, records and waits for when it is entered and left. */
 typedef struct { int kind, event, stream; } Operation;
 enum { RECORD, RECORD_BUSY, RECORD_ENTRY, WAIT, WAIT_ENTRY, WAIT_EXIT };
-enum { RAW, STREAM, EVENT, OBJECT };
+enum { RAW, STREAM, EVENT, OBJECT, SPREAD };
 static const char *const operation_kinds[] = {"record", "record_busy", "record_entry", "wait", "wait_entry",
                                               "wait_exit", NULL};
-static const char *const result_kinds[] = {"raw", "stream", "event", "object", NULL};
+static const char *const result_kinds[] = {"raw", "stream", "event", "object", "spread", NULL};
 
 typedef struct {
     PyObject_HEAD
     PyObject *device, *thread, *stream_type, *current_raw, *current, *resolve, *aliased, *frames;
     PyObject *objects_name, *handle_name;
-    Py_ssize_t streams, results, entries, exits, distincts, count;
+    Py_ssize_t streams, results, entries, exits, distincts, follows, count;  /* follows: -1 where there is no choice */
     Py_ssize_t *indices;  /* of each stream in the table of the running graph; -1: the current stream of the device */
-    int *distinct;
+    int *distinct, *follow;
     Operation *entry, *exit;
     struct { int kind; Py_ssize_t which; } *result;
 } Region;
@@ -158,7 +158,7 @@ typedef struct {
     PyObject **streams;
     Handle *raw;
     Py_ssize_t count;
-    int aliased;
+    int aliased, spread;
 } Frame;
 
 static PyTypeObject *frame_type, *event_type;
@@ -217,6 +217,34 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
     if (code) { fail(code, "a region's events"); return -1; }
     return 0;
 }
+/* Note [Streams can't pay on an idle device] in stream_idle.py. A captured stream can't be asked. */
+static int frame_holds_nothing(Frame *self) {
+    Region *region = self->region;
+    Event *first = (Event *)PyTuple_GET_ITEM(self->events, 0);
+    int pushed = 0, idle;
+    if (self->aliased || enter(first->context, &pushed)) return 0;
+    idle = !is_capturing(self->raw[0]) && !cu.query(self->raw[0]);
+    for (Py_ssize_t i = 0; i < region->follows && idle; i++) {
+        Handle stream = self->raw[region->follow[i]];
+        idle = !is_capturing(stream) && !cu.query(stream);
+    }
+    leave(pushed);
+    return idle;
+}
+/* The side streams go on behind what ran on the caller's stream in their place. */
+static int frame_order_behind(Frame *self) {
+    Region *region = self->region;
+    Event *event;
+    int pushed = 0, code;
+    if (!region->follows) return 0;
+    event = (Event *)PyTuple_GET_ITEM(self->events, 0);
+    if (!(code = enter(event->context, &pushed))) code = cu.record(event->event, self->raw[0]);
+    for (Py_ssize_t i = 0; i < region->follows && !code; i++)
+        code = cu.wait(self->raw[region->follow[i]], event->event, 0);
+    leave(pushed);
+    if (code) { fail(code, "a region's events"); return -1; }
+    return 0;
+}
 static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
     Region *region = self->region;
     Py_ssize_t index = region->indices[slot];
@@ -243,7 +271,8 @@ static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
 static PyObject *frame_result(Frame *self, PyObject *table, int kind, Py_ssize_t which) {
     Region *region = self->region;
     switch (kind) {
-    case RAW: return PyLong_FromVoidPtr(self->raw[which]);
+    case RAW: return PyLong_FromVoidPtr(self->raw[self->spread ? which : 0]);
+    case SPREAD: return PyBool_FromLong(self->spread);
     case STREAM:
         if (!self->streams[which]) self->streams[which] = PyObject_CallOneArg(region->current, region->device);
         return Py_XNewRef(self->streams[which]);
@@ -288,7 +317,8 @@ static PyObject *region_enter(Region *self, PyObject *unused) {
         if (!done) goto failed;
         Py_DECREF(done);
     }
-    if (frame_run(frame, self->entry, self->entries)) goto failed;
+    frame->spread = self->follows < 0 || !frame_holds_nothing(frame);
+    if (frame->spread && frame_run(frame, self->entry, self->entries)) goto failed;
     if (!(results = PyTuple_New(self->results + 1))) goto failed;
     for (Py_ssize_t i = 0; i < self->results; i++) {
         PyObject *one = frame_result(frame, table, self->result[i].kind, self->result[i].which);
@@ -308,7 +338,7 @@ static PyObject *frame_leave(Frame *self, PyObject *unused) {
     Region *region = self->region;
     PyObject *done;
     if (!region) return PyErr_Format(PyExc_RuntimeError, "leave() of a region that was left already");
-    if (frame_run(self, region->exit, region->exits)) return NULL;
+    if (self->spread ? frame_run(self, region->exit, region->exits) : frame_order_behind(self)) return NULL;
     Py_INCREF((PyObject *)region);
     frame_clear(self);
     done = PyList_Append(region->frames, (PyObject *)self) ? NULL
@@ -346,21 +376,21 @@ static void region_dealloc(Region *self) {
     Py_XDECREF(self->device); Py_XDECREF(self->thread); Py_XDECREF(self->stream_type); Py_XDECREF(self->current_raw);
     Py_XDECREF(self->current); Py_XDECREF(self->resolve); Py_XDECREF(self->aliased); Py_XDECREF(self->frames);
     Py_XDECREF(self->objects_name); Py_XDECREF(self->handle_name);
-    PyMem_Free(self->indices); PyMem_Free(self->distinct); PyMem_Free(self->entry); PyMem_Free(self->exit);
-    PyMem_Free(self->result);
+    PyMem_Free(self->indices); PyMem_Free(self->distinct); PyMem_Free(self->follow); PyMem_Free(self->entry);
+    PyMem_Free(self->exit); PyMem_Free(self->result);
     type->tp_free(self);
     Py_DECREF(type);
 }
 static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"device", "indices", "events", "entry", "exit", "results", "distinct", "thread",
-                            "stream_type", "current_raw", "current", "resolve", "aliased", NULL};
+                            "stream_type", "current_raw", "current", "resolve", "aliased", "follows", NULL};
     PyObject *device, *indices, *entry, *exit_, *results, *distinct, *thread, *stream_type, *raw, *current, *resolve;
-    PyObject *aliased;
+    PyObject *aliased, *follows = Py_None;
     Py_ssize_t events;
     Region *self;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO", names, &device, &PyTuple_Type, &indices,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO|O", names, &device, &PyTuple_Type, &indices,
             &events, &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results, &PyTuple_Type, &distinct,
-            &thread, &stream_type, &raw, &current, &resolve, &aliased)) return NULL;
+            &thread, &stream_type, &raw, &current, &resolve, &aliased, &follows)) return NULL;
     if (!(self = (Region *)type->tp_alloc(type, 0))) return NULL;
     self->device = Py_NewRef(device); self->thread = Py_NewRef(thread); self->stream_type = Py_NewRef(stream_type);
     self->current_raw = Py_NewRef(raw); self->current = Py_NewRef(current); self->resolve = Py_NewRef(resolve);
@@ -370,9 +400,15 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->results = PyTuple_GET_SIZE(results);
     self->distincts = PyTuple_GET_SIZE(distinct);
     self->indices = PyMem_Calloc(self->streams + 1, sizeof *self->indices);
+    if (follows != Py_None && !PyTuple_Check(follows)) {
+        PyErr_SetString(PyExc_TypeError, "Region: follows is a tuple or None");
+        goto failed;
+    }
+    self->follows = follows == Py_None ? -1 : PyTuple_GET_SIZE(follows);
     self->distinct = PyMem_Calloc(self->distincts + 1, sizeof *self->distinct);
+    self->follow = PyMem_Calloc(self->follows + 2, sizeof *self->follow);
     self->result = PyMem_Calloc(self->results + 1, sizeof *self->result);
-    if (!self->indices || !self->distinct || !self->result) { PyErr_NoMemory(); goto failed; }
+    if (!self->indices || !self->distinct || !self->follow || !self->result) { PyErr_NoMemory(); goto failed; }
     if (!(self->frames = PyList_New(0)) || !(self->objects_name = PyUnicode_InternFromString("objects"))
         || !(self->handle_name = PyUnicode_InternFromString("cuda_stream"))) goto failed;
     for (Py_ssize_t i = 0; i < self->streams; i++)
@@ -384,6 +420,15 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
             goto failed;
         }
     }
+    for (Py_ssize_t i = 0; i < self->follows && !PyErr_Occurred(); i++) {
+        self->follow[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(follows, i));
+        if (self->follow[i] < 0 || self->follow[i] >= self->streams) {
+            PyErr_SetString(PyExc_ValueError, "Region: follows names a stream that the region doesn't have");
+            goto failed;
+        }
+    }
+    if (!PyErr_Occurred() && self->follows >= 0 && !events)
+        PyErr_SetString(PyExc_ValueError, "Region: streams that follow need an event");
     if (PyErr_Occurred()) goto failed;
     if (!(self->entry = operations(entry, events, self->streams, &self->entries))) goto failed;
     if (!(self->exit = operations(exit_, events, self->streams, &self->exits))) goto failed;

@@ -93,6 +93,7 @@ class Spec:
     distinct: Sequence[str]
     waits_again: Sequence[str]
     records_again: Sequence[tuple[str, str]]
+    follows: Sequence[str] | None = None
 
     def find(self, stream: str) -> Any:
         where = self.streams[stream]
@@ -125,6 +126,7 @@ class _Frame:
         self.events = [make() for _ in range(region.spec.events)]
         self.streams: dict[str, Any] = {}
         self.is_aliased = False
+        self.spread = True
 
     def handle(self, stream: str) -> Any:
         found = self.streams[stream]
@@ -154,12 +156,26 @@ class _Frame:
             return self.streams[name]
         if name in spec.objects:
             return resolve(get_object(spec.objects[name]))
+        if name.startswith("spread"):
+            return self.spread
         if name.endswith("_raw"):
-            return self.streams[name[:-4]].cuda_stream
+            return self.streams[name[:-4] if self.spread else next(iter(spec.streams))].cuda_stream
         return self.events[spec.event(name)]
 
+    def holds_nothing(self) -> bool:
+        """Note [Streams can't pay on an idle device]. A captured stream can't be asked."""
+        caller = next(iter(self.streams.values()))
+        if self.is_aliased or PythonEvent(caller.device.index).is_capturing(caller.cuda_stream):
+            return False
+        return all(s.query() for s in (caller, *(self.streams[name] for name in self.region.spec.follows or ())))
+
     def leave(self) -> None:
-        self.run(self.region.spec.exit)
+        spec = self.region.spec
+        if self.spread:
+            self.run(spec.exit)
+        elif spec.follows:
+            caller = next(iter(spec.streams))
+            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.follows)])
         self.streams = {}
         self.region.frames.append(self)
         if self.is_aliased:
@@ -181,7 +197,9 @@ class PythonRegion:
         frame.is_aliased = len(handles) < len(spec.distinct)
         if frame.is_aliased:
             spec.aliased(True)
-        frame.run(spec.entry)
+        frame.spread = spec.follows is None or not frame.holds_nothing()
+        if frame.spread:
+            frame.run(spec.entry)
         return frame, *(frame.result(name) for name in spec.returns)
 
 
@@ -200,6 +218,8 @@ def native_region(spec: Spec) -> Any:
             return "stream", slots[name]
         if name in spec.objects:
             return "object", spec.objects[name]
+        if name.startswith("spread"):
+            return "spread", 0
         return ("raw", slots[name[:-4]]) if name.endswith("_raw") else ("event", spec.event(name))
 
     return native.Region(
@@ -210,6 +230,7 @@ def native_region(spec: Spec) -> Any:
         exit=operations(spec.exit),
         results=tuple(map(result, spec.returns)),
         distinct=tuple(slots[name] for name in spec.distinct),
+        follows=None if spec.follows is None else tuple(slots[name] for name in spec.follows),
         thread=objects._thread,
         stream_type=torch.cuda.Stream,
         current_raw=torch._C._cuda_getCurrentRawStream,
@@ -242,16 +263,20 @@ def region(
     distinct: Sequence[str] = (),
     waits_again: Sequence[str] = (),
     records_again: Sequence[tuple[str, str]] = (),
+    follows: Sequence[str] | None = None,
 ) -> Region:
     """The region of a generated module.
 
     `streams` maps names to indices of the running graph's table, or to "cuda:N", the current stream of that device;
     where one of the latter is used by `exit`, it comes first. `objects` are events of the caller. `distinct` are the
     streams that the plan took for different ones; where two of them are one in a call, all are ordered behind one
-    another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end.
+    another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end. With
+    `follows`, a call that finds these streams and the first one idle runs on the first one, and `spread` is False.
     """
     return Region(
-        Spec(device, streams, events, entry, exit, returns, objects or {}, distinct, waits_again, records_again)
+        Spec(
+            device, streams, events, entry, exit, returns, objects or {}, distinct, waits_again, records_again, follows
+        )
     )
 
 

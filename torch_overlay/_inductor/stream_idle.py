@@ -1,0 +1,125 @@
+"""Regions that keep to one stream while the device waits for its host.
+
+Note [Streams can't pay on an idle device]
+A kernel that needs less device time than the host needs to launch the next one has ended when that one arrives: on
+whatever streams they are, two such kernels never run side by side. Only the cost of the streams is left, some 35 us of
+217 for eight experts of three kernels each (switches of the current stream, records and waits, kernels behind a wait,
+memory that no two streams share). While the device is behind its host, the same kernels do run side by side. Which of
+the two it is can be asked when the region is entered: if the ambient stream and all side streams hold nothing, `enter`
+hands the ambient stream out for each of them, and the region's records, waits and switches are left out (`spread` is
+False). The side streams have nothing then that the region would have to wait for, and are ordered behind it when it
+is left. The launches, their order and the memory plan are the same in both.
+
+That is right for any region whose side streams fork from the ambient stream and join it; it can't lose where each
+kernel is short. A region with records or synchronisations of the user's, with events of the caller, with copies, or
+with results in a side stream's memory always runs as planned, and so does a captured one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._dynamo.utils import counters
+from torch._inductor import ir, scheduler as sched
+from torch._inductor.virtualized import V
+
+from torch_overlay import config
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, node_stream
+from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us, handed_out
+from torch_overlay._inductor.stream_planner import HOST
+from torch_overlay._inductor.stream_schedule import _origins, ambient_device, Region, stream_operation
+
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+def _flops(node: BaseSchedulerNode) -> int | None:
+    """What library kernels and matmul templates compute; upstream counts each call for its own statistics."""
+    counted = counters["inductor"].get("flop_count")
+    try:
+        return node.estimate_flops()
+    finally:
+        if counted is None:
+            counters["inductor"].pop("flop_count", None)
+        else:
+            counters["inductor"]["flop_count"] = counted
+
+
+def _device_us(node: BaseSchedulerNode) -> float | None:
+    """The least device time of a node's kernel, by what it reads, writes and computes; None if that isn't known."""
+    device = node.get_device()
+    if isinstance(node, sched.NopKernelSchedulerNode):
+        return 0.0
+    if device is None or device.type == "cpu":
+        return None
+    if any(s.free_symbols for s in _sizes(node)):
+        return None
+    time = node.get_read_write_buffers_sizes() / bytes_per_us(device.index or 0)
+    if node.is_extern() or node.is_template():
+        flops = _flops(node)
+        if flops is None:
+            return None
+        time = max(time, flops / flops_per_us(device.index or 0, _element_size(node)))
+    return time
+
+
+def _sizes(node: BaseSchedulerNode) -> list[Any]:
+    found: list[Any] = []
+    for output in node.get_outputs():
+        layout = getattr(output.node, "layout", None)
+        found += getattr(layout, "size", ())
+    return [s for s in found if hasattr(s, "free_symbols")]
+
+
+def _element_size(node: BaseSchedulerNode) -> int:
+    sizes = [o.node.get_dtype().itemsize for o in node.get_outputs() if o.node is not None and o.node.get_size()]
+    return max(sizes, default=4)
+
+
+def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
+    """The user forked what this node computes from the ambient stream, and joined it again."""
+    tokens = [n.meta["custom"] for n in _origins(node) if node_stream(n)]
+    known = [c for c in tokens if AFTER in c and BEFORE in c]
+    return bool(known) and all("s0" in c[AFTER] and "s0" in c[BEFORE] for c in known)
+
+
+def _hands_out(region: Region) -> bool:
+    """The caller gets memory of a side stream, which it may use there and drop while that stream still reads it."""
+    graph: Any = V.graph
+    for position in handed_out(graph.module.graph, graph.is_backward):
+        output = graph.graph_outputs[position]
+        if not isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
+            stream = region.plan.memory.get(
+                graph.scheduler.mutation_real_name.get(output.get_name(), output.get_name())
+            )
+            if stream is not None and ambient_device(stream) is None:
+                return True
+    return False
+
+
+def follows_one_stream_when_idle(region: Region) -> bool:
+    """True for a region whose side streams can't pay on an idle device."""
+    limit, plan = config.fold_branches_below_us, region.plan
+    if not limit or region.enclosed or plan.boundary_waits:
+        return False
+    placed = {op.stream for op in plan.ops if op.stream is not None}
+    if all(ambient_device(stream) is not None for stream in placed) or _hands_out(region):
+        return False
+    if any(op.stream == HOST or op.blocking or op.requires for op in plan.ops):
+        return False
+    if any(stream == HOST for event in plan.events for _, stream in event.waits):
+        return False
+    for node, here in region.index.items():
+        stream = plan.ops[here].stream
+        if stream_operation(node) is not None:
+            return False
+        time = _device_us(node)
+        if time is None or time >= limit:
+            return False
+        if stream is not None and ambient_device(stream) is None and not _is_forked_and_joined(node):
+            return False
+    return True
+
+
+__all__ = ["follows_one_stream_when_idle"]
