@@ -1,0 +1,372 @@
+"""A part of the C source of `native`: the aliased allocator."""
+
+SOURCE = r"""/* ---- aliased memory: everything below is guarded by `lock` ---- */
+
+typedef struct Block { int device; long ranges; size_t unit, size; uint64_t handle; struct Block *next; } Block;
+typedef struct Arena { Address base, top, end; int device; long ranges, held; struct Arena *next; } Arena;
+typedef struct { Address address; size_t size; } Allocation;
+typedef struct Range {
+    uint64_t id;
+    Arena *arena;
+    Block *block;
+    Address low, top, mapped, high; /* [low, mapped) is mapped */
+    size_t gap, count, capacity;
+    Allocation *list;
+    long users;
+    int sealed;
+    char error[200];
+    struct Range *next;
+} Range;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Block *blocks;
+static Arena *arenas;
+static Range *ranges;
+static uint64_t last_id;
+static __thread uint64_t current;
+
+/* Memory calls are no part of a capture, but a capture in the strict mode forbids them. */
+static int relax(void) { int mode = 2; return cu.mode(&mode) ? -1 : mode; }
+static void restrain(int mode) { if (mode >= 0) cu.mode(&mode); }
+
+static size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+
+static Range *range_of(uint64_t id) {
+    Range *range = ranges;
+    while (range && range->id != id) range = range->next;
+    return range;
+}
+static Range *range_of_thread(int device) {
+    Range *found = NULL;
+    if (current) return range_of(current);
+    for (Range *range = ranges; range; range = range->next)
+        if (range->users && range->arena->device == device) {
+            if (found) return NULL;
+            found = range;
+        }
+    return found;
+}
+static void drop_block(Block *block) {
+    if (block->ranges) return;
+    for (Block **at = &blocks; *at; at = &(*at)->next)
+        if (*at == block) { *at = block->next; break; }
+    cu.destroy(block->handle);
+    free(block);
+}
+static void drop_arena(Arena *arena) {
+    int mode;
+    if (arena->ranges || arena->held) return;
+    for (Arena **at = &arenas; *at; at = &(*at)->next)
+        if (*at == arena) { *at = arena->next; break; }
+    mode = relax();
+    cu.unreserve(arena->base, arena->end - arena->base);
+    restrain(mode);
+    free(arena);
+}
+static int find_block(int device, Block **result, const char **what) {
+    BlockKind kind = {1 /* pinned */, 0, {1 /* device */, device}, NULL, {0}};
+    size_t unit = 0;
+    Block *block;
+    int code;
+    for (*result = blocks; *result; *result = (*result)->next)
+        if ((*result)->device == device) return 0;
+    *what = "cuMemGetAllocationGranularity";
+    if ((code = cu.granularity(&unit, &kind, 0))) return code;
+    if (!(block = calloc(1, sizeof *block))) return 2;
+    block->device = device;
+    block->unit = unit;
+    block->size = round_up(BLOCK, unit);
+    *what = "cuMemCreate";
+    if ((code = cu.create(&block->handle, block->size, &kind, 0))) { free(block); return code; }
+    block->next = blocks;
+    *result = blocks = block;
+    return 0;
+}
+static int reserve(Address *base, size_t size, size_t unit) {
+    int code = cu.reserve(base, size, unit, WISH, 0);
+    return code ? cu.reserve(base, size, unit, 0, 0) : 0;
+}
+static int find_arena(int device, size_t bytes, const Block *block, Arena **result, const char **what) {
+    Arena *arena;
+    size_t size = round_up(bytes > ARENA ? bytes : ARENA, block->size);
+    Address base = 0;
+    int code;
+    for (*result = arenas; *result; *result = (*result)->next)
+        if ((*result)->device == device && (*result)->end - (*result)->top >= bytes) return 0;
+    *what = "cuMemAddressReserve";
+    while ((code = reserve(&base, size, block->unit))) {
+        if (size == bytes) return code;
+        size = size / 2 > bytes ? round_up(size / 2, block->size) : bytes;
+    }
+    if (base < LOWEST) {
+        *what = "cuMemAddressReserve, which gave addresses below 4 GiB";
+        cu.unreserve(base, size);
+        return 2;
+    }
+    if (!(arena = calloc(1, sizeof *arena))) { cu.unreserve(base, size); return 2; }
+    arena->base = arena->top = base;
+    arena->end = base + size;
+    arena->device = device;
+    arena->next = arenas;
+    *result = arenas = arena;
+    return 0;
+}
+static int unmap(Range *range, Address address, size_t size) {
+    int code = size ? cu.unmap(address, size) : 0, one;
+    if (!code || size <= range->block->size) return code;
+    code = 0; /* a driver that wants each mapping by itself */
+    for (size_t at = 0; at < size; at += range->block->size)
+        if ((one = cu.unmap(address + at, range->block->size))) code = one;
+    return code;
+}
+/* Maps as far as `end`, and ahead: as much again as there is, up to AHEAD blocks. */
+static int map(Range *range, Address end, const char **what) {
+    size_t step = range->block->size, size = round_up(end - range->mapped, step), mapped = 0;
+    size_t ahead = range->mapped - range->low < AHEAD * step ? range->mapped - range->low : AHEAD * step;
+    Access access = {{1 /* device */, range->block->device}, 3 /* read and write */};
+    int code = 0;
+    if (size < ahead) size = ahead < range->high - range->mapped ? ahead : range->high - range->mapped;
+    *what = "cuMemMap";
+    while (!code && mapped < size)
+        if (!(code = cu.map(range->mapped + mapped, step, 0, range->block->handle, 0))) mapped += step;
+    if (!code) { *what = "cuMemSetAccess"; code = cu.access(range->mapped, size, &access, 1); }
+    if (code) unmap(range, range->mapped, mapped);
+    else range->mapped += size;
+    return code;
+}
+/* Why an allocation failed: torch only says that it did. A code of 0 is a reason of ours. */
+static void *refuse(Range *range, size_t size, const char *what, int code) {
+    if (code) snprintf(range->error, sizeof range->error, "CUDA driver error in %s: %s (%d), for an allocation of %zu "
+                       "bytes", what, text_of(code), code, size);
+    else snprintf(range->error, sizeof range->error, "%s, for an allocation of %zu bytes", what, size);
+    return NULL;
+}
+static void *allocate(Range *range, size_t size) {
+    size_t gap = range->gap * GAP, whole = round_up(size ? size : 1, ALIGNMENT);
+    Address address = range->top + gap;
+    const char *what = "";
+    int code = 0;
+    if (range->sealed) return refuse(range, size, "the range is sealed", 0);
+    if (whole < size || address > range->high || range->high - address < whole + gap)
+        return refuse(range, size, "the range is too small", 0);
+    if (range->count == range->capacity) {
+        size_t capacity = range->capacity ? 2 * range->capacity : 64;
+        Allocation *list = realloc(range->list, capacity * sizeof *list);
+        if (!list) return refuse(range, size, "the host has no memory left", 0);
+        range->list = list;
+        range->capacity = capacity;
+    }
+    if (address + whole > range->mapped && (code = map(range, address + whole, &what)))
+        return refuse(range, size, what, code);
+    range->list[range->count++] = (Allocation){address, size};
+    range->top = address + whole;
+    return (void *)address;
+}
+
+EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
+    void *result = NULL;
+    Range *range;
+    (void)stream;
+    pthread_mutex_lock(&lock);
+    range = range_of_thread(device);
+    if (range && range->arena->device != device) refuse(range, (size_t)size, "another device than the range's", 0);
+    else if (range && size >= 0) {
+        int mode = relax();
+        if ((result = allocate(range, (size_t)size))) range->arena->held++;
+        restrain(mode);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+EXPORT void overlay_free(void *pointer, ssize_t size, int device, void *stream) {
+    (void)size, (void)device, (void)stream;
+    pthread_mutex_lock(&lock);
+    for (Arena *arena = arenas; arena; arena = arena->next)
+        if (arena->base <= (Address)pointer && (Address)pointer < arena->end) {
+            arena->held--;
+            drop_arena(arena);
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+}
+
+static PyObject *fail(int code, const char *what) {
+    return PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d)", what, text_of(code), code);
+}
+static PyObject *no_range(uint64_t id) {
+    return PyErr_Format(PyExc_ValueError, "there is no range %llu", (unsigned long long)id);
+}
+static PyObject *py_reserve(PyObject *module, PyObject *args) {
+    int device, code, mode;
+    Py_ssize_t bytes, gap = 1;
+    Block *block = NULL;
+    Range *range;
+    const char *what = "";
+    uint64_t id = 0;
+    if (!PyArg_ParseTuple(args, "in|n", &device, &bytes, &gap)) return NULL;
+    if (bytes <= 0 || gap < 1) return PyErr_Format(PyExc_ValueError, "reserve() wants bytes > 0 and gap > 0");
+    if (!(range = calloc(1, sizeof *range))) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&lock);
+    mode = relax();
+    if (!(code = find_block(device, &block, &what))) {
+        size_t whole = round_up(bytes, block->size);
+        if (!(code = find_arena(device, whole, block, &range->arena, &what))) {
+            range->block = block;
+            range->gap = gap;
+            range->low = range->top = range->mapped = range->arena->top;
+            range->high = range->arena->top = range->low + whole;
+            range->arena->ranges++;
+            block->ranges++;
+            range->id = id = ++last_id;
+            range->next = ranges;
+            ranges = range;
+        } else drop_block(block);
+    }
+    restrain(mode);
+    pthread_mutex_unlock(&lock);
+    Py_END_ALLOW_THREADS
+    if (code) { free(range); return fail(code, what); }
+    return PyLong_FromUnsignedLongLong(id);
+}
+/* No allocation any more: what lies behind the last one goes back to the arena. */
+static void seal(Range *range) {
+    Address high = range->top + (range->count ? range->gap * GAP : 0);
+    Address used = range->mapped > high ? range->mapped : range->low + round_up(high - range->low, range->block->size);
+    if (range->sealed) return;
+    range->sealed = 1;
+    if (range->arena->top == range->high) range->arena->top = used;
+    range->high = high;
+}
+static PyObject *py_seal(PyObject *module, PyObject *arg) {
+    uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    Range *range;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id))) seal(range);
+    pthread_mutex_unlock(&lock);
+    if (!range) return no_range(id);
+    Py_RETURN_NONE;
+}
+static PyObject *py_release(PyObject *module, PyObject *arg) {
+    uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    Range *range;
+    int code = 0, used = 0, mode;
+    if (PyErr_Occurred()) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id)) && !(used = range->users != 0)) {
+        mode = relax();
+        seal(range);
+        for (Range **at = &ranges; *at; at = &(*at)->next)
+            if (*at == range) { *at = range->next; break; }
+        code = unmap(range, range->low, range->mapped - range->low);
+        range->block->ranges--;
+        drop_block(range->block);
+        range->arena->ranges--;
+        drop_arena(range->arena);
+        free(range->list);
+        free(range);
+        restrain(mode);
+    }
+    pthread_mutex_unlock(&lock);
+    Py_END_ALLOW_THREADS
+    if (!range) return no_range(id);
+    if (used) return PyErr_Format(PyExc_RuntimeError, "range %llu is in use", (unsigned long long)id);
+    if (code) return fail(code, "cuMemUnmap");
+    Py_RETURN_NONE;
+}
+static PyObject *py_take(PyObject *module, PyObject *args) {
+    unsigned long long id;
+    Py_ssize_t bytes;
+    void *address = NULL;
+    char error[sizeof ((Range *)0)->error];
+    Range *range;
+    if (!PyArg_ParseTuple(args, "Kn", &id, &bytes)) return NULL;
+    if (bytes < 0) return PyErr_Format(PyExc_ValueError, "take() wants bytes >= 0");
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id))) {
+        int mode = relax();
+        address = allocate(range, (size_t)bytes);
+        restrain(mode);
+        memcpy(error, range->error, sizeof error);
+    }
+    pthread_mutex_unlock(&lock);
+    if (!range) return no_range(id);
+    if (!address) return PyErr_Format(PyExc_RuntimeError, "%s", error);
+    return PyLong_FromVoidPtr(address);
+}
+static PyObject *py_use(PyObject *module, PyObject *arg) {
+    uint64_t id = arg == Py_None ? 0 : PyLong_AsUnsignedLongLong(arg), before = current;
+    Range *range, *old;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    range = range_of(id);
+    if (range || !id) {
+        if ((old = range_of(before))) old->users--;
+        if (range) range->users++;
+        current = id;
+    }
+    pthread_mutex_unlock(&lock);
+    if (id && !range) return no_range(id);
+    if (!before) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(before);
+}
+static PyObject *py_allocations(PyObject *module, PyObject *arg) {
+    uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    Allocation *copy = NULL;
+    size_t count = 0;
+    PyObject *result = NULL;
+    Range *range;
+    int short_of_memory = 0;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id)) && (count = range->count)) {
+        if ((copy = malloc(count * sizeof *copy))) memcpy(copy, range->list, count * sizeof *copy);
+        else short_of_memory = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    if (!range) return no_range(id);
+    if (short_of_memory) return PyErr_NoMemory();
+    if ((result = PyList_New((Py_ssize_t)count)))
+        for (size_t i = 0; i < count; i++) {
+            PyObject *pair = Py_BuildValue("KK", (unsigned long long)copy[i].address,
+                                           (unsigned long long)copy[i].size);
+            if (!pair) { Py_CLEAR(result); break; }
+            PyList_SET_ITEM(result, (Py_ssize_t)i, pair);
+        }
+    free(copy);
+    return result;
+}
+static PyObject *py_bounds(PyObject *module, PyObject *arg) {
+    uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    unsigned long long low = 0, high = 0;
+    Range *range;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id))) { low = range->low; high = range->high; }
+    pthread_mutex_unlock(&lock);
+    return range ? Py_BuildValue("KK", low, high) : no_range(id);
+}
+static PyObject *py_error(PyObject *module, PyObject *arg) {
+    uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    char copy[sizeof ((Range *)0)->error] = "";
+    Range *range;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id))) memcpy(copy, range->error, sizeof copy);
+    pthread_mutex_unlock(&lock);
+    if (!range) return no_range(id);
+    if (!*copy) Py_RETURN_NONE;
+    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
+}
+static PyObject *py_counts(PyObject *module, PyObject *unused) {
+    long r = 0, b = 0, a = 0, held = 0;
+    pthread_mutex_lock(&lock);
+    for (Range *each = ranges; each; each = each->next) r++;
+    for (Block *each = blocks; each; each = each->next) b++;
+    for (Arena *each = arenas; each; each = each->next) { a++; held += each->held; }
+    pthread_mutex_unlock(&lock);
+    return Py_BuildValue("{slslslsl}", "ranges", r, "blocks", b, "arenas", a, "held", held);
+}
+"""

@@ -1,0 +1,233 @@
+"""A part of the C source of `native`: executables whose nodes are patched."""
+
+SOURCE = r"""/* ---- patching ---- */
+
+typedef struct { Handle handle, context; unsigned char *block; char *label; int kind; } Node;
+typedef struct { unsigned char *where; uint64_t delta; size_t node; } Word;
+typedef struct {
+    PyObject_HEAD
+    Handle exec;
+    size_t nodes, words, regions;
+    Node *node;
+    Word *word;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
+    size_t *first, *dirty;   /* dirty: nodes to set, at most all */
+    uint64_t *base, *fresh;  /* of each region: as given last, and as given in this call */
+    unsigned char *known, *given;
+    uint64_t *turn_of, turn; /* node -> the turn in which it was last put on the list */
+    int stale, busy;         /* stale: what the executable holds is unknown */
+} Blocks;
+
+static void blocks_dealloc(Blocks *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    for (size_t i = 0; self->node && i < self->nodes; i++) {
+        free(self->node[i].block);
+        PyMem_Free(self->node[i].label);
+    }
+    PyMem_Free(self->node); PyMem_Free(self->word); PyMem_Free(self->first); PyMem_Free(self->dirty);
+    PyMem_Free(self->base); PyMem_Free(self->fresh); PyMem_Free(self->known); PyMem_Free(self->given);
+    PyMem_Free(self->turn_of);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+/* (kind, handle, context, label, block, arguments): a block is the driver's struct and what its arguments point to. */
+static int read_node(Node *node, PyObject *item, size_t *size) {
+    unsigned long long handle, context;
+    const char *label, *block;
+    Py_ssize_t length, label_length;
+    PyObject *arguments;
+    size_t bytes, count, at, i;
+    if (!PyArg_ParseTuple(item, "iKKs#y#O!", &node->kind, &handle, &context, &label, &label_length, &block, &length,
+                          &PyTuple_Type, &arguments)) return -1;
+    count = (size_t)PyTuple_GET_SIZE(arguments);
+    at = round_up((size_t)length, 64);
+    bytes = round_up(at + count * sizeof(void *), 64);
+    if (node->kind < 0 || node->kind > 2 || (!node->kind && (size_t)length < sizeof(KernelParams))) {
+        PyErr_SetString(PyExc_ValueError, "not a node that can be patched");
+        return -1;
+    }
+    node->handle = (Handle)(uintptr_t)handle;
+    node->context = (Handle)(uintptr_t)context;
+    if (!(node->label = PyMem_Malloc((size_t)label_length + 1)) || !(node->block = aligned_alloc(64, bytes))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(node->label, label, (size_t)label_length + 1);
+    memset(node->block, 0, bytes);
+    memcpy(node->block, block, (size_t)length);
+    for (i = 0; i < count; i++) {
+        size_t offset = PyLong_AsSize_t(PyTuple_GET_ITEM(arguments, i));
+        if (PyErr_Occurred()) return -1;
+        if (offset > (size_t)length) {
+            PyErr_SetString(PyExc_ValueError, "an argument lies outside of its block");
+            return -1;
+        }
+        ((void **)(node->block + at))[i] = node->block + offset;
+    }
+    if (!node->kind) {
+        KernelParams *params = (KernelParams *)node->block;
+        params->arguments = count ? (void **)(node->block + at) : NULL;
+        params->extra = NULL;
+    }
+    *size = (size_t)length;
+    return 0;
+}
+static int read_words(Blocks *self, PyObject *words, const size_t *size) {
+    unsigned long long node, offset, region, delta;
+    size_t before = 0;
+    for (size_t i = 0; i < self->words; i++) {
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "KKKK", &node, &offset, &region, &delta)) return -1;
+        if (node >= self->nodes || region >= self->regions || region < before || size[node] < 8
+            || offset > size[node] - 8) {
+            PyErr_SetString(PyExc_ValueError, "a word lies outside of its node or region, or is out of order");
+            return -1;
+        }
+        self->word[i] = (Word){self->node[node].block + offset, delta, (size_t)node};
+        self->first[region + 1] = i + 1;
+        before = region;
+    }
+    for (size_t r = 0; r < self->regions; r++) /* regions without words */
+        if (self->first[r + 1] < self->first[r]) self->first[r + 1] = self->first[r];
+    return 0;
+}
+static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    unsigned long long exec;
+    Py_ssize_t regions;
+    PyObject *nodes, *words;
+    size_t *size = NULL, i;
+    Blocks *self;
+    if (!PyArg_ParseTuple(args, "KO!O!n", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &words, &regions)) return NULL;
+    if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
+    if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
+    self->exec = (Handle)(uintptr_t)exec;
+    self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
+    self->words = (size_t)PyTuple_GET_SIZE(words);
+    self->regions = (size_t)regions;
+    self->stale = 1;
+    if (!(size = PyMem_Calloc(self->nodes + 1, sizeof *size))
+        || !(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
+        || !(self->word = PyMem_Calloc(self->words + 1, sizeof *self->word))
+        || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
+        || !(self->dirty = PyMem_Calloc(self->nodes + 1, sizeof *self->dirty))
+        || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
+        || !(self->base = PyMem_Calloc(self->regions + 1, sizeof *self->base))
+        || !(self->fresh = PyMem_Calloc(self->regions + 1, sizeof *self->fresh))
+        || !(self->known = PyMem_Calloc(self->regions + 1, 1))
+        || !(self->given = PyMem_Calloc(self->regions + 1, 1))) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (i = 0; i < self->nodes; i++)
+        if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), &size[i])) goto failed;
+    if (read_words(self, words, size)) goto failed;
+    PyMem_Free(size);
+    return (PyObject *)self;
+failed:
+    PyMem_Free(size);
+    Py_DECREF(self);
+    return NULL;
+}
+/* An integer is an address; anything else is a tensor. */
+static int base_of(PyObject *item, uint64_t *result) {
+    if (!PyLong_Check(item)) return address_of(item, result);
+    *result = PyLong_AsUnsignedLongLong(item);
+    return *result == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+/* Nothing of the object changes until every base has been read. */
+static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(bases);
+    memcpy(self->fresh, self->base, self->regions * sizeof *self->fresh);
+    memcpy(self->given, self->known, self->regions);
+    if (regions ? PySequence_Fast_GET_SIZE(regions) != count : (size_t)count != self->regions) {
+        PyErr_Format(PyExc_ValueError, "patch() got %zd bases for %zd regions", count,
+                     regions ? PySequence_Fast_GET_SIZE(regions) : (Py_ssize_t)self->regions);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t region = i;
+        PyObject *item;
+        int code = 0;
+        if (i >= PySequence_Fast_GET_SIZE(bases) || (regions && i >= PySequence_Fast_GET_SIZE(regions))) {
+            PyErr_SetString(PyExc_RuntimeError, "the list of bases changed while it was read");
+            return -1;
+        }
+        if (regions && (region = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(regions, i))) == -1 && PyErr_Occurred())
+            return -1;
+        if (region < 0 || (size_t)region >= self->regions) {
+            PyErr_Format(PyExc_ValueError, "there is no region %zd", region);
+            return -1;
+        }
+        item = PySequence_Fast_GET_ITEM(bases, i);
+        if (item == Py_None) continue;
+        Py_INCREF(item);
+        code = base_of(item, &self->fresh[region]);
+        Py_DECREF(item);
+        if (code) return -1;
+        self->given[region] = 1;
+    }
+    return 0;
+}
+/* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
+static Py_ssize_t set_nodes(Blocks *self) {
+    size_t count = 0;
+    for (size_t r = 0; self->stale && r < self->regions; r++)
+        if (!self->given[r] && self->first[r] < self->first[r + 1]) {
+            PyErr_Format(PyExc_ValueError, "region %zu has no base yet", r);
+            return -1;
+        }
+    self->turn++;
+    for (size_t r = 0; r < self->regions; r++) {
+        if (!self->stale && self->fresh[r] == self->base[r] && self->known[r]) continue;
+        for (size_t i = self->first[r]; i < self->first[r + 1]; i++) {
+            Word *word = &self->word[i];
+            uint64_t value = self->fresh[r] + word->delta;
+            memcpy(word->where, &value, sizeof value);
+            if (self->turn_of[word->node] == self->turn) continue;
+            self->turn_of[word->node] = self->turn;
+            self->dirty[count++] = word->node;
+        }
+    }
+    memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
+    memcpy(self->known, self->given, self->regions);
+    self->stale = 1;
+    for (size_t i = 0; i < count; i++) {
+        Node *node = &self->node[self->dirty[i]];
+        const char *what;
+        int code;
+        if (!node->kind) {
+            what = "cuGraphExecKernelNodeSetParams";
+            code = cu.set_kernel(self->exec, node->handle, node->block);
+        } else if (node->kind == 1) {
+            what = "cuGraphExecMemsetNodeSetParams";
+            code = cu.set_fill(self->exec, node->handle, node->block, node->context);
+        } else {
+            what = "cuGraphExecMemcpyNodeSetParams";
+            code = cu.set_copy(self->exec, node->handle, node->block, node->context);
+        }
+        if (code) {
+            PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d), at %s", what, text_of(code), code,
+                         node->label);
+            return -1;
+        }
+    }
+    self->stale = 0;
+    return (Py_ssize_t)count;
+}
+static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
+    PyObject *bases = NULL, *regions = NULL;
+    Py_ssize_t set = -1;
+    if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "patch(bases, regions=None)");
+    if (self->busy) return PyErr_Format(PyExc_RuntimeError, "patch() is running already");
+    self->busy = 1;
+    if ((bases = PySequence_Fast(args[0], "patch() wants a sequence of bases"))
+        && (count == 1 || args[1] == Py_None
+            || (regions = PySequence_Fast(args[1], "patch() wants a sequence of regions")))
+        && !read_bases(self, bases, regions))
+        set = set_nodes(self);
+    Py_XDECREF(bases);
+    Py_XDECREF(regions);
+    self->busy = 0;
+    return set < 0 ? NULL : PyLong_FromSsize_t(set);
+}
+static PyObject *blocks_stale(Blocks *self, void *unused) { return PyBool_FromLong(self->stale); }
+static PyObject *blocks_nodes(Blocks *self, void *unused) { return PyLong_FromSize_t(self->nodes); }
+"""
