@@ -59,11 +59,17 @@ class Kit:
         return self.side == "graphs"
 
     def compile(self, fn: Any, **kwargs: Any) -> Any:
-        if self.side == "eager":
-            return fn
+        return fn if self.side == "eager" else torch.compile(fn, **self._how(), **kwargs)
+
+    def compile_in_place(self, module: torch.nn.Module) -> None:
+        """As `module.compile()`."""
+        if self.side != "eager":
+            module.compile(**self._how())
+
+    def _how(self) -> dict[str, Any]:
         if self.side == "traced":
-            return torch.compile(fn, backend="aot_eager", **kwargs)
-        return torch.compile(fn, mode="reduce-overhead" if self.graphs else None, **kwargs)
+            return {"backend": "aot_eager"}
+        return {"mode": "reduce-overhead" if self.graphs else None}
 
     # ---- inputs, the same on every side, at other addresses each time
 
