@@ -29,6 +29,7 @@ from torch_overlay._inductor import plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
+from torch_overlay._inductor.stream_reuse import IfSpread, share_when_following
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_devices
 
 
@@ -340,7 +341,7 @@ class RegionEmitter:
             stream = self.plan.memory.get(name)
             if stream is None or name in V.graph.graph_inputs or ambient_device(stream) is not None:
                 continue
-            device = V.graph.get_buffer(name).get_device()
+            device: Any = V.graph.get_buffer(name).get_device()
             self.write(f"{name}.record_stream({self.stream(ambient_stream(device.index or 0))})")
 
     def release(self, here: int) -> None:
@@ -455,6 +456,8 @@ def stream_operation_kind(overload: Any) -> str | None:
 
 def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
     """The stream that must be current when this line runs; None if it doesn't matter."""
+    if isinstance(line, IfSpread):
+        line = line.line
     if isinstance(line, upstream.AllocateLine):
         device = line.node.get_device()
         if device is None or device.type == "cpu":
@@ -465,6 +468,23 @@ def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
     if isinstance(line, str) and (line.startswith(("del ", "#", "assert")) or not line.strip()):
         return None
     return place
+
+
+def share_memory(lines: list[Any]) -> list[Any]:
+    """What calls do about memory that keep to one stream: see stream_reuse."""
+    regions: list[RegionEmitter] = []
+    inside: dict[RegionEmitter, list[Any]] = {}
+    for line in lines:
+        if isinstance(line, BeginRegion):
+            regions.append(line.emitter)
+        elif isinstance(line, EndRegion):
+            regions.pop()
+        elif regions and regions[-1].follows:
+            inside.setdefault(regions[-1], []).append(line)
+    instead: dict[int, IfSpread] = {}
+    for emitter, own in inside.items():
+        instead.update(share_when_following(own, emitter.spread))
+    return [instead.get(id(line), line) for line in lines]
 
 
 def switch_streams(lines: list[Any]) -> list[Any]:
@@ -639,4 +659,4 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
     if not planned:
         return original(wrapper, is_inference)
     original(wrapper, False)  # pooling memory planning shares blocks between streams
-    wrapper.lines = switch_streams(wrapper.lines)
+    wrapper.lines = switch_streams(share_memory(wrapper.lines))

@@ -274,6 +274,7 @@ static PyObject *frame_result(Frame *self, PyObject *table, int kind, Py_ssize_t
     case RAW: return PyLong_FromVoidPtr(self->raw[self->spread ? which : 0]);
     case SPREAD: return PyBool_FromLong(self->spread);
     case STREAM:
+        if (!self->spread) Py_RETURN_NONE;  /* only switches use it */
         if (!self->streams[which]) self->streams[which] = PyObject_CallOneArg(region->current, region->device);
         return Py_XNewRef(self->streams[which]);
     case EVENT: return Py_NewRef(PyTuple_GET_ITEM(self->events, which));

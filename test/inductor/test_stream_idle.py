@@ -1,0 +1,234 @@
+"""Regions of short kernels keep to the caller's stream in calls that find the device idle; others never do."""
+
+from __future__ import annotations
+
+import re
+import unittest
+from typing import Any
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+import form  # noqa: F401
+import wrapper_races
+from torch_overlay import config
+from torch_overlay.testing import Compiled, observe, simulated_gpu
+
+
+def two_branches(work: Any, streams: list[Any], tail: Any = torch.add) -> Any:
+    """fn(x, ...): `work` on each stream between a fork and a join, `tail` of the results on the current stream."""
+
+    def fn(*inputs: Any) -> Any:
+        current, results = torch.cuda.current_stream(), []
+        for stream in streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                results.append(work(*inputs))
+        for stream in streams:
+            current.wait_stream(stream)
+        return tail(*results)
+
+    return fn
+
+
+def matmuls(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x).relu() @ x
+
+
+class TestStreamIdle(TestCase):
+    def compile(self, build: Any, *inputs: Any, mode: str | None = None, dynamic: bool | None = None) -> Compiled:
+        torch._dynamo.reset()
+        with observe() as seen:
+            torch.compile(build, mode=mode, dynamic=dynamic, fullgraph=True)(*inputs)
+        return seen
+
+    def follows(self, work: Any, *inputs: Any, tail: Any = torch.add, **kwargs: Any) -> bool:
+        seen = self.compile(two_branches(work, [torch.cuda.Stream() for _ in range(2)], tail), *inputs, **kwargs)
+        wrapper = seen.wrappers[0]
+        self.assertEqual("if spread" in wrapper, "follows=" in wrapper)
+        if "follows=" in wrapper:
+            self.assertEqual(wrapper_races.check(wrapper), [])
+        return "follows=" in wrapper
+
+    @simulated_gpu()
+    def test_two_branches_as_they_are_written(self) -> None:
+        fn = two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])
+        seen = self.compile(fn, torch.randn(64, 64, device="cuda"))
+        self.assertExpectedInline(
+            seen.calls(),
+            """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
+    events=3,
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
+    returns=('spread', 'ev1', 'stream1_raw', 'ev0', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2',
+     'stream0'),
+    distinct=('stream0', 'stream1', 'stream2'),
+    follows=('stream1', 'stream2'),
+)
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    frame0, spread, ev1, stream1_raw, ev0, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, = _region0.enter()
+    try:
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            if spread: set_stream(stream1)
+            arg0_1_orig = arg0_1
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(arg0_1, arg0_1, out=buf0)
+            buf1 = buf0; del buf0  # reuse
+            triton_poi_fused_relu_0.run(buf1, 4096, stream=stream1_raw)
+            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf1, arg0_1, out=buf2)
+            if spread: del buf1
+            if spread: ev1.record(stream1_raw)
+            if spread: ev0.wait(stream2_raw)
+            if spread: set_stream(stream2)
+            arg0_1 = copy_if_misaligned(arg0_1_orig)
+            if spread: buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            else: buf3 = buf1; del buf1  # reuse
+            extern_kernels.mm(arg0_1, arg0_1, out=buf3)
+            buf4 = buf3; del buf3  # reuse
+            triton_poi_fused_relu_0.run(buf4, 4096, stream=stream2_raw)
+            buf5 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            extern_kernels.mm(buf4, arg0_1, out=buf5)
+            if spread: del buf4
+            if spread: ev2.record(stream2_raw)
+            if spread: ev1.wait(stream0_raw)
+            if spread: ev2.wait(stream0_raw)
+            del arg0_1
+            del arg0_1_orig
+            if spread: set_stream(stream0)
+            if spread: buf6 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            else: buf6 = buf4; del buf4  # reuse
+            triton_poi_fused_add_1.run(buf2, buf5, buf6, 4096, stream=stream0_raw)
+    finally:
+        if spread: restore_stream(stream0)
+    frame0.leave()
+    return (buf6, )
+""",
+        )
+
+    @simulated_gpu()
+    def test_streams_of_the_function_need_no_order(self) -> None:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])(x)
+
+        self.assertIn("follows=(),", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+
+    @simulated_gpu()
+    def test_short_kernels_follow(self) -> None:
+        x = torch.randn(64, 64, device="cuda")
+        self.assertTrue(self.follows(matmuls, x))
+        self.assertTrue(self.follows(lambda x: x.softmax(-1).cumsum(0), x))
+
+    @simulated_gpu()
+    def test_kernels_that_could_run_side_by_side_stay(self) -> None:
+        self.assertFalse(self.follows(matmuls, torch.randn(4096, 4096, device="cuda")))
+        self.assertFalse(self.follows(lambda x: x.softmax(-1), torch.randn(8192, 4096, device="cuda")))
+
+    @simulated_gpu()
+    def test_kernels_of_unknown_length_stay(self) -> None:
+        x = torch.randn(64, 64, device="cuda")
+        self.assertFalse(self.follows(lambda x: torch.linalg.qr(x)[0], x))
+        self.assertFalse(self.follows(matmuls, x, dynamic=True))
+
+    @simulated_gpu()
+    def test_results_in_memory_of_a_side_stream_stay(self) -> None:
+        """The caller may use such a result on its stream, and drop it while that stream still reads it."""
+        x = torch.randn(64, 64, device="cuda")
+        self.assertFalse(self.follows(matmuls, x, tail=lambda a, b: (a, b)))
+        self.assertFalse(self.follows(matmuls, x, tail=lambda a, b: (a + b, b[0])))
+
+    @simulated_gpu()
+    def test_copies_to_the_host_stay(self) -> None:
+        x = torch.randn(64, 64, device="cuda")
+        self.assertFalse(self.follows(lambda x: (x @ x).to("cpu", non_blocking=True), x, tail=lambda a, b: (a, b)))
+
+    @simulated_gpu()
+    def test_captured_regions_stay(self) -> None:
+        self.assertFalse(self.follows(matmuls, torch.randn(64, 64, device="cuda"), mode="reduce-overhead"))
+
+    @simulated_gpu()
+    def test_zero_keeps_every_call_as_planned(self) -> None:
+        with config.patch(fold_branches_below_us=0.0):
+            self.assertFalse(self.follows(matmuls, torch.randn(64, 64, device="cuda")))
+
+    @simulated_gpu()
+    def test_a_branch_that_is_not_joined_stays(self) -> None:
+        side, other = torch.cuda.Stream(), torch.cuda.Stream()
+        kept = torch.zeros(64, 64, device="cuda")
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            other.wait_stream(current)
+            with torch.cuda.stream(side):
+                kept.copy_(x @ x)
+            with torch.cuda.stream(other):
+                y = x @ x.T
+            current.wait_stream(other)
+            return y + 1
+
+        self.assertNotIn("follows=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+
+    @simulated_gpu()
+    def test_the_callers_event_stays(self) -> None:
+        side, event = torch.cuda.Stream(), torch.cuda.Event()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                y = matmuls(x)
+            event.record(side)
+            current.wait_stream(side)
+            return y + 1
+
+        self.assertNotIn("follows=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+
+    @simulated_gpu()
+    def test_the_check_sees_memory_that_is_shared_too_early(self) -> None:
+        """A wrapper that shares memory although it runs on several streams has races, and they are found."""
+        fn = two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])
+        wrapper = self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0]
+        broken = re.sub(r" *if spread: (del buf|buf\d+ = ).*\n", "", wrapper).replace("else: buf", "buf")
+        self.assertEqual(broken.count("# reuse"), wrapper.count("# reuse"))
+        self.assertNotEqual(wrapper_races.check(broken), [])
+
+
+@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+class TestOnGpu(TestCase):
+    def test_idle_and_busy_calls_in_turns(self) -> None:
+        """Long work of the caller's on the current or on a side stream, before the call or between two calls."""
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        fn = two_branches(lambda x, w: (x @ w).relu() @ w, streams, tail=lambda *r: torch.stack(r).sum(0))
+        compiled = torch.compile(fn, fullgraph=True)
+        w = torch.randn(256, 256, device="cuda") / 16
+        for call in range(40):
+            x = torch.randn(64, 256, device="cuda")
+            expected = 4 * ((x @ w).relu() @ w)
+            torch.cuda.synchronize()
+            late = torch.zeros_like(x)
+            stream = (None, torch.cuda.current_stream(), streams[1], streams[3])[call % 4]
+            if stream is not None:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(2_000_000)
+                    late.copy_(x)
+                if stream is not torch.cuda.current_stream():
+                    torch.cuda.current_stream().wait_stream(stream)
+            else:
+                late.copy_(x)
+                torch.cuda.synchronize()
+            result = compiled(late, w)
+            with torch.cuda.stream(streams[call % 4]):  # after what the call did on this stream
+                late.zero_()
+            torch.cuda.current_stream().wait_stream(streams[call % 4])
+            self.assertEqual(result, expected, atol=1e-2, rtol=1e-2)
+
+
+if __name__ == "__main__":
+    run_tests()
