@@ -1347,10 +1347,11 @@ class TestLifetime(StreamTestCase):
         snapshot = objects.snapshot()
         leave()
         leave = objects.enter(objects.ambient(), self.s2)
+        running = objects.current()
         with self.s2:
-            for index, value in snapshot.items():
-                objects.put(index, value)
-        self.assertEqual([objects.get(0), objects.get(1)], [self.s2, self.s])
+            found = snapshot.run(lambda: [objects.get(0), objects.get(1)], ())
+        self.assertEqual(found, [self.s2, self.s])
+        self.assertIs(objects.current(), running)
         leave()
 
     def test_look_up_outside_a_call_is_an_error(self) -> None:

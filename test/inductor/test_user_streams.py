@@ -29,8 +29,9 @@ from torch_overlay import config
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
-NAMES = [p.name for p in PROGRAMS]
-PAIRS = [(p.name, mode or "default") for p in PROGRAMS for mode in p.modes]
+FORWARD = [p for p in PROGRAMS if not p.name.startswith("train_")]  # the others: test/functorch
+NAMES = [p.name for p in FORWARD]
+PAIRS = [(p.name, mode or "default") for p in FORWARD for mode in p.modes]
 
 # What a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
 FORBIDDEN = ("with torch.cuda.stream", "with stream", "with default_stream", "_get_stream_by_index", "control_deps")

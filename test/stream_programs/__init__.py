@@ -4,10 +4,20 @@
 - waiting: events and streams that the host asks or waits for, and copies between host and device
 - hazards: what upstream's users reported, each named after what went wrong
 - memory: whose memory a block is, and when it may be freed
+- training: steps with a forward, a backward and what stands around them; their names begin with `train_`
+- random_training: such steps drawn at random
 - compute: kinds of computation that reach the device in their own way, and larger programs
 """
 
-from stream_programs import compute, hazards, idioms, memory, waiting  # noqa: F401  (they register their programs)
+from stream_programs import (  # noqa: F401  (they register their programs)
+    compute,
+    hazards,
+    idioms,
+    memory,
+    random_training,
+    training,
+    waiting,
+)
 from stream_programs._program import by_name, Instance, Program, PROGRAMS
 
 

@@ -21,6 +21,12 @@ def _(x: torch.Tensor, cycles: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+sleep.register_autograd(
+    lambda ctx, gradient: (torch.ops.overlay_test.sleep(gradient, ctx.cycles), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "cycles", inputs[1]),
+)
+
+
 def asleep(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.overlay_test.sleep(x, SLEEP_CYCLES)
 

@@ -16,6 +16,7 @@ reads one, and hands out nothing: it is the limit.
     first      s of the first call;  capture: s that the next calls take beyond a usual one
     graph      MiB of the device that the graphs keep;  at capture: the most while they were made
     nodes      of all templates;  patched: nodes a step;  bare: gpu and host µs of launching relaunch's own graphs
+    bare layer    host µs of such a launch in the place of the graph layer, with the rest of the step around it
 
 After the table come the limits that a release must hold. A JSON line for each row goes to stdout before the table and,
 with --out, to DIR/relaunch.jsonl; DIR/measurements.jsonl has a line for each process, and --read makes the table from
@@ -60,6 +61,7 @@ COLUMNS = {  # header -> key, digits
     "patched": ("patched", 1),
     "bare gpu": ("bare gpu us", 1),
     "bare host": ("bare host us", 1),
+    "bare layer": ("bare layer us", 1),
 }
 TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
@@ -137,7 +139,7 @@ def limits(rows: dict[str, Row]) -> list[Limit]:
             found.append(Limit(f"{row}: {what}", limit, value(rows[row])))
 
     def over_bare(row: Row) -> float | None:
-        layer, bare = row.figure("relaunch", "layer us"), row.figure("relaunch", "bare host us")
+        layer, bare = row.figure("relaunch", "layer us"), row.figure("relaunch", "bare layer us")
         return None if layer is None or bare is None else layer - bare
 
     def beside_graph(row: Row) -> float | None:

@@ -20,7 +20,8 @@ Note [Lifetime of stream objects]
    is never made.
 5. One that is returned, stored, or alive across a graph break is made anew at each call, before the graph runs.
 6. A forward that will have a backward hands its table over with `snapshot`; the backward runs with it, except for
-   index 0, which is the stream that autograd made current.
+   index 0, which is the stream that autograd made current. The table is the thread's for the time of the backward and
+   no longer, and a copy of it lives as long as autograd's node.
 
 Note [Lookups of generated code]
 Generated code asks for an object by `get(index)`. It asks at its own entry and keeps what it got in local variables,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 class _Thread(threading.local):
     objects: Sequence[object] | None = None
+    backward: Snapshot | None = None  # of the backward that is about to run
 
 
 _thread = _Thread()
@@ -134,9 +136,33 @@ class Snapshot:
         self.objects = [found.resolve() if type(found) is Owned else found for found in objects]
 
     def items(self) -> Iterator[tuple[int, object]]:
-        _thread.objects = None
-        for index, value in enumerate(self.objects):
-            yield index, (ambient() if index == 0 and isinstance(value, torch.cuda.Stream) else value)
+        """AOTAutograd's backward asks for this just before it calls the compiled code (`backward_compiler`)."""
+        _thread.backward = self
+        return iter(())
+
+    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        forward = self.objects[0]
+        if not isinstance(forward, torch.cuda.Stream):
+            return _run_with(self.objects, compiled, args)
+        current = ambient()
+        if current.cuda_stream == forward.cuda_stream:
+            return _run_with([current, *self.objects[1:]], compiled, args)
+        # The engine knows no stream of this node, because none of its outputs is on a device. What was saved for it was
+        # written on the forward's stream.
+        current.wait_stream(forward)
+        try:
+            return _run_with([current, *self.objects[1:]], compiled, args)
+        finally:
+            forward.wait_stream(current)
+
+
+def _run_with(objects: Sequence[object], compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    previous = _thread.objects
+    _thread.objects = objects
+    try:
+        return compiled(*args)
+    finally:
+        _thread.objects = previous
 
 
 def snapshot() -> Snapshot | None:
@@ -173,6 +199,26 @@ def stash_graph_created_object(original: Callable[[object], object], value: obje
 def reset_user_object_tracking(original: Callable[[], None]) -> None:
     _thread.objects = None
     original()
+
+
+def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The compiled backward, which runs with the table of its forward."""
+    compiled = original(compiler, **kwargs)
+    if hasattr(compiled, "runs_with_table_of_forward"):
+        return compiled
+
+    def run(*args: Any) -> Any:
+        table = _thread.backward
+        if table is None:
+            return compiled(*args)
+        _thread.backward = None
+        return table.run(compiled, args)
+
+    run.runs_with_table_of_forward = True  # type: ignore[attr-defined]
+    if hasattr(compiled, "_boxed_call"):
+        run._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
+    compiler.compiled_bw = run
+    return run
 
 
 def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:

@@ -86,8 +86,19 @@ def reset() -> None:
     _frame = _Frame()
 
 
+def remember() -> None:
+    """Keep what is known now for the backward, which may be compiled when other frames have been traced."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None:
+        context.overlay_stream_objects = describe()  # type: ignore[attr-defined]
+
+
 def describe() -> tuple[ObjectInfo, ...]:
     """All objects of the frame that is being compiled. Right once Dynamo calls the backend."""
+    context = torch._guards.TracingContext.try_get()
+    remembered = getattr(context, "overlay_stream_objects", None)
+    if remembered is not None:
+        return remembered
     infos = []
     for index, reference in enumerate(upstream.index_to_external_object_weakref):
         value = reference()

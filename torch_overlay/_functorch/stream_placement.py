@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
+MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
+BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 AMBIENT = 0
 
 _streams = torch.ops.streams
@@ -68,7 +70,7 @@ def node_stream(node: Node) -> int:
     return node.meta.get("custom", {}).get("stream") or AMBIENT
 
 
-def _annotate(node: Node, **values: Any) -> None:
+def annotate(node: Node, **values: Any) -> None:
     """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that
     they are known.
     """
@@ -84,8 +86,26 @@ def _annotate(node: Node, **values: Any) -> None:
         node.meta.pop("custom", None)
 
 
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+def is_backward(node: Node) -> bool:
+    """True for a node of a joint graph, once marked, or of a backward graph that autograd traced as backward."""
+    return node.meta.get(BACKWARD) or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _mark_backward(gm: GraphModule) -> None:
+    """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand behind the first
+    gradient.
+    """
+    begun = False
+    for node in gm.graph.nodes:
+        tag = node.meta.get("partitioner_tag")
+        if node.op != "call_function" or tag in ("is_forward", "must_be_in_forward"):
+            continue
+        if (
+            begun
+            or is_backward(node)
+            or any(n.op == "placeholder" and "tangents" in n.name for n in node.all_input_nodes)
+        ):
+            node.meta[BACKWARD] = begun = True
 
 
 def _observed_events(ops: Sequence[Node]) -> set[int]:
@@ -103,8 +123,8 @@ def _observed_events(ops: Sequence[Node]) -> set[int]:
 class _Program:
     """The stream operations of one graph in program order, and what they promise to each node."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.nodes = [n for n in gm.graph.nodes if not _is_backward(n)]
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
         self.ops = [n for n in self.nodes if is_stream_op(n)]
         self.observed = _observed_events(self.ops)
         self.tokens: dict[Node, str] = {}
@@ -156,10 +176,11 @@ class _Program:
         by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
         streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
         for node in self.ops:
+            named: Any = node.args
             if node.target is _RECORD or node.target is _streams.wait_event.default:
-                streams.add(node.args[1])
+                streams.add(named[1])
             elif node.target is _streams.wait_stream.default:
-                streams.update(node.args)
+                streams.update(named)
         found: dict[Node, frozenset[str]] = {}
         for node in reversed(self.nodes):
             args: Any = node.args
@@ -205,7 +226,7 @@ def _place_subgraphs(gm: GraphModule) -> None:
                 if is_stream_op(inner) and inner.target in (*_WAITS, _DEALLOC):
                     body.graph.erase_node(inner)
                 elif node_stream(inner) in (outer, AMBIENT):
-                    _annotate(inner, stream=None)
+                    annotate(inner, stream=None)
             body.recompile()
             _place_subgraphs(body)
 
@@ -225,7 +246,7 @@ def _follow_mutations(gm: GraphModule) -> None:
         if target.op != "placeholder" or value is None:
             continue
         custom = value.meta.get("custom", {})
-        _annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
+        annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
 
 
 def _promise_outputs(gm: GraphModule, count: int) -> None:
@@ -233,7 +254,35 @@ def _promise_outputs(gm: GraphModule, count: int) -> None:
     output = next(iter(gm.graph.find_nodes(op="output")))
     for value in list(output.args[0])[:count]:
         if isinstance(value, torch.fx.Node) and node_stream(value) != AMBIENT:
-            _annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
+            annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
+
+
+def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
+    """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
+    program = _Program(nodes)
+    (after, last), before = program.after(), program.before()
+    leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        stream = node_stream(node) or None
+        # Note [A backward is a region of its own], in `backward_placement`
+        engine = {"s0"} if stream and is_backward(node) else set()
+        tokens: dict[str, Any] = {
+            AFTER: tuple(sorted(after.get(node, frozenset()) | engine)),
+            BEFORE: tuple(sorted(before.get(node, frozenset()) | engine)),
+            LEAVE: None if is_backward(node) else leave,
+            REQUIRES: program.tokens.get(node),
+            ORDER: program.ops.index(node) if is_stream_op(node) else None,
+        }
+        annotate(node, stream=stream, **tokens)
+    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
+    computes = any(n.op == "call_function" and not is_stream_op(n) for n in gm.graph.nodes)
+    for node in program.ops:
+        if node.target is _DEALLOC or (computes and not program.keeps(node)):
+            gm.graph.erase_node(node)
+        elif is_backward(node):
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def place_streams(gm: GraphModule) -> None:
@@ -245,29 +294,9 @@ def place_streams(gm: GraphModule) -> None:
     _place_subgraphs(gm)
     if not any(is_stream_op(n) or node_stream(n) for n in nodes):
         return
-    program = _Program(gm)
-    (after, last), before = program.after(), program.before()
-    leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
-    for node in nodes:
-        if node.op != "call_function":
-            continue
-        if _is_backward(node):
-            inside = ("s0",) if node_stream(node) else ()
-            _annotate(node, stream=node_stream(node) or None, **{AFTER: inside, BEFORE: inside})
-            continue
-        tokens: dict[str, Any] = {
-            AFTER: tuple(sorted(after.get(node, ()))),
-            BEFORE: tuple(sorted(before.get(node, ()))),
-            LEAVE: leave,
-            REQUIRES: program.tokens.get(node),
-            ORDER: program.ops.index(node) if is_stream_op(node) else None,
-        }
-        _annotate(node, stream=node_stream(node) or None, **tokens)
-    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
-    computes = any(n.op == "call_function" and not is_stream_op(n) for n in nodes)
-    for node in program.ops:
-        if node.target is _DEALLOC or (computes and not program.keeps(node)):
-            gm.graph.erase_node(node)
+    _mark_backward(gm)
+    _place_program(gm, [n for n in nodes if not is_backward(n)])
+    _place_program(gm, [n for n in nodes if is_backward(n)])
     _follow_mutations(gm)
     gm.recompile()
 
@@ -279,6 +308,9 @@ def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
     """In place of threading values through control_deps: see the module's docstring."""
     if not config.streams:
         return original(gm)
+    from torch_overlay._dynamo import registry
+
+    registry.remember()
     return place_streams(gm)
 
 

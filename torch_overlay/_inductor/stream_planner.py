@@ -71,13 +71,16 @@ class Buffer:
 
     `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
     write; the rest came in as an input and is given back. `views` are the names under which parts of it are written
-    one by one.
+    one by one. `lender` is another stream whose memory a block that came in may be: the block is given back when both
+    streams are ordered behind every access, and with `settles` the lender is at the exit in any case.
     """
 
     name: str
     stream: int
     fresh: bool = True
     views: frozenset[str] = frozenset()
+    lender: int | None = None
+    settles: bool = False
 
 
 @dataclass(frozen=True)
@@ -350,30 +353,48 @@ class _Planner:
         for stream in sorted(targets):
             carriers = self.carriers[entry_token(stream)].values()
             self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
+        for buffer in self.buffers:
+            if buffer.settles and buffer.lender is not None:
+                foreign = (i for i in self.uses(buffer) if self.ops[i].stream != HOST)
+                self.order_after(end, buffer.lender, foreign, ())
 
     @staticmethod
     def covers_all(clock: _Clock | None, accesses: list[tuple[int | None, int]]) -> bool:
         return clock is not None and all(s is not None and clock.covers(s, i) for s, i in accesses)
 
+    def uses(self, buffer: Buffer) -> set[int]:
+        return {i for n in (buffer.name, *buffer.views) for part in self.storage(n) for i in self.touched[part]}
+
     def releases(self) -> tuple[dict[str, int], frozenset[str]]:
-        end = len(self.ops)
         release: dict[str, int] = {}
         unordered: set[str] = set()
         for buffer in self.buffers:
-            name, owner = buffer.name, buffer.stream
-            uses = {i for n in (name, *buffer.views) for part in self.storage(n) for i in self.touched[part]}
-            foreign = [(self.ops[i].stream, i) for i in uses if self.ops[i].stream not in (owner, HOST)]
-            if not foreign:
-                continue
-            last = max(uses)
-            own = self.on_stream[owner]
-            known = [i for i in own if i <= last]
-            if known and self.covers_all(self.at[known[-1]], foreign):
-                continue
-            release[name] = next((i for i in own if i > last and self.covers_all(self.at[i], foreign)), end)
-            if release[name] == end and not self.covers_all(self.clocks.get(owner), foreign):
-                unordered.add(name)
+            uses = self.uses(buffer)
+            for owner in {buffer.stream} if buffer.lender is None else {buffer.stream, buffer.lender}:
+                foreign = [(self.ops[i].stream, i) for i in uses if self.ops[i].stream not in (owner, HOST)]
+                if foreign:
+                    self.release(buffer.name, owner, foreign, max(uses), release, unordered)
         return release, frozenset(unordered)
+
+    def release(
+        self,
+        name: str,
+        owner: int,
+        foreign: list[tuple[int | None, int]],
+        last: int,
+        release: dict[str, int],
+        unordered: set[str],
+    ) -> None:
+        """Give `name` back no earlier than `owner` is ordered behind the accesses of other streams."""
+        end = len(self.ops)
+        own = self.on_stream[owner]
+        known = [i for i in own if i <= last]
+        if known and self.covers_all(self.at[known[-1]], foreign):
+            return
+        position = next((i for i in own if i > last and self.covers_all(self.at[i], foreign)), end)
+        release[name] = max(release.get(name, ENTRY), position)
+        if position == end and not self.covers_all(self.clocks.get(owner), foreign):
+            unordered.add(name)
 
     def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
         for here, op in enumerate(self.ops):

@@ -135,9 +135,10 @@ class RegionReader:
         # their state at the exit. In a backward they hold what the forward left there.
         self.private = set() if V.graph.is_backward else {f"s{stream}" for stream in private_streams()}
         # Saved values whose memory may be a side stream's
+        graph: Any = V.graph.module.graph
         self.lenders: dict[str, int] = {
             str(n.target): stream
-            for n in V.graph.module.graph.find_nodes(op="placeholder")
+            for n in graph.find_nodes(op="placeholder")
             if (stream := (n.meta.get("custom") or {}).get(MEMORY)) is not None
         }
 
@@ -274,8 +275,9 @@ class RegionReader:
                 blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=False):
-            # Memory of the region: the stream's own order and the data edges are enough.
-            after = frozenset()
+            # Memory of the region: the stream's own order and the data edges are enough. But what reads nothing has no
+            # data edges, and an earlier call may have given its block back while the ambient stream still read it.
+            after = frozenset() if reads else after & {"s0"}
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))

@@ -1,0 +1,506 @@
+"""Training with streams: where a backward runs, what it waits for and hands back, what is saved for it.
+
+`TestPrograms` compiles the training programs of the corpus without a GPU, and runs forward and backward together on a
+machine model (`training_races`). The other classes show one rule or one hazard each; "(S1)" names a silent bug of
+upstream's. `TestGpu` compares each program with ordered eager under injected delays.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import training_races
+
+import form  # noqa: F401
+from stream_programs import by_name, gpu, PROGRAMS
+from stream_programs._program import Kit
+from stream_programs.random_training import source
+from torch_overlay import config
+from torch_overlay._dynamo import objects
+from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
+from torch_overlay.testing import Compiled, observe, simulated_gpu
+
+
+WRITTEN = [p.name for p in PROGRAMS if p.group == "training"]
+DRAWN = [p.name for p in PROGRAMS if p.group == "random_training"]
+PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.group == "training" for mode in p.modes]
+
+# Other frames, or the caller, order what these leave unjoined: one wrapper can't show that.
+SYMBOLIC = ("train_dynamic_shapes", "train_compiled_autograd")
+NO_STREAMS = ("train_stream_made_inside",)
+JOINED_OUTSIDE = ("train_moving_average", "train_graph_break_in_block")
+
+
+def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
+    """Compile the frames of a training step. Small branches stay on their streams unless `fold` is set."""
+    torch._dynamo.reset()
+    threshold = config.fold_branches_below_us if fold else 0.0
+    program = by_name(name)
+    with simulated_gpu(), observe() as seen, config.patch(fold_branches_below_us=threshold):
+        instance = program.instance(program.compiler(mode), sleeps)
+        instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
+    return seen
+
+
+def region(seen: Compiled, kind: str) -> Any:
+    (found,) = [r for r in seen.regions if r.kind == kind]
+    return found
+
+
+def mode_of(text: str) -> str | None:
+    return None if text == "default" else text
+
+
+class TestPrograms(TestCase):
+    def check(self, name: str, mode: str | None = None, **kwargs: bool) -> None:
+        seen = compile_step(name, mode, **kwargs)
+        if by_name(name).fullgraph:
+            self.assertEqual([str(b) for b in seen.graph_breaks], [])
+        for r in seen.regions:
+            assert r.wrapper is not None
+            compile(r.wrapper, "wrapper", "exec")
+            self.assertNotRegex(r.wrapper, r"with stream|_get_stream_by_index|control_deps|torch\.ops\.streams")
+            if r.kind == "backward":
+                self.assertNotRegex(r.graph, r"streams\.")
+        self.check_races(name, seen)
+
+    def check_races(self, name: str, seen: Compiled) -> None:
+        forwards, backwards = ([r for r in seen.regions if r.kind == k] for k in ("forward", "backward"))
+        if name in JOINED_OUTSIDE or by_name(name).dynamic:
+            return
+        for forward in forwards:
+            for backward in backwards:
+                if forward.frame is backward.frame:
+                    with simulated_gpu():
+                        found = training_races.check_step(forward, backward)
+                    self.assertEqual(found, [], forward.wrapper + backward.wrapper)
+
+    @parametrize("name,mode", PAIRS)
+    def test_compiles(self, name: str, mode: str) -> None:
+        self.check(name, mode_of(mode))
+
+    @parametrize("name", WRITTEN)
+    def test_compiles_with_operators_between(self, name: str) -> None:
+        self.check(name, sleeps=True)
+
+    @parametrize("name", WRITTEN)
+    def test_compiles_with_small_branches_folded(self, name: str) -> None:
+        self.check(name, fold=True)
+
+    @parametrize("name", DRAWN)
+    def test_drawn(self, name: str) -> None:
+        for fold in (False, True):
+            try:
+                self.check(name, fold=fold)
+            except AssertionError as e:
+                raise AssertionError(source(int(name[-2:]))) from e
+
+    @parametrize("name", ["train_two_branches", "train_experts", "train_saved_memory", "train_several_forwards"])
+    def test_the_check_misses_no_wait(self, name: str) -> None:
+        """Without any one of its waits a backward races: the plan is minimal, and the machine model sees it. (Waits of
+        a side stream at the exit are for those who take its memory next, whom the model doesn't know.)
+        """
+        seen = compile_step(name)
+        forward, backward = region(seen, "forward"), region(seen, "backward")
+        text = backward.wrapper
+        waits = [line for line in text.splitlines() if re.match(r" +ev\d+\.wait\(", line)]
+        waits += re.findall(r"\('wait', 'ev\d+', 'stream\d+'\),?", text)
+        self.assertTrue(waits)
+        for wait in waits:
+            self.assertEqual(text.count(wait), 1)
+            backward.wrapper = text.replace(wait, "")
+            with simulated_gpu():
+                self.assertNotEqual(training_races.check_step(forward, backward), [], wait)
+
+
+class TestPlacement(TestCase):
+    """`# stream n` is a placement; what has none runs on the stream that autograd makes current."""
+
+    maxDiff = None
+
+    def backward(self, name: str) -> str:
+        """The graph, without its constants."""
+        lines = region(compile_step(name), "backward").graph.splitlines()
+        return "\n".join(line for line in lines if "aten.full." not in line) + "\n"
+
+    def test_gradients_run_where_their_forward_ran(self) -> None:
+        self.assertExpectedInline(
+            self.backward("train_two_branches"),
+            """\
+primals_1: f32[64, 64]
+primals_2: f32[64, 64]
+primals_3: f32[64, 64]
+relu: f32[64, 64]
+relu_1: f32[64, 64]
+tangents_1: f32[]
+expand: f32[64, 64] = aten.expand.default(tangents_1, [64, 64])
+permute: f32[64, 64] = aten.permute.default(relu_1, [1, 0])
+mm_4: f32[64, 64] = aten.mm.default(permute, expand)
+permute_1: f32[64, 64] = aten.permute.default(primals_1, [1, 0])
+mm_5: f32[64, 64] = aten.mm.default(expand, permute_1)
+le: b8[64, 64] = aten.le.Scalar(relu_1, 0)
+where: f32[64, 64] = aten.where.self(le, full_default, mm_5)
+permute_2: f32[64, 64] = aten.permute.default(relu, [1, 0])  # stream 1
+mm_6: f32[64, 64] = aten.mm.default(permute_2, expand)  # stream 1
+permute_3: f32[64, 64] = aten.permute.default(primals_2, [1, 0])  # stream 1
+mm_7: f32[64, 64] = aten.mm.default(expand, permute_3)  # stream 1
+le_1: b8[64, 64] = aten.le.Scalar(relu, 0)  # stream 1
+where_1: f32[64, 64] = aten.where.self(le_1, full_default_1, mm_7)  # stream 1
+permute_4: f32[64, 64] = aten.permute.default(primals_3, [1, 0])
+mm_8: f32[64, 64] = aten.mm.default(permute_4, where)
+permute_5: f32[64, 64] = aten.permute.default(primals_2, [1, 0])
+mm_9: f32[64, 64] = aten.mm.default(where, permute_5)
+add_1: f32[64, 64] = aten.add.Tensor(mm_6, mm_8)
+permute_6: f32[64, 64] = aten.permute.default(primals_3, [1, 0])  # stream 1
+mm_10: f32[64, 64] = aten.mm.default(permute_6, where_1)  # stream 1
+permute_7: f32[64, 64] = aten.permute.default(primals_1, [1, 0])  # stream 1
+mm_11: f32[64, 64] = aten.mm.default(where_1, permute_7)  # stream 1
+add_2: f32[64, 64] = aten.add.Tensor(mm_9, mm_11)
+add_3: f32[64, 64] = aten.add.Tensor(mm_4, mm_10)
+return (add_3, add_1, add_2)
+""",
+        )
+
+    def test_sum_runs_where_its_consumer_runs(self) -> None:
+        """The gradient of `weight * 2` is summed on the ambient stream, which is where `weight * 2` ran. Upstream takes
+        the stream of the first summand that has one.
+        """
+        graph = self.backward("train_weight_of_three_streams")
+        sums = re.findall(r"(add\w*): .*aten\.add\.Tensor\(.*\)(.*)", graph)
+        self.assertEqual(len(sums), 2)
+        self.assertEqual({where for _, where in sums}, {""}, graph)
+
+    def test_sum_with_a_consumer_on_a_side_stream_runs_there(self) -> None:
+        graph = self.backward("train_saved_memory")
+        self.assertRegex(graph, r"add: .*aten\.add\.Tensor\(mul_\d, mul_\d\)  # stream 1")
+
+    def test_recomputed_operations_run_with_their_consumers(self) -> None:
+        """`b` was computed on the side stream, and is computed again for the gradients of `c` on the ambient one."""
+        self.assertExpectedInline(
+            self.backward("train_recomputed"),
+            """\
+mm: f32[64, 64]
+permute: f32[64, 64]
+permute_1: f32[64, 64]
+permute_2: f32[64, 64]
+permute_3: f32[64, 64]
+tangents_1: f32[]
+expand: f32[64, 64] = aten.expand.default(tangents_1, [64, 64])
+mm_2: f32[64, 64] = aten.mm.default(permute, expand)
+mm_3: f32[64, 64] = aten.mm.default(expand, permute_1)
+mul_1: f32[64, 64] = aten.mul.Tensor(mm_3, 2)
+sin: f32[64, 64] = aten.sin.default(mm)  # stream 1
+cos: f32[64, 64] = aten.cos.default(sin)
+exp: f32[64, 64] = aten.exp.default(cos)
+mul_2: f32[64, 64] = aten.mul.Tensor(mul_1, exp)
+sin_1: f32[64, 64] = aten.sin.default(sin)  # stream 1
+neg: f32[64, 64] = aten.neg.default(sin_1)  # stream 1
+mul_3: f32[64, 64] = aten.mul.Tensor(mul_2, neg)  # stream 1
+cos_1: f32[64, 64] = aten.cos.default(mm)  # stream 1
+mul_4: f32[64, 64] = aten.mul.Tensor(mul_3, cos_1)  # stream 1
+mm_4: f32[64, 64] = aten.mm.default(permute_2, mul_4)  # stream 1
+mm_5: f32[64, 64] = aten.mm.default(mul_4, permute_3)  # stream 1
+return (mm_4, mm_2, mm_5)
+""",
+        )
+
+    def test_body_of_a_custom_backward_is_ordered(self) -> None:
+        """Upstream doesn't tag it as backward. Its last operation writes a gradient on the side stream."""
+        seen = compile_step("train_autograd_function")
+        (plan,) = region(seen, "backward").plans
+        carriers = [op for op in plan.ops if op.stream == 1]
+        self.assertTrue(carriers)
+        self.assertIn("s0", carriers[-1].before)
+        self.assertTrue(any(at == len(plan.ops) for e in plan.events for at, _ in e.waits), plan.table())
+
+    def test_waits_of_the_forward_stay_there(self) -> None:
+        """The forward waits for the caller's event on the side stream; what the backward computes again doesn't."""
+        seen = compile_step("train_event_of_the_caller")
+        self.assertIn(".wait(stream", region(seen, "forward").wrapper)
+        backward = region(seen, "backward")
+        self.assertNotIn("objects=", backward.wrapper)
+        for plan in backward.plans:
+            self.assertEqual(plan.boundary_waits, ())
+
+    def test_streams_of_the_forward_and_no_others(self) -> None:
+        """Upstream registers one more "current stream" for each synchronisation, and a capture refreshes only index 0
+        (S5).
+        """
+        backward = region(compile_step("train_weight_of_three_streams"), "backward")
+        (streams,) = re.findall(r"streams=(\{.*?\})", backward.wrapper)
+        self.assertEqual(eval(streams), {"stream0": "cuda:0", "stream1": 1, "stream2": 2})
+
+
+class TestBoundary(TestCase):
+    def test_gradients_are_joined(self) -> None:
+        """Each gradient's last write is ordered before the ambient stream's next operation; upstream's isn't (S4)."""
+        seen = compile_step("train_input_of_three_streams")
+        (plan,) = region(seen, "backward").plans
+        for stream in (1, 2):
+            last = max(i for i, op in enumerate(plan.ops) if op.stream == stream)
+            ordered = [e for e in plan.events if e.stream == stream and e.after >= last]
+            self.assertTrue(any(s == 0 for e in ordered for _, s in e.waits), plan.table())
+
+    def test_saved_tensors_that_share_memory_are_not_written_over(self) -> None:
+        """The forward returns one buffer under two names; upstream donates both, and the backward writes to one before
+        it reads the other (S3).
+        """
+        graph = torch.fx.Graph()
+        with torch._subclasses.FakeTensorMode():
+            a = torch.empty(4, 4)
+            values = {"x": torch.empty(4, 4), "a": a, "b": a.view(16), "c": torch.empty(4)}
+        nodes = {}
+        for name in values:
+            nodes[name] = graph.placeholder(name)
+            nodes[name].meta["val"] = values[name]
+        nodes["c"].meta["custom"] = {"stream_memory": 1}
+        graph.output((nodes["x"],))
+        backward = torch.fx.GraphModule({}, graph)
+        from torch_overlay._functorch.backward_placement import donated_buffers
+
+        donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
+        self.assertEqual(donated, [0])
+
+    def test_memory_of_a_saved_tensor_is_given_back_in_its_stream_s_order(self) -> None:
+        """Written on stream 1 by the forward, read on the ambient stream: stream 1 must not get the block before."""
+        ops = [
+            Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
+            Op("next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({"s0"}), before=frozenset({"s0"})),
+        ]
+        saved = Buffer("saved", 0, fresh=False, lender=1)
+        plan = plan_streams(ops, [saved, Buffer("a", 0), Buffer("b", 1)])
+        self.assertEqual(plan.release["saved"], len(ops))
+        self.assertIn("saved", plan.unordered_at_exit)
+        settled = plan_streams(ops, [Buffer("saved", 0, fresh=False, lender=1, settles=True)])
+        self.assertNotIn("saved", settled.unordered_at_exit)
+        self.assertTrue(any((len(ops), 1) in e.waits for e in settled.events), settled.table())
+
+    def test_saved_tensor_is_kept_until_its_stream_is_behind_the_last_read(self) -> None:
+        text = region(compile_step("train_saved_memory"), "backward").wrapper
+        lines = [line.strip() for line in text.splitlines()]
+        freed = lines.index("del mm")
+        read = next(i for i, line in enumerate(lines) if line.startswith("triton") and ", mm, " in line)
+        waits = [i for i, line in enumerate(lines) if re.fullmatch(r"ev\d\.wait\(stream1_raw\)", line)]
+        self.assertTrue(any(read < i < freed for i in waits), text)
+
+    def test_gradient_of_a_side_stream_s_memory_is_known_to_the_allocator(self) -> None:
+        """The engine sees no change of streams, so it does not say so itself."""
+        text = region(compile_step("train_gradient_memory"), "backward").wrapper
+        self.assertRegex(text, r"buf\d\.record_stream\(stream0\)\n")
+
+    def test_forward_does_not_wait_for_its_saved_tensors(self) -> None:
+        """What is saved is read by the backward on its own stream; the forward joins what the user joins, no more."""
+        seen = compile_step("train_unjoined_outputs")
+        (plan,) = region(seen, "forward").plans
+        self.assertFalse([e for e in plan.events if any(at == len(plan.ops) for at, _ in e.waits)], plan.table())
+
+
+class TestPartition(TestCase):
+    """Streams don't change what is saved and what is computed again."""
+
+    def saved_bytes(self, name: str, streams: bool) -> int:
+        program = by_name(name)
+        torch._dynamo.reset()
+        with simulated_gpu(), observe() as seen:
+            if streams:
+                instance = program.instance(program.compiler(None))
+            else:
+                with mock.patch.object(Kit, "stream", lambda *args, **kwargs: torch.cuda.current_stream()):
+                    instance = program.instance(program.compiler(None))
+            instance.fn(*program.make_inputs("cuda", torch.Generator().manual_seed(1)))
+        self.assertEqual(bool(re.search("# stream [1-9]", "".join(seen.graphs))), streams)
+        pairs = [
+            (f, b)
+            for f in seen.regions
+            for b in seen.regions
+            if (f.kind, b.kind) == ("forward", "backward") and f.frame is b.frame
+        ]
+        self.assertTrue(pairs)
+        return sum(_saved_bytes(f, b) for f, b in pairs)
+
+    @parametrize("name", [n for n in WRITTEN if n not in SYMBOLIC and n not in NO_STREAMS])
+    def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
+        self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
+
+
+def _saved_bytes(forward: Any, backward: Any) -> int:
+    """What the forward keeps for the backward, without its inputs and views of them."""
+    texts = {n.text.partition(":")[0]: n.text for n in forward.nodes}
+    total = 0
+    for name in training_races.saved_names(forward, backward):
+        source = re.fullmatch(r".*aten\.(?:permute|view|slice)\S*\((\w+).*", texts[name])
+        if source is None or source[1] not in training_races.input_names(forward):
+            total += _bytes(texts[name])
+    return total
+
+
+def _bytes(text: str) -> int:
+    kind, sizes = re.search(r": (\w+)\[(.*?)\]", text).groups()  # type: ignore[union-attr]
+    count = int(re.sub(r"\D", "", kind)) // 8
+    for size in re.findall(r"\d+", sizes):
+        count *= int(size)
+    return count
+
+
+class TestTable(TestCase):
+    """Which stream objects a backward runs with."""
+
+    def tables(self, run: Any) -> list[list[int]]:
+        """The streams of each backward, as they are installed for its run."""
+        found = []
+        real = objects._run_with
+
+        def keep(table: Any, compiled: Any, args: Any) -> Any:
+            found.append([s.stream_id for s in table if isinstance(s, torch.Stream)])
+            return real(table, compiled, args)
+
+        with mock.patch.object(objects, "_run_with", keep):
+            run()
+        return found
+
+    def make(self, side: torch.Stream) -> Any:
+        def forward(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x @ x
+            torch.cuda.current_stream().wait_stream(side)
+            return (y * x).sum()
+
+        return torch.compile(forward, fullgraph=True)
+
+    @simulated_gpu()
+    def test_each_backward_has_its_forward_s_streams(self) -> None:
+        """Upstream gives all of them the streams of the first function that the process compiled (S1)."""
+        torch._dynamo.reset()
+        sides = [torch.cuda.Stream() for _ in range(3)]
+        x = torch.randn(8, 8, device="cuda", requires_grad=True)
+        losses = [self.make(side)(x) for side in sides]
+        found = self.tables(lambda: [loss.backward() for loss in losses])
+        self.assertEqual([table[1] for table in found], [s.stream_id for s in sides])
+
+    @simulated_gpu()
+    def test_table_is_gone_after_the_backward(self) -> None:
+        """It would live on in autograd's thread, and a forward that is computed again there could hand it on."""
+        torch._dynamo.reset()
+        x = torch.randn(8, 8, device="cuda", requires_grad=True)
+        loss = self.make(torch.cuda.Stream())(x)
+        loss.backward(retain_graph=True)
+        self.assertIsNone(objects.current())
+        failure = mock.patch.object(objects, "_run_with", side_effect=RuntimeError("a kernel fails"))
+        with failure, self.assertRaisesRegex(RuntimeError, "a kernel fails"):
+            loss.backward()
+        self.assertIsNone(objects.current())
+        self.assertIsNone(objects._thread.backward)
+
+    @simulated_gpu()
+    def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
+        torch._dynamo.reset()
+        x = torch.randn(8, 8, device="cuda", requires_grad=True)
+        loss = self.make(torch.cuda.Stream())(x)
+        leave = objects.enter(torch.cuda.current_stream())
+        outer = objects.current()
+        loss.backward()
+        self.assertIs(objects.current(), outer)
+        leave()
+
+    @simulated_gpu()
+    def test_backward_of_another_thread(self) -> None:
+        torch._dynamo.reset()
+        side = torch.cuda.Stream()
+        x = torch.randn(8, 8, device="cuda", requires_grad=True)
+        fn = self.make(side)
+        fn(x).backward()
+        loss, found = fn(x), []
+
+        def run() -> None:
+            found.extend(self.tables(loss.backward))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        self.assertEqual([table[1] for table in found], [side.stream_id])
+
+    @simulated_gpu()
+    def test_backward_compiled_after_other_frames_knows_its_own_objects(self) -> None:
+        """A backward is compiled at its first call; the numbers of streams then are another frame's."""
+        torch._dynamo.reset()
+        from torch_overlay._dynamo import registry
+
+        x = torch.randn(8, 8, device="cuda", requires_grad=True)
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+
+        def forward(x):
+            inner = torch.cuda.Stream()
+            for side in (one, inner):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x = x @ x
+                torch.cuda.current_stream().wait_stream(side)
+            return x.sum()
+
+        loss = torch.compile(forward, fullgraph=True)(x)
+        self.make(two)(x.detach())
+        described = []
+        describe = registry.describe
+        with mock.patch.object(registry, "describe", lambda: described.append(describe()) or described[-1]):
+            loss.backward()
+        self.assertTrue(described)
+        origins = [sorted(i.origin for i in infos) for infos in described]
+        self.assertEqual(origins, [["ambient", "caller", "frame"]] * len(origins))
+
+    @simulated_gpu()
+    def test_engine_that_knows_no_stream_is_ordered_behind_the_forward(self) -> None:
+        """The only output is on the host, so autograd runs the node under whatever stream is current."""
+        forward, other = torch.cuda.Stream(), torch.cuda.Stream()
+        calls: list[str] = []
+        with torch.cuda.stream(forward):
+            leave = objects.enter(objects.ambient())
+            snapshot = objects.snapshot()
+            leave()
+
+        def wait(self: Any, stream: Any) -> None:
+            calls.append(f"{self.stream_id} waits for {stream.stream_id}")
+
+        with torch.cuda.stream(other), mock.patch.object(torch.cuda.Stream, "wait_stream", wait):
+            snapshot.run(lambda: calls.append("backward"), ())
+        ids = forward.stream_id, other.stream_id
+        self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
+
+
+@unittest.skipUnless(gpu.devices(), "needs a GPU")
+class TestGpu(TestCase):
+    """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
+
+    def check(self, name: str, mode: str, sleeps: bool) -> None:
+        with config.patch(fold_branches_below_us=0.0):
+            gpu.check(by_name(name), mode_of(mode), sleeps=sleeps)
+
+    @parametrize("name,mode", PAIRS)
+    def test_delays_outside(self, name: str, mode: str) -> None:
+        self.check(name, mode, sleeps=False)
+
+    @parametrize("name,mode", PAIRS)
+    def test_delays_inside(self, name: str, mode: str) -> None:
+        self.check(name, mode, sleeps=True)
+
+
+instantiate_parametrized_tests(TestPrograms)
+instantiate_parametrized_tests(TestPartition)
+instantiate_parametrized_tests(TestGpu)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,1391 @@
+"""Training: a forward with streams, its backward, and what users put around them.
+
+Each program is a step that returns its losses and gradients. The parts that a user would compile are compiled; the
+rest, the call of `backward` above all, is eager. The caller reads losses and gradients on its current stream right
+after `backward`, as autograd allows.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+
+
+def take_gradients(*leaves: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of leaves, which have none afterwards."""
+    found = tuple(leaf.grad for leaf in leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def trained(k: Kit, count: int, *shape: int) -> list[torch.Tensor]:
+    return [k.parameter(*(shape or (64, 64))).requires_grad_() for _ in range(count)]
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_()
+
+
+def training(hazard: str, inputs: Any = None, **fields: Any) -> Any:
+    return program(hazard, inputs, **{"frames": True, **fields})
+
+
+current = torch.cuda.current_stream
+
+
+def fork(*sides: torch.Stream) -> None:
+    for side in sides:
+        side.wait_stream(current())
+
+
+def join(*sides: torch.Stream) -> None:
+    for side in sides:
+        current().wait_stream(side)
+
+
+# ---- branches
+
+
+@training("the two branches of a layer, one of them on a side stream")
+def train_two_branches(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep((x @ first).relu()) @ second
+        b = (x @ second).relu() @ first
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the same with private events in the place of wait_stream (#195573)")
+def train_private_events(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        begin, end = torch.cuda.Event(), torch.cuda.Event()
+        begin.record()
+        with torch.cuda.stream(side):
+            begin.wait()
+            a = sleep(x @ weight).relu()
+            end.record()
+        b = x * 2
+        end.wait()
+        return (a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("four experts on four streams, weighted by a router on the ambient one", matrices(1, low=-1, high=1))
+def train_experts(k: Kit) -> Any:
+    sides, sleep = [k.stream() for _ in range(4)], k.sleep
+    router, *weights = trained(k, 1, 64, 4) + trained(k, 8)
+
+    def forward(x):
+        gate = (x @ router).sign()
+        fork(*sides)
+        outputs = []
+        for i, side in enumerate(sides):
+            with torch.cuda.stream(side):
+                hidden = sleep(x @ weights[2 * i]).relu().clamp(max=1)
+                outputs.append((hidden @ weights[2 * i + 1]) * gate[:, i : i + 1])
+        join(*sides)
+        return torch.stack(outputs).sum(0)
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        y = forward(x)
+        (y * 2).sum().backward()
+        return y.detach(), take_gradients(x, *weights)
+
+    return step
+
+
+@training("a chain that changes streams at each layer")
+def train_chain_over_streams(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    weights = trained(k, 3)
+
+    def forward(x):
+        one.wait_stream(current())
+        with torch.cuda.stream(one):
+            x = sleep(x @ weights[0]).relu()
+        two.wait_stream(one)
+        with torch.cuda.stream(two):
+            x = sleep(x).clamp(max=2) @ weights[1]
+        current().wait_stream(two)
+        return (x.clamp(-3, 3) @ weights[2]).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, *weights)
+
+    return step
+
+
+@training("nothing on the ambient stream: the whole layer is on a side stream")
+def train_layer_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            loss = (sleep((x @ first).relu()) @ second).sum()
+        join(side)
+        return loss
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("outputs that the function leaves unjoined: the caller joins them before the loss")
+def train_unjoined_outputs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        return a, x * 3
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        a, b = forward(x)
+        join(side)
+        (a * b).sum().backward()
+        return a.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("the loss is computed on the side stream that the function left its output on")
+def train_loss_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            return sleep(x @ weight).relu()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        y = forward(x)
+        with torch.cuda.stream(side):
+            loss = (sleep(y) * 2).sum()
+            loss.backward()
+        join(side)
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("an input read on three streams: three gradients are summed on the ambient one")
+def train_input_of_three_streams(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    weights = trained(k, 3)
+
+    def forward(x):
+        fork(one, two)
+        with torch.cuda.stream(one):
+            a = sleep(x) @ weights[0]
+        with torch.cuda.stream(two):
+            b = sleep(x) @ weights[1]
+        c = x @ weights[2]
+        join(one, two)
+        return (a + b + c).relu().sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, *weights)
+
+    return step
+
+
+@training("a weight shared by three streams, with an ambient producer in front: its gradients are summed where it runs")
+def train_weight_of_three_streams(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        scaled = weight * 2
+        fork(one, two)
+        with torch.cuda.stream(one):
+            a = sleep(x) @ scaled
+        with torch.cuda.stream(two):
+            b = (x @ scaled).relu()
+        join(one, two)
+        return (a + b + scaled).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
+@training("cheap operations of a side stream are computed again for consumers on the ambient one", tolerance=1e-2)
+def train_recomputed(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first)
+            b = a.sin().cos()
+        join(side)
+        c = b.exp() * 2
+        return (c @ second).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("a value of a side stream is saved once and read under two views: it must not be written over between (S3)")
+def train_saved_views(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            h = sleep(x @ first).relu()
+        join(side)
+        y = h.clamp(max=1) @ second
+        side.wait_stream(current())
+        with torch.cuda.stream(side):
+            z = h.t().clamp(max=1) @ second
+        join(side)
+        return (y + z + h).sum(), h[:32] * 2
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss, part = forward(x)
+        (loss + part.sum()).backward()
+        return loss.detach(), part.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("only one of two outputs gets a gradient")
+def train_partly_used_outputs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return a + 1, b + 1
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        a, b = forward(x)
+        (b * 2).sum().backward()
+        partly = take_gradients(x, second)
+        a, b = forward(x)
+        (a * 2).sum().backward()
+        return a.detach(), b.detach(), partly, take_gradients(x, first)
+
+    return step
+
+
+@training("torch.autograd.grad in the place of backward")
+def train_autograd_grad(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        return torch.autograd.grad(forward(x), (x, weight))
+
+    return step
+
+
+# ---- several frames
+
+
+@training("gradients of three micro-batches accumulate in the parameters", matrices(3))
+def train_gradient_accumulation(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return (a - b).sum()
+
+    forward = k.compile(forward)
+
+    def step(*batches):
+        losses = []
+        for batch in batches:
+            loss = forward(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, take_gradients(first, second)
+
+    return step
+
+
+@training("three forwards, then their backwards, the last first", matrices(3))
+def train_several_forwards(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        join(side)
+        return (a @ second * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(*batches):
+        xs = [leaf(b) for b in batches]
+        losses = [forward(x) for x in xs]
+        for loss in reversed(losses):
+            loss.backward()
+        return [loss.detach() for loss in losses], take_gradients(*xs, first, second)
+
+    return step
+
+
+@training("two functions with streams of their own: each backward runs on its forward's (S1, #186025)", matrices(2))
+def train_interleaved_functions(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def make(side, weight):
+        def forward(x):
+            fork(side)
+            with torch.cuda.stream(side):
+                a = sleep(x @ weight).relu()
+            join(side)
+            return (a * x).sum()
+
+        return k.compile(forward)
+
+    run_one, run_two = make(one, first), make(two, second)
+
+    def step(x, y):
+        x, y = leaf(x), leaf(y)
+        a, b = run_one(x), run_two(y)
+        a.backward()
+        b.backward()
+        return a.detach(), b.detach(), take_gradients(x, y, first, second)
+
+    return step
+
+
+@training("the second of two layers is another compiled function: their gradients meet in eager", matrices(1))
+def train_two_functions_in_a_row(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def make(side, weight):
+        def forward(x):
+            fork(side)
+            with torch.cuda.stream(side):
+                a = sleep(x @ weight).relu().clamp(max=2)
+            join(side)
+            return a + x
+
+        return k.compile(forward)
+
+    run_one, run_two = make(one, first), make(two, second)
+
+    def step(x):
+        x = leaf(x)
+        hidden = run_one(x)
+        y = run_two(hidden) + hidden
+        y.sum().backward()
+        return y.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("one function is called on its own output, which is saved twice", matrices(1, low=-1, high=1))
+def train_function_of_its_output(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu().clamp(max=1)
+        join(side)
+        return a + x
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        y = forward(forward(x))
+        y.sum().backward()
+        return y.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("backward twice over a retained graph")
+def train_retain_graph(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward(retain_graph=True)
+        once = [g.clone() for g in (x.grad, weight.grad)]
+        loss.backward()
+        return once, take_gradients(x, weight)
+
+    return step
+
+
+@training("a graph break inside the block of a stream", fullgraph=False)
+def train_graph_break_in_block(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+            torch._dynamo.graph_break()
+            b = sleep(a) @ second
+        join(side)
+        return (b * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("forward, backward and the reading of gradients in one compiled function", fullgraph=False)
+def train_step_in_one_function(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def step(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        loss = (a * x).sum()
+        loss.backward()
+        return loss.detach()
+
+    step = k.compile(step)
+    return lambda x: (step(x), take_gradients(weight))
+
+
+# ---- checkpoints
+
+
+def _checkpointed(k: Kit, reentrant: bool) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def block(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu().clamp(max=2) @ second
+        b = x.relu()
+        join(side)
+        return a * b
+
+    return block, first, second, reentrant
+
+
+@training("a checkpointed block inside of the compiled function")
+def train_checkpoint(k: Kit) -> Any:
+    block, first, second, _ = _checkpointed(k, False)
+    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=False) * 2).sum())
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the reentrant kind of checkpoint")
+def train_reentrant_checkpoint(k: Kit) -> Any:
+    block, first, second, _ = _checkpointed(k, True)
+    forward = k.compile(lambda x: (checkpoint(block, x, use_reentrant=True) * 2).sum())
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("a compiled block is checkpointed from outside: its forward runs again inside of backward")
+def train_checkpoint_around(k: Kit) -> Any:
+    block, first, second, _ = _checkpointed(k, False)
+    block = k.compile(block)
+
+    def step(x):
+        x = leaf(x)
+        y = checkpoint(block, checkpoint(block, x, use_reentrant=False).clamp(-1, 1), use_reentrant=False)
+        y.sum().backward()
+        return y.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the same with the reentrant kind, which runs a backward inside of a backward")
+def train_reentrant_checkpoint_around(k: Kit) -> Any:
+    block, first, second, _ = _checkpointed(k, True)
+    block = k.compile(block)
+
+    def step(x):
+        x = leaf(x)
+        y = checkpoint(block, checkpoint(block, x, use_reentrant=True).clamp(-1, 1), use_reentrant=True)
+        y.sum().backward()
+        return y.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+# ---- precision, custom functions, partial gradients
+
+
+@training("autocast around two branches", matrices(1, low=-1, high=1))
+def train_autocast(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+
+    def forward(x):
+        with torch.autocast("cuda", torch.bfloat16):
+            fork(side)
+            with torch.cuda.stream(side):
+                a = sleep((x @ first).relu().clamp(max=1)) @ second
+            b = x @ second
+            join(side)
+            return (a + b).float().sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("a gradient scaler, whose check for infinities reads all gradients at once", matrices(1, low=-1, high=1))
+def train_gradient_scaler(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = (torch.sign(w.detach()).requires_grad_() for w in trained(k, 2))
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=1_000_000)
+    optimizer = torch.optim.SGD([first, second], lr=2.0**-10)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).sign() * (x @ first)
+        join(side)
+        return (a + x @ second).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = forward(x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen = [g.clone() for g in (first.grad, second.grad)]
+        first.grad = None
+        second.grad = None
+        scaler.update(4.0)
+        return loss.detach(), seen
+
+    return step
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).relu()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = gradient * ((x @ weight) > 0)
+        return gradient @ weight.t(), x.t() @ gradient
+
+
+@training("an autograd.Function on a side stream: its backward computes again what the forward didn't save")
+def train_autograd_function(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = _Scaled.apply(sleep(x), weight)
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("one branch of the loss is computed without gradients, on the side stream")
+def train_no_grad_branch(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side), torch.no_grad():
+            target = sleep(x @ second).clamp(-1, 1)
+        y = (x @ first).clamp(-2, 2)
+        join(side)
+        return ((y - target) * (y - target)).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(first)
+
+    return step
+
+
+@training("a detached value of a side stream is used without a gradient")
+def train_detached(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).clamp(-2, 2)
+        join(side)
+        return (a * (x @ second) + a.detach() * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("views of a side stream's value, and gradients through slices, transposes and copies of them")
+def train_views(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight)
+            upper, lower = a[:32], a[32:].t()
+        join(side)
+        b = upper.clamp(-2, 2) @ weight
+        side.wait_stream(current())
+        with torch.cuda.stream(side):
+            c = lower.reshape(32, 64).relu() + b
+        join(side)
+        return torch.cat([b, c]).sum() + a.as_strided((64,), (65,)).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("dropout on both streams: the backward uses the masks of the forward", random=True)
+def train_dropout(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = nn.functional.dropout(sleep(x), 0.5)
+        b = nn.functional.dropout(x, 0.5)
+        join(side)
+        return a, b
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x.abs() + 1)
+        a, b = forward(x)
+        (da,) = torch.autograd.grad(a.sum(), x, retain_graph=True)
+        (db,) = torch.autograd.grad(b.sum(), x)
+        return [(d * x == y).all() for d, y in ((da, a), (db, b))]
+
+    return step
+
+
+@training("the loss leaves the device inside of the compiled function, so the engine knows no stream of it")
+def train_loss_on_host(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum().cpu()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            loss.backward()
+        current().wait_stream(other)
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("the batch size changes from call to call", dynamic=True)
+def train_dynamic_shapes(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu() * x.shape[0]
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        seen = []
+        for rows in (64, 48, 17):
+            y = leaf(x[:rows])
+            loss = forward(y)
+            loss.backward()
+            seen.append((loss.detach(), take_gradients(y, weight)))
+        return seen
+
+    return step
+
+
+@training("a stream that the function makes")
+def train_stream_made_inside(k: Kit) -> Any:
+    sleep = k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        side = torch.cuda.Stream()
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return (a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+# ---- mutation
+
+
+class _Normed(nn.Module):
+    def __init__(self, k: Kit) -> None:
+        super().__init__()
+        self.side, self.sleep = k.stream(), k.sleep
+        self.norm = nn.BatchNorm1d(64, device="cuda")
+
+    def forward(self, x):
+        fork(self.side)
+        with torch.cuda.stream(self.side):
+            a = self.norm(self.sleep(x))
+        b = x * 2
+        join(self.side)
+        return (a * b).sum()
+
+
+@training("batch norm on a side stream: running statistics are written there, joined, and read", tolerance=1e-3)
+def train_batch_norm(k: Kit) -> Any:
+    module = _Normed(k)
+    forward = k.compile(module)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        mean = module.norm.running_mean.clone()
+        loss.backward()
+        return mean, take_gradients(x, *module.norm.parameters())
+
+    return step
+
+
+@training("an input without gradient is mutated on a side stream and joined; the loss reads it", matrices(2))
+def train_mutated_input(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x, cache):
+        fork(side)
+        with torch.cuda.stream(side):
+            y = sleep(x @ weight)
+            cache.add_(y.detach())
+        join(side)
+        return (y * cache).sum()
+
+    forward = k.compile(forward)
+
+    def step(x, cache):
+        loss = forward(x, cache)
+        seen = cache.clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(weight)
+
+    return step
+
+
+@training("a tensor on the autograd graph is mutated on a side stream, as a cache between two layers is", matrices(2))
+def train_mutated_activation(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x, cache):
+        fork(side)
+        with torch.cuda.stream(side):
+            cache.mul_(2)
+            cache.add_(sleep(x @ weight))
+        join(side)
+        return (cache * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x, cache):
+        x, start = leaf(x), leaf(cache)
+        cache = start * 1
+        loss = forward(x, cache)
+        seen = cache.detach().clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(x, start, weight)
+
+    return step
+
+
+@training("a moving average of a parameter is updated on a side stream that nobody but the next step joins")
+def train_moving_average(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+    average = k.parameter(64, 64)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side), torch.no_grad():
+            average.mul_(0.5).add_(sleep(weight))
+        return (x @ weight).relu().sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        join(side)
+        return loss.detach(), average.clone(), take_gradients(weight)
+
+    return step
+
+
+# ---- hooks and optimizers
+
+
+@training("hooks on the output and on the input read and change gradients")
+def train_tensor_hooks(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return a + x
+
+    forward = k.compile(forward)
+
+    def step(x):
+        seen = []
+        x = leaf(x)
+        y = forward(x)
+        y.register_hook(lambda g: g * 2)
+        x.register_hook(lambda g: seen.append(g.clone()))
+        y.sum().backward()
+        return y.detach(), seen, take_gradients(x, weight)
+
+    return step
+
+
+@training("an optimizer in the backward: each parameter is updated as soon as its gradient is there")
+def train_optimizer_in_backward(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    @torch.no_grad()
+    def update(parameter):
+        parameter.add_(parameter.grad.sign()).clamp_(-2, 2)
+        parameter.grad = None
+
+    for parameter in (first, second):
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), first.detach().clone(), second.detach().clone()
+
+    return step
+
+
+@training("an optimizer's step after each backward, on the current stream; the next forward reads the parameters")
+def train_optimizer(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+    optimizer = torch.optim.SGD([first, second], lr=2.0**-12, momentum=0.5)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep((x @ first).clamp(-4, 4))
+        b = (x @ second).clamp(-4, 4)
+        join(side)
+        return (a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        with torch.no_grad():
+            first.round_()
+            second.round_()
+        optimizer.state.clear()
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = forward(x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, first.detach().clone(), second.detach().clone()
+
+    return step
+
+
+@training("the optimizer runs on a stream of its own, which waits for the current one")
+def train_optimizer_on_side_stream(k: Kit) -> Any:
+    side, other, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        gradients = [first.grad.clone(), second.grad.clone()]
+        other.wait_stream(current())
+        with torch.cuda.stream(other), torch.no_grad():
+            for parameter in (first, second):
+                parameter.add_(sleep(parameter.grad).sign()).clamp_(-2, 2)
+        join(other)
+        take_gradients(first, second)
+        return loss.detach(), gradients, first.detach().clone()
+
+    return step
+
+
+# ---- memory
+
+
+@training("a gradient in a side stream's memory is freed while the current stream still reads it")
+def train_gradient_memory(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = x @ weight
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        forward(x).backward()
+        (gradient,) = take_gradients(weight)
+        seen = sleep(gradient) * 2
+        del gradient
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return seen
+
+    return step
+
+
+@training("a saved value in a side stream's memory is dropped by the backward while the ambient stream still reads it")
+def train_saved_memory(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = x @ weight
+        join(side)
+        b = sleep(x)
+        return sleep(a * a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
+@training("freed memory of both streams is overwritten between forward and backward")
+def train_memory_between(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu().clamp(max=2) @ second
+        b = (x @ second).relu()
+        join(side)
+        return (a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        for stream in (side, current()):
+            with torch.cuda.stream(stream):
+                for _ in range(4):
+                    torch.full_like(first, float("nan"))
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+# ---- callers
+
+
+@training("backward is called under another stream than the forward")
+def train_backward_under_other_stream(k: Kit) -> Any:
+    side, other, sleep = k.stream(), k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        other.wait_stream(current())
+        with torch.cuda.stream(other):
+            loss.backward()
+            seen = [x.grad * 1, weight.grad * 1]
+        join(other)
+        take_gradients(x, weight)
+        return loss.detach(), seen
+
+    return step
+
+
+@training("forward and backward are called by another thread, after one of this thread")
+def train_in_another_thread(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        mine, theirs = leaf(x), leaf(x * 2)
+        loss = forward(mine)
+        stream, seen = current(), []
+
+        def run():
+            with torch.cuda.stream(stream):
+                other = forward(theirs)
+                other.backward()
+                loss.backward()
+                seen.append(other.detach())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return loss.detach(), seen, take_gradients(mine, theirs, weight)
+
+    return step
+
+
+@training("compiled autograd traces the backward, whose streams have other numbers in that graph", modes=(None,))
+def train_compiled_autograd(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        join(side)
+        return (a @ second).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        if k.compiler is None:
+            loss.backward()
+        else:
+            with torch._dynamo.compiled_autograd._enable(k.compiler):
+                loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the event that the forward waits for is recorded again before the backward, which must not wait for it")
+def train_event_of_the_caller(k: Kit) -> Any:
+    side, other, sleep = k.stream(), k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+    ready = torch.cuda.Event()
+
+    def forward(x):
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            a = sleep(x).relu().clamp(max=1)
+        join(side)
+        return (a @ weight * a).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        ready.record()
+        loss = forward(x)
+        with torch.cuda.stream(other):
+            sleep(weight.detach())
+            ready.record()
+        loss.backward()
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
+@training(
+    "a prefetch loop: the next batch is copied on a copy stream while this one trains",
+    tensors(*[whole_numbers(64, 64, pinned=True, on="cpu")] * 3),
+)
+def train_prefetch_loop(k: Kit) -> Any:
+    copy, side, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def fetch(x):
+        with torch.cuda.stream(copy):
+            return x.to("cuda", non_blocking=True)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return (a * b).sum()
+
+    fetch, forward = k.compile(fetch), k.compile(forward)
+
+    def step(*batches):
+        losses = []
+        following = fetch(batches[0])
+        for i in range(len(batches)):
+            current().wait_stream(copy)
+            batch = following
+            batch.record_stream(current())
+            following = fetch(batches[i + 1]) if i + 1 < len(batches) else None
+            loss = forward(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, take_gradients(first, second)
+
+    return step

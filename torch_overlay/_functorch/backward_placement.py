@@ -1,0 +1,214 @@
+"""Where a backward runs, and what it owes to its forward and to autograd's engine.
+
+Note [A backward is a region of its own]
+The user's stream program is the forward's. It says nothing about the backward, so none of its tokens may reach it. What
+the backward is owed and owes follows from what autograd's engine does:
+
+- The engine makes the stream of the forward's call current, and orders it behind the gradients that come in and before
+  those that go out. So what runs on a side stream is ordered after the ambient stream's state at the entry, and the
+  ambient stream is ordered behind it at the exit: the token "s0", both ways.
+- A gradient is computed where its forward was; a sum of gradients is computed where its consumer runs, and the
+  consumer of a sum that leaves the graph is the engine, on the ambient stream.
+- What is computed again runs where its consumer runs.
+- A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream behind
+  it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
+  the value.
+- The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
+  the plan treats the memory as belonging to that stream and to the ambient one: small branches may have been folded
+  into the ambient stream after the forward and the backward were parted (`stream_folding`).
+
+The partitioner takes no notice of streams, so what is saved is what is saved without them, but for values that two
+streams compute each for itself; of those one is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay import config
+from torch_overlay._functorch.stream_placement import (
+    AFTER,
+    AMBIENT,
+    annotate,
+    BEFORE,
+    is_backward,
+    LEAVE,
+    MEMORY,
+    node_stream,
+    ORDER,
+    REQUIRES,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.fx import Graph, GraphModule, Node
+
+
+def assign_sums(graph: Graph) -> None:
+    """A sum of gradients runs where its consumer runs: autograd's rule."""
+    for node in reversed(graph.nodes):
+        if node.meta.get("is_gradient_acc"):
+            consumers = [user for user in node.users if user.op == "call_function"]
+            annotate(node, stream=(node_stream(consumers[0]) or None) if consumers else None)
+
+
+def _is_view(node: Node) -> bool:
+    """It names memory of its first argument."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+
+
+def _writer(node: Node) -> Node:
+    """The node that the memory of a value comes from: behind views, and behind selections of an output."""
+    while node.op == "call_function" and (_is_view(node) or node.target is operator.getitem):
+        source: Any = node.args[0]
+        if not isinstance(source, torch.fx.Node):
+            break
+        node = source
+    return node
+
+
+def _readers(value: Node) -> Iterator[Node]:
+    for user in value.users:
+        if user.op == "call_function":
+            yield user
+            if _is_view(user):
+                yield from _readers(user)
+
+
+def place_recomputed(graph: Graph) -> None:
+    """What the partitioner computes again runs with its consumer, and carries no token of the forward."""
+    recomputed = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n)]
+    for node in reversed(recomputed):
+        streams = [node_stream(user) for user in node.users if user.op == "call_function"]
+        stream = node_stream(node)
+        if streams and stream not in streams:
+            stream = streams[0]
+        annotate(node, stream=stream or None)
+    for node in recomputed:
+        if node.target is operator.getitem:
+            annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
+        inside = ("s0",) if node_stream(node) else ()
+        annotate(node, **{AFTER: inside, BEFORE: inside, LEAVE: None, REQUIRES: None, ORDER: None})
+
+
+def place_computed_early(graph: Graph) -> None:
+    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine."""
+    for node in graph.nodes:
+        if node.op == "call_function" and is_backward(node):
+            annotate(node, **{AFTER: None, BEFORE: None})
+
+
+def place_saved(forward: Graph, backward: Graph) -> None:
+    """Whose memory a saved value is, and what its readers wait for."""
+    computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
+    for value in backward.find_nodes(op="placeholder"):
+        annotate(value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, REQUIRES, ORDER, MEMORY)))
+        saved = computed.get(value.name)
+        writer = _writer(saved) if saved is not None else None
+        if writer is None or writer.op != "call_function" or node_stream(writer) == AMBIENT:
+            stream = AMBIENT
+        else:
+            stream = node_stream(writer)
+            annotate(value, **{MEMORY: stream})
+        if writer is None or writer.op != "call_function":
+            continue
+        promised = writer.meta.get("custom", {}).get(BEFORE) or ()
+        for reader in _readers(value):
+            if node_stream(reader) != stream and f"s{node_stream(reader)}" not in promised:
+                known = reader.meta.get("custom", {}).get(AFTER) or ()
+                annotate(reader, **{AFTER: tuple(sorted({*known, f"s{stream}"}))})
+
+
+def _value_numbers(graph: Graph) -> dict[Node, int]:
+    """Equal numbers for nodes that compute the same value, on whatever streams."""
+    numbers: dict[Node, int] = {}
+    known: dict[Any, int] = {}
+    for node in graph.nodes:
+        number = numbers[node] = len(numbers)
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or node.is_impure():
+            continue
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            continue
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"value {numbers[n]}")  # type: ignore[arg-type]
+        numbers[node] = known.setdefault((target, repr(arguments)), number)
+    return numbers
+
+
+def save_once(forward: Graph, backward: Graph, count: int) -> None:
+    """A value that two streams compute each for itself, as the cast of a shared weight is, is saved once. The first
+    `count` outputs of the forward are not saved ones.
+    """
+    output = next(iter(forward.find_nodes(op="output")))
+    inputs = {n.name: n for n in backward.find_nodes(op="placeholder")}
+    numbers = _value_numbers(forward)
+    outputs: Any = output.args[0]
+    kept, first = list(range(count)), {}
+    for i, value in enumerate(outputs[count:], count):
+        is_computed = isinstance(value, torch.fx.Node) and value.op == "call_function" and value.name in inputs
+        twin = first.setdefault(numbers[value], value) if is_computed else value
+        if twin is value:
+            kept.append(i)
+        else:
+            inputs[value.name].replace_all_uses_with(inputs[twin.name])
+            backward.erase_node(inputs[value.name])
+    if len(kept) < len(outputs):
+        output.args = (tuple(outputs[i] for i in kept),)
+        if len(output.meta.get("desc", ())) == len(outputs):
+            output.meta["desc"] = [output.meta["desc"][i] for i in kept]
+
+
+def place_parts(forward: GraphModule, backward: GraphModule, count: int) -> None:
+    """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
+    if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
+        return
+    save_once(forward.graph, backward.graph, count)
+    place_computed_early(forward.graph)
+    place_recomputed(backward.graph)
+    place_saved(forward.graph, backward.graph)
+    forward.recompile()
+    backward.recompile()
+
+
+# ---- seams
+
+
+def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> None:
+    if not config.streams:
+        return original(gm)
+    return assign_sums(gm.graph)
+
+
+def partition(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    forward, backward, count = original(*args, **kwargs)
+    if config.streams:
+        place_parts(forward, backward, count)
+    return forward, backward, count
+
+
+def donated_buffers(
+    original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
+) -> list[int]:
+    """Saved tensors that the backward may write over: none that shares its memory with another one, and none whose
+    memory may belong to a side stream.
+    """
+    donated = original(forward, backward, metadata)
+    if not config.streams:
+        return donated
+    inputs = backward.graph.find_nodes(op="placeholder")
+    memory = [n.meta.get("custom", {}).get(MEMORY) for n in inputs]
+    if not any(memory):
+        return donated
+    values = [n.meta.get("val") for n in inputs]
+    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
+    count = Counter(storages)
+    return [i for i in donated if not memory[i] and count[storages[i]] == 1]
