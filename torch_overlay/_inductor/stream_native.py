@@ -16,8 +16,9 @@ eager leaves a stream that was forked and joined.
 
 Note [Streams that hold nothing]
 Where several streams wait for what the ambient stream held at the entry, `record_busy` asks first whether it holds
-anything at all. On a device that waits for its host it doesn't, and then there is nothing to record and to wait for. A
-kernel behind a wait costs the host about a microsecond more than one that isn't.
+anything at all, and so does a region's entry about each side stream that others wait for. On a device that waits for
+its host it doesn't, and then there is nothing to record and to wait for. A kernel behind a wait costs the host about a
+microsecond more than one that isn't. A captured stream can't be asked.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ static PyObject *event_wait_entry(Event *self, PyObject *stream) {
 }
 static int wait_exit(Event *self, Handle stream, Handle ambient) {
     Handle back = NULL;
-    int join = is_capturing(ambient) && !is_capturing(stream), code = cu.wait(stream, self->event, 0);
+    int join = !is_capturing(stream), code = cu.wait(stream, self->event, 0);
     if (code || !join) return code;
     if (!(code = cu.create(&back, 2)) && !(code = cu.record(back, stream))) code = cu.wait(ambient, back, 0);
     if (back) cu.destroy(back);
@@ -194,6 +195,7 @@ static Frame *frame_new(Region *region) {
 static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
     Event *first = count ? (Event *)PyTuple_GET_ITEM(self->events, ops[0].event) : NULL;
     int pushed = 0, code = first ? enter(first->context, &pushed) : 0;
+    int captured = count && is_capturing(self->raw[0]);
     for (Py_ssize_t i = 0; i < count && !code; i++) {
         Event *event = (Event *)PyTuple_GET_ITEM(self->events, ops[i].event);
         Handle stream = self->raw[ops[i].stream];
@@ -203,14 +205,17 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
             /* fall through */
         case RECORD: code = cu.record(event->event, stream); break;
         case RECORD_ENTRY:
-            code = cu.record(event->event, stream);
             event->captured = is_capturing(stream);
+            if (!(event->idle = !event->captured && !cu.query(stream))) code = cu.record(event->event, stream);
             break;
         case WAIT: if (!event->idle) code = cu.wait(stream, event->event, 0); break;
         case WAIT_ENTRY:
-            if (event->captured || !is_capturing(stream)) code = cu.wait(stream, event->event, 0);
+            if (event->idle) break;
+            if (event->captured || !captured || !is_capturing(stream)) code = cu.wait(stream, event->event, 0);
             break;
-        case WAIT_EXIT: code = wait_exit(event, stream, self->raw[0]); break;
+        case WAIT_EXIT:
+            code = captured ? wait_exit(event, stream, self->raw[0]) : cu.wait(stream, event->event, 0);
+            break;
         }
     }
     if (first) leave(pushed);

@@ -137,8 +137,10 @@ class _Frame:
         for kind, name, stream in operations:
             event, handle = self.events[spec.event(name)], self.handle(stream)
             if kind == "record_entry":
-                event.record(handle)
                 event.captured = event.is_capturing(handle)
+                event.idle = not event.captured and self.streams[stream].query()
+                if not event.idle:
+                    event.record(handle)
             elif kind == "wait_exit":
                 caller = self.handle(next(iter(spec.streams)))
                 joins = event.is_capturing(caller) and not event.is_capturing(handle)
