@@ -41,6 +41,7 @@ int cuEventSynchronize(Handle e) { NOTE("synchronize%ld ", (long)e); return fail
 int cuGetErrorString(int code, const char **text) { *text = "stand-in"; return 0; }
 void set_idle(int yes) { idle = yes; }
 int cuStreamQuery(Handle s) { NOTE("query@%ld ", (long)s); return idle ? 0 : 600; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { static int now; int old = now; now = *mode; *mode = old; return 0; }
 int cuStreamIsCapturing(Handle s, int *out) { *out = capturing[(long)s]; return 0; }
 """
 
@@ -176,7 +177,7 @@ leave() of a region that was left already
         self.assertExpectedInline(
             output,
             """\
-create1 create2 create3 query@11 record1@11 record2@9 wait2@11 wait2@12
+create1 create2 create3 record1@11 record2@9 wait2@11 wait2@12
 record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
 """,
         )
@@ -233,9 +234,9 @@ True create1 create2 create3 query@9 query@11 record1@11 record2@9 wait1@9 wait2
 leave record3@11 wait3@9 wait3@12
 False query@9 query@11 query@12
 leave record1@9 wait1@11 wait1@12
-True query@11 record2@9 wait2@11 wait2@12
+True record1@11 record2@9 wait2@11 wait2@12
 leave record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
-True query@9 query@11 query@11 record2@9 wait2@11 wait2@12
+True query@9 query@11 record1@11 record2@9 wait1@9 wait2@11 wait2@12
 leave record3@11 wait3@9 wait3@12
 False query@9 query@11 query@12
 leave record1@9 wait1@11 wait1@12

@@ -136,7 +136,7 @@ class TestBench(unittest.TestCase):
         self.assertEqual(found["mlp: MiB while capturing beyond what stays"], (16.0, 10.0, True))
 
     def test_host_time_is_judged_against_the_bare_launch(self) -> None:
-        found = self.seen(measurement("llama", "relaunch", layer_us=14.0, bare_host_us=3.5))
+        found = self.seen(measurement("llama", "relaunch", layer_us=14.0, bare_layer_us=3.5))
         self.assertEqual(found["llama: host µs in the graph layer beyond a bare launch"], (10.0, 10.5, False))
 
     def test_a_figure_that_is_missing_is_missed(self) -> None:

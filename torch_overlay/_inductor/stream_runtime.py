@@ -134,21 +134,21 @@ class _Frame:
 
     def run(self, operations: Sequence[tuple[str, str, str]]) -> None:
         spec = self.region.spec
+        captured = bool(operations) and spec.device is not None and self.is_captured()
         for kind, name, stream in operations:
             event, handle = self.events[spec.event(name)], self.handle(stream)
             if kind == "record_entry":
                 event.captured = event.is_capturing(handle)
-                event.idle = not event.captured and self.streams[stream].query()
+                event.idle = not event.captured and not captured and self.streams[stream].query()
                 if not event.idle:
                     event.record(handle)
             elif kind == "wait_exit":
-                caller = self.handle(next(iter(spec.streams)))
-                joins = event.is_capturing(caller) and not event.is_capturing(handle)
+                joins = captured and not event.is_capturing(handle)
                 event.wait(handle)
                 if joins:
                     back = PythonEvent(event.device.index)
                     back.record(handle)
-                    back.wait(caller)
+                    back.wait(self.handle(next(iter(spec.streams))))
             else:
                 getattr(event, kind)(handle)
 
@@ -166,10 +166,15 @@ class _Frame:
 
     def holds_nothing(self) -> bool:
         """Note [Streams can't pay on an idle device]. A captured stream can't be asked."""
-        caller = next(iter(self.streams.values()))
-        if self.is_aliased or PythonEvent(caller.device.index).is_capturing(caller.cuda_stream):
+        if self.is_aliased or self.is_captured():
             return False
+        caller = next(iter(self.streams.values()))
         return all(s.query() for s in (caller, *(self.streams[name] for name in self.region.spec.follows or ())))
+
+    def is_captured(self) -> bool:
+        """The caller captures a CUDA graph on the region's first stream."""
+        with torch.cuda.stream(next(iter(self.streams.values()))):
+            return torch.cuda.is_current_stream_capturing()
 
     def leave(self) -> None:
         spec = self.region.spec
