@@ -135,7 +135,7 @@ class TestNativeRegion(TestCase):
         self.assertExpectedInline(
             output,
             """\
-create1 create2 create3 query@11 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+create1 create2 create3 record1@11 record2@9 wait1@9 wait2@11 wait2@12
 record3@11
 record3@11 wait3@9 wait3@12
 """,
@@ -230,15 +230,15 @@ query@9 record1@11 wait1@12
         self.assertExpectedInline(
             output,
             """\
-True create1 create2 create3 query@9 query@11 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+True create1 create2 create3 query@9 record1@11 record2@9 wait1@9 wait2@11 wait2@12
 leave record3@11 wait3@9 wait3@12
 False query@9 query@11 query@12
 leave record1@9 wait1@11 wait1@12
 True record1@11 record2@9 wait2@11 wait2@12
 leave record3@11 wait3@9 wait3@12 create4 record4@12 wait4@9 destroy4
-True query@9 query@11 record1@11 record2@9 wait1@9 wait2@11 wait2@12
+True query@9 record1@11 wait1@9 record1@11 record2@9 wait1@9 wait2@11 wait2@12
 leave record3@11 wait3@9 wait3@12
-False query@9 query@11 query@12
+False query@9 record1@11 wait1@9 record1@12 wait1@9
 leave record1@9 wait1@11 wait1@12
 """,
         )

@@ -5,10 +5,10 @@ A kernel that needs less device time than the host needs to launch the next one 
 whatever streams they are, two such kernels never run side by side. Only the cost of the streams is left, some 35 us of
 217 for eight experts of three kernels each (switches of the current stream, records and waits, kernels behind a wait,
 memory that no two streams share). While the device is behind its host, the same kernels do run side by side. Which of
-the two it is can be asked when the region is entered: if the ambient stream and all side streams hold nothing, `enter`
+the two it is can be asked when the region is entered: if the ambient stream and the side streams hold nothing, `enter`
 hands the ambient stream out for each of them, and the region's records, waits and switches are left out (`spread` is
-False). The side streams have nothing then that the region would have to wait for, and are ordered behind it when it
-is left. The launches, their order and the memory plan are the same in both.
+False). The side streams are ordered before it when it is entered, or hold nothing, and behind it when it is left. The
+launches, their order and the memory plan are the same in both.
 
 That is right for any region whose side streams fork from the ambient stream and join it; it can't lose where each
 kernel is short. A region with records or synchronisations of the user's, with events of the caller, with copies, or

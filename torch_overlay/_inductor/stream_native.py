@@ -16,11 +16,9 @@ eager leaves a stream that was forked and joined.
 
 Note [Streams that hold nothing]
 Where several streams wait for what the ambient stream held at the entry, `record_busy` asks first whether it holds
-anything at all, and so does a region's entry about each side stream that others wait for. On a device that waits for
-its host it doesn't, and then there is nothing to record and to wait for. A kernel behind a wait costs the host about a
-microsecond more than one that isn't. A captured stream can't be asked. In a loop of calls that keep the device busy
-the answer is no, and the question a quarter of a microsecond for each stream: after a no, a side stream isn't asked in
-the next 15 calls.
+anything at all. On a device that waits for its host it doesn't, and then there is nothing to record and to wait for. A
+kernel behind a wait costs the host about a microsecond more than one that isn't. The question itself costs as much for
+a stream that has just come to rest, so a side stream is not asked: a record and a wait are cheaper.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ static struct {
     int (*mode)(int *);
 } cu;
 
-typedef struct { PyObject_HEAD Handle event, context; int captured, idle, unasked; } Event;
+typedef struct { PyObject_HEAD Handle event, context; int captured, idle; } Event;
 
 static PyObject *fail(int code, const char *what) {
     const char *text = "unknown error";
@@ -163,7 +161,7 @@ typedef struct {
     PyObject *objects_name, *handle_name;
     Py_ssize_t streams, results, entries, exits, distincts, follows, count;  /* follows: -1 where there is no choice */
     Py_ssize_t *indices;  /* of each stream in the table of the running graph; -1: the current stream of the device */
-    int *distinct, *follow;
+    int *distinct, *follow, unasked;
     Operation *entry, *exit;
     struct { int kind; Py_ssize_t which; } *result;
 } Region;
@@ -174,8 +172,9 @@ typedef struct {
     PyObject **streams;
     Handle *raw;
     Py_ssize_t count;
-    int aliased, spread;
+    int aliased, spread, asked;  /* asked: what the ambient stream said, if it was asked */
 } Frame;
+enum { BUSY = 1, IDLE };
 
 static PyTypeObject *frame_type, *event_type;
 
@@ -217,22 +216,16 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
         Handle stream = self->raw[ops[i].stream];
         switch (ops[i].kind) {
         case RECORD_BUSY:
-            if ((event->idle = holds_nothing(stream, &mode))) break;
+            event->idle = self->asked ? self->asked == IDLE : holds_nothing(stream, &mode);
+            if (event->idle) break;
             /* fall through */
         case RECORD: code = cu.record(event->event, stream); break;
         case RECORD_ENTRY:
             event->captured = is_capturing(stream);
-            event->idle = 0;
-            if (event->unasked > 0) {
-                event->unasked--;
-            } else if (!captured && !(event->idle = holds_nothing(stream, &mode))) {
-                event->unasked = 15;  /* a stream that was busy will be: Note [Streams that hold nothing] */
-            }
-            if (!event->idle) code = cu.record(event->event, stream);
+            code = cu.record(event->event, stream);
             break;
         case WAIT: if (!event->idle) code = cu.wait(stream, event->event, 0); break;
         case WAIT_ENTRY:
-            if (event->idle) break;
             if (event->captured || !captured || !is_capturing(stream)) code = cu.wait(stream, event->event, 0);
             break;
         case WAIT_EXIT:
@@ -245,19 +238,32 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
     if (code) { fail(code, "a region's events"); return -1; }
     return 0;
 }
-/* Note [Streams can't pay on an idle device] in stream_idle.py. A captured stream can't be asked. */
-static int frame_holds_nothing(Frame *self) {
+/* Note [Streams can't pay on an idle device] in stream_idle.py. A captured stream can't be asked. To ask the side
+   streams costs more than to wait for them, so a yes holds for the next calls, which wait. */
+static int frame_may_follow(Frame *self) {
     Region *region = self->region;
-    Event *first = (Event *)PyTuple_GET_ITEM(self->events, 0);
-    int pushed = 0, idle;
+    Event *event = (Event *)PyTuple_GET_ITEM(self->events, 0);
+    int pushed = 0, yes, code = 0;
     Mode mode = {0, 0};
-    if (self->aliased || enter(first->context, &pushed)) return 0;
-    idle = holds_nothing(self->raw[0], &mode);
-    for (Py_ssize_t i = 0; i < region->follows && idle; i++)
-        idle = holds_nothing(self->raw[region->follow[i]], &mode);
+    if (self->aliased || enter(event->context, &pushed)) return 0;
+    yes = holds_nothing(self->raw[0], &mode);
+    self->asked = yes ? IDLE : BUSY;
+    if (yes && region->unasked > 0) {
+        region->unasked--;
+        for (Py_ssize_t i = 0; i < region->follows && yes && !code; i++) {
+            Handle stream = self->raw[region->follow[i]];
+            if ((yes = !is_capturing(stream)) && !(code = cu.record(event->event, stream)))
+                code = cu.wait(self->raw[0], event->event, 0);
+        }
+    } else if (yes) {
+        for (Py_ssize_t i = 0; i < region->follows && yes; i++)
+            yes = holds_nothing(self->raw[region->follow[i]], &mode);
+        if (yes) region->unasked = 15;
+    }
     restore(&mode);
     leave(pushed);
-    return idle;
+    if (code) { fail(code, "a region's events"); return -1; }
+    return yes;
 }
 /* The side streams go on behind what ran on the caller's stream in their place. */
 static int frame_order_behind(Frame *self) {
@@ -346,7 +352,10 @@ static PyObject *region_enter(Region *self, PyObject *unused) {
         if (!done) goto failed;
         Py_DECREF(done);
     }
-    frame->spread = self->follows < 0 || !frame_holds_nothing(frame);
+    frame->asked = 0;
+    int follow = self->follows < 0 ? 0 : frame_may_follow(frame);
+    if (follow < 0) goto failed;
+    frame->spread = !follow;
     if (frame->spread && frame_run(frame, self->entry, self->entries)) goto failed;
     if (!(results = PyTuple_New(self->results + 1))) goto failed;
     for (Py_ssize_t i = 0; i < self->results; i++) {

@@ -139,9 +139,7 @@ class _Frame:
             event, handle = self.events[spec.event(name)], self.handle(stream)
             if kind == "record_entry":
                 event.captured = event.is_capturing(handle)
-                event.idle = not event.captured and not captured and self.streams[stream].query()
-                if not event.idle:
-                    event.record(handle)
+                event.record(handle)
             elif kind == "wait_exit":
                 joins = captured and not event.is_capturing(handle)
                 event.wait(handle)
