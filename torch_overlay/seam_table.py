@@ -705,4 +705,14 @@ SEAMS: tuple[Seam, ...] = (
         why="torch._dynamo.reset() gives up all graphs. Code that something still holds gets new ones.",
         ends="the patch is merged",
     ),
+    Seam(
+        target="torch._inductor.lowering:",
+        impl="torch_overlay._inductor.cudagraphs.seeds:register",
+        kind="register",
+        patch="inductor-relaunch",
+        fingerprint="",
+        why="The backward of memory-efficient attention reads its seeds on the host unless it is captured, but a graph "
+        "of its forward leaves them on the device.",
+        ends="the operator takes its seeds where they are",
+    ),
 )

@@ -54,6 +54,7 @@ class RelaunchTestCase(TestCase):
             self.addCleanup(patch.stop)
 
     def tearDown(self):
+        runner.forget_all()  # what an exception still holds is not the next test's
         self.assertEqual(self.device.open, 0, "a recording was left open")
         self.assertFalse(capture.capturing.locked())
         super().tearDown()
@@ -161,6 +162,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertGreater(self.counted("relaunches"), 0)
 
     def test_all_is_gone_with_the_runner(self):
+        gc.collect()
         before = runner.live()
         run = self.runner(ADD)
         for _ in range(3):
@@ -171,6 +173,7 @@ class TestLifeOfARegion(RelaunchTestCase):
         self.assertEqual(runner.live(), before)
 
     def test_reset_gives_up_the_graphs_of_code_that_lives_on(self):
+        gc.collect()
         before = runner.live()
         run = self.runner(ADD)
         for _rounds in range(2):
@@ -638,6 +641,32 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             self.assertEqual(len(inputs), 2)
             (x, w), (out,) = inputs, run(list(inputs))
             self.assertEqual(out, x * w + x)
+
+    def test_counter_that_is_not_where_it_was(self):
+        run = self.runner(ADD, static=[1])
+        w = torch.randn(4, 4)
+
+        def call():
+            run([torch.randn(4, 4), w])
+
+        for _ in range(3):
+            call()
+        group = counters["torch_overlay"]
+        for before, after in ((5, 6), (1 << 80, (1 << 80) + 1), ((1 << 63) - 1, 1 << 63), (2.5, 3.5)):
+            group["cudagraph_relaunches"] = before
+            call()
+            self.assertEqual(group["cudagraph_relaunches"], after)
+        del group["cudagraph_relaunches"]
+        call()
+        self.assertEqual(self.counted("relaunches"), 1)
+        counters.clear()
+        call()
+        call()
+        self.assertEqual((self.counted("relaunches"), group["cudagraph_relaunches"]), (2, 1))
+        counters["torch_overlay"] = None
+        with self.assertRaises(TypeError):
+            call()
+        counters.clear()
 
     def test_executable_outlives_a_call_that_is_under_way(self):
         """Another thread may give up the graphs while this one is about to launch."""

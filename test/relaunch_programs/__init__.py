@@ -5,6 +5,7 @@
 - mutation: inputs, buffers and caches that are written in place
 - parameters: moved, swapped, loaded, frozen, stepped
 - training: in which order forwards and backwards come, and what runs between them
+- attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
 - composition: several compiled functions, graph breaks, threads, streams
@@ -16,6 +17,7 @@
 """
 
 from relaunch_programs import (  # noqa: F401  (they register their programs)
+    attention,
     composition,
     distributed,
     environment,

@@ -166,28 +166,20 @@ static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     }
     return 0;
 }
-/* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
-static Py_ssize_t set_nodes(Blocks *self) {
-    size_t count = 0;
-    for (size_t r = 0; self->stale && r < self->regions; r++)
-        if (!self->given[r] && self->first[r] < self->first[r + 1]) {
-            PyErr_Format(PyExc_ValueError, "region %zu has no base yet", r);
-            return -1;
-        }
-    self->turn++;
-    for (size_t r = 0; r < self->regions; r++) {
-        if (!self->stale && self->fresh[r] == self->base[r] && self->known[r]) continue;
-        for (size_t i = self->first[r]; i < self->first[r + 1]; i++) {
-            Word *word = &self->word[i];
-            uint64_t value = self->fresh[r] + word->delta;
-            memcpy(word->where, &value, sizeof value);
-            if (self->turn_of[word->node] == self->turn) continue;
-            self->turn_of[word->node] = self->turn;
-            self->dirty[count++] = word->node;
-        }
+/* Writes the words of a region, and puts their nodes on the list. Returns its new length. */
+static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t count) {
+    for (size_t i = self->first[region]; i < self->first[region + 1]; i++) {
+        Word *word = &self->word[i];
+        uint64_t value = base + word->delta;
+        memcpy(word->where, &value, sizeof value);
+        if (self->turn_of[word->node] == self->turn) continue;
+        self->turn_of[word->node] = self->turn;
+        self->dirty[count++] = word->node;
     }
-    memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
-    memcpy(self->known, self->given, self->regions);
+    return count;
+}
+/* Sets the nodes on the list. Returns how many that are, or -1. */
+static Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 1;
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
@@ -211,6 +203,34 @@ static Py_ssize_t set_nodes(Blocks *self) {
     }
     self->stale = 0;
     return (Py_ssize_t)count;
+}
+/* Points the nodes at these bases, of the first so many regions: those that moved. Nothing may be stale or unknown. */
+static Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
+    size_t count = 0;
+    self->turn++;
+    for (size_t r = 0; r < regions; r++) {
+        if (base[r] == self->base[r]) continue;
+        self->base[r] = base[r];
+        count = write_words(self, r, base[r], count);
+    }
+    return set_listed(self, count);
+}
+/* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
+static Py_ssize_t set_nodes(Blocks *self) {
+    size_t count = 0;
+    for (size_t r = 0; self->stale && r < self->regions; r++)
+        if (!self->given[r] && self->first[r] < self->first[r + 1]) {
+            PyErr_Format(PyExc_ValueError, "region %zu has no base yet", r);
+            return -1;
+        }
+    self->turn++;
+    for (size_t r = 0; r < self->regions; r++) {
+        if (!self->stale && self->fresh[r] == self->base[r] && self->known[r]) continue;
+        count = write_words(self, r, self->fresh[r], count);
+    }
+    memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
+    memcpy(self->known, self->given, self->regions);
+    return set_listed(self, count);
 }
 static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *bases = NULL, *regions = NULL;

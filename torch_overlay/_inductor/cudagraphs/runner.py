@@ -5,7 +5,8 @@
     call n   the graph is launched (`relaunch`)
 
 A key is made of the inputs that are no tensors of the device: sizes, numbers, scalars in host memory. Each key has a
-state of its own; the least recently used is dropped when there are too many.
+state of its own; the least recently used is dropped when there are too many. Seeds of attention are in no key, wherever
+they are: Note [Seeds of attention] of `seeds`.
 
 Note [Alignment of inputs]
 Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
@@ -25,7 +26,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import capture, policy, relaunch
+from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds
 from torch_overlay._inductor.cudagraphs.allocations import namespace_of, observed, Observer, Plan, storages
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
 from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
@@ -34,7 +35,7 @@ from torch_overlay._inductor.cudagraphs.verify import Verified
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch_overlay._inductor.cudagraphs.policy import Code
 
@@ -70,6 +71,8 @@ class Runner:
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.Lock()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
+        self.keyed: tuple[int, ...] = ()  # positions of what is in a key
+        self.seeds: frozenset[int] = frozenset()  # positions
         self.captures = 0
         self.warm_ups = 0  # since the last capture
         self._is_current = device.current, device.index, device.is_capturing
@@ -83,6 +86,8 @@ class Runner:
         return self._by_key(inputs)
 
     def _by_key(self, inputs: list[Any]) -> Any:
+        if self.seeds:
+            self._place_seeds(inputs)
         key_of = self.key_of
         if key_of is None:
             key_of = self.key_of = self._make_key(inputs)
@@ -123,7 +128,7 @@ class Runner:
     # -- the way to a graph
 
     def _make_key(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
-        others = [k for k, value in enumerate(inputs) if not capture.is_region(value)]
+        others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
         scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
         numbers = [k for k in others if k not in scalars]
         if large := [k for k in scalars if inputs[k].numel() > LARGEST_HOST_TENSOR]:
@@ -132,11 +137,31 @@ class Runner:
             self.states[()] = refused = State()
             refused.refused = True
             return lambda inputs: ()
-        if not others:
-            return lambda inputs: ()
-        if not scalars:
-            return lambda inputs: tuple([inputs[k] for k in numbers])
-        return lambda inputs: (*[inputs[k] for k in numbers], *[_host_value(inputs[k]) for k in scalars])
+        self.keyed = (*numbers, *scalars)
+        return _key_of(numbers, scalars)
+
+    def _place_seeds(self, inputs: list[Any]) -> None:
+        """Those of a forward that ran as compiled are in host memory."""
+        on_host = [k for k in self.seeds if not capture.is_region(inputs[k])]
+        if on_host and not self.device.is_capturing():
+            for k in on_host:
+                inputs[k] = seeds.to_device(inputs[k], self.device.device)
+
+    def _learn_seeds(self, key: Any, state: State, found: Collection[int]) -> None:
+        """After the first run for a key: these inputs are seeds. The key loses them, and its state stays."""
+        with self.lock:
+            if self.seeds.issuperset(found):
+                return
+            self.seeds = self.seeds.union(found)
+            self.attempt = None
+            kept = [i for i, k in enumerate(self.keyed) if k not in self.seeds]
+            if len(kept) == len(self.keyed) or self.states.get(key) is not state:
+                return
+            self.states.clear()
+            self.states[tuple(key[i] for i in kept)] = state
+            scalars = [self.keyed[i] for i in kept if isinstance(key[i], tuple)]
+            self.keyed = tuple(self.keyed[i] for i in kept)
+            self.key_of = _key_of([k for k in self.keyed if k not in scalars], scalars)
 
     def forget(self) -> None:
         """Gives up all graphs; the next call begins anew."""
@@ -171,7 +196,7 @@ class Runner:
         if state is None or state.refused:
             return self.plain(inputs)
         if threading.get_ident() not in state.warm_in:
-            return self._warm_up(state, inputs)
+            return self._warm_up(key, state, inputs)
         with self.device.guard():
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
@@ -185,14 +210,16 @@ class Runner:
                     copy_back(original, clone)
             return result
 
-    def _warm_up(self, state: State, inputs: list[Any]) -> Any:
-        """Runs the region as compiled, and sees which of its allocations are outputs."""
+    def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
+        """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
         self.device.prepare()
         given, generators = storages(inputs), self.device.generators(inputs)
         drawn = [g.get_offset() for g in generators]
+        at = {v.data_ptr(): k for k, v in enumerate(inputs) if seeds.may_be_seed(v)}
         observer = Observer()
-        with observed(namespace_of(self.model), observer):
+        with observed(namespace_of(self.model), observer), seeds.noted() as noted:
             result = self.plain(inputs)
+        self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         random = drawn != [g.get_offset() for g in generators]
         state.plan = observer.plan(made.keys() - given.keys(), Plan(random=random))
@@ -247,7 +274,7 @@ class Runner:
         policy.log.info("%s: a graph of %d nodes, %s", self.code.name, launcher.nodes, layout.names())
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
-            if not key and self.states.get(key) is state:
+            if not key and not self.seeds and self.states.get(key) is state:
                 self.attempt = state.relaunch.attempt
         if self.captures == self._most_captures:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
@@ -263,6 +290,14 @@ def address_of(value: Any) -> int:
 def alignment_of(address: int) -> int:
     """The power of two that the address is a multiple of, as far as anybody looks."""
     return min(address & -address, FULL) if address else FULL
+
+
+def _key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    if not numbers and not scalars:
+        return lambda inputs: ()
+    if not scalars:
+        return lambda inputs: tuple([inputs[k] for k in numbers])
+    return lambda inputs: (*[inputs[k] for k in numbers], *[_host_value(inputs[k]) for k in scalars])
 
 
 def _host_value(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,247 @@
+"""Seeds of attention: where an operator looks for them depends on the capture, and there it finds them.
+
+The operator here is one of the host's that raises where the real one would read an address of the wrong memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import policy, seeds
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from test_relaunch import is_region, Native, RelaunchTestCase
+
+
+NAMES = ["x", "philox_seed", "philox_offset", "dropout_p", "out"]
+REGION = """
+def region(args):
+    x, seed, other, offset, n = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    attention(x, seed, offset, 0.5, buf0)
+    return (buf0,)
+"""
+
+
+def host(value: int) -> torch.Tensor:
+    made = torch.tensor(value)
+    made.on_host = True  # type: ignore[attr-defined]
+    return made
+
+
+class TestSeedsOfARegion(RelaunchTestCase):
+    def setUp(self):
+        super().setUp()
+        self.to_host = self.to_device = 0
+        self.device.device = torch.device("cpu")
+        patches = {"on_device": is_region, "is_capturing": self.is_capturing}
+        for name, value in (patches | {"to_host": self.copy_to_host, "to_device": self.copy_to_device}).items():
+            patch = mock.patch.object(seeds, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def is_capturing(self):
+        return self.device.captured_by_user or getattr(self.device.thread, "recording", None) is not None
+
+    def copy_to_host(self, tensor):
+        self.to_host += 1
+        return host(int(tensor))
+
+    def copy_to_device(self, tensor, device):
+        self.to_device += 1
+        return tensor.clone()
+
+    def attention(self, x, philox_seed, philox_offset, dropout_p, out):
+        for seed in (philox_seed, philox_offset):
+            if is_region(seed) != self.is_capturing():
+                raise RuntimeError("a wild address")
+        torch.add(x * philox_seed, philox_offset, out=out)
+
+    def region(self, **kwargs):
+        return self.runner(REGION, attention=seeds.with_seeds(self.attention, NAMES), **kwargs)
+
+    def call(self, run, place, n=5, other=7):
+        x, seed, offset = torch.randn(4), torch.randint(1 << 20, ()), torch.randint(1 << 20, ())
+        given = [place(int(seed)), place(int(offset))]
+        (out,) = run([x, given[0], host(other), given[1], n])
+        self.assertEqual(out, x * seed + offset)
+
+    def test_forward_becomes_a_graph_before_its_backward_does(self):
+        run = self.region()
+        for place in (host, torch.tensor, torch.tensor, torch.tensor):
+            self.call(run, place)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual((self.to_host, self.to_device), (0, 0), "seeds that are where they belong are not copied")
+        self.assertEqual(list(run.states), [(5, (7,))], "what is no seed is a part of the key")
+
+    def test_first_backward_after_a_forward_that_was_launched(self):
+        run = self.region()
+        for _ in range(4):
+            self.call(run, torch.tensor)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual((self.to_host, self.to_device), (2, 0))
+
+    def test_forward_that_never_gets_a_graph(self):
+        run = self.region()
+        for _ in range(5):
+            self.call(run, host)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
+        self.assertEqual(self.to_device, 8)
+
+    def test_forward_that_runs_as_compiled_now_and_then(self):
+        run = self.region()
+        for place in (host, torch.tensor, torch.tensor, host, torch.tensor, host):
+            self.call(run, place)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 5))
+
+    def test_refused_backward_runs_with_seeds_of_a_graph(self):
+        run = self.region()
+        self.device.kept = [512]
+        for place in (host, torch.tensor, host, torch.tensor):
+            self.call(run, place)
+        self.assertEqual([r.reason for r in policy.refused()], ["kept"])
+
+    def test_other_keys_have_other_graphs(self):
+        run = self.region()
+        for n, other in ((5, 7), (5, 8), (6, 7), (5, 7), (5, 8), (6, 7), (5, 7)):
+            self.call(run, torch.tensor, n, other)
+        self.assertEqual(list(run.states), [(5, (8,)), (6, (7,)), (5, (7,))])
+        self.assertEqual(self.counted("captures"), 3)
+
+    def test_region_without_other_numbers_has_one_state(self):
+        source = REGION.replace("x, seed, other, offset, n", "x, seed, offset")
+        run = self.runner(source, attention=seeds.with_seeds(self.attention, NAMES))
+        for place in (host, torch.tensor, torch.tensor, host, host):
+            x = torch.randn(4)
+            self.assertEqual(run([x, place(3), place(4)])[0], x * 3 + 4)
+        self.assertEqual(list(run.states), [()])
+        self.assertEqual(self.counted("relaunches"), 4)
+
+    def test_capture_of_the_callers_copies_nothing(self):
+        run = self.region()
+        for place in (host, torch.tensor, torch.tensor):
+            self.call(run, place)
+        self.device.captured_by_user = True
+        self.call(run, torch.tensor)
+        with self.assertRaisesRegex(RuntimeError, "a wild address"):  # as without graphs of ours
+            self.call(run, host)
+        self.assertEqual((self.to_host, self.to_device), (0, 0))
+
+    def test_after_a_reset(self):
+        run = self.region()
+        for place in (host, torch.tensor, torch.tensor):
+            self.call(run, place)
+        run.forget()
+        for place in (host, torch.tensor, torch.tensor):
+            self.call(run, place)
+        self.assertEqual(self.counted("captures"), 2)
+
+    def test_verified(self):
+        run = self.region(verify=True)
+        for place in (host, torch.tensor, torch.tensor, host):
+            self.call(run, place)
+        self.assertEqual(self.counted("relaunches"), 3)
+
+    def test_forward_that_is_verified(self):
+        def forward(x, out):
+            torch.mul(x, 2, out=out)
+            return torch.full((), 3) if self.is_capturing() else host(3)
+
+        run = self.runner(
+            """
+def region(args):
+    (x,) = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    seed = forward(x, buf0)
+    return (buf0, seed)
+""",
+            verify=True,
+            forward=forward,
+        )
+        for _ in range(4):
+            x = torch.randn(4)
+            out, seed = run([x])
+            self.assertEqual((out, seed), (x * 2, torch.tensor(3)))
+            del out, seed
+        self.assertEqual(self.counted("relaunches"), 3)
+
+
+class TestSeedsOfARegionInC(Native, TestSeedsOfARegion):
+    pass
+
+
+class TestOperator(TestCase):
+    def call(self, *places, probability=0.5, capturing=False):
+        """Where the operator found its seeds."""
+        with contextlib.ExitStack() as stack:
+            for name, value in {
+                "on_device": is_region,
+                "is_capturing": lambda: capturing,
+                "to_host": lambda tensor: host(int(tensor)),
+            }.items():
+                stack.enter_context(mock.patch.object(seeds, name, value))
+            noted = stack.enter_context(seeds.noted())
+            operator = seeds.with_seeds(lambda *args, **kwargs: [is_region(a) for a in args[1:3]], NAMES)
+            given = [place(3) for place in places]
+            found = operator(torch.ones(1), *given, probability, scale=None)
+            self.assertEqual(noted, {seed.data_ptr() for seed in given})
+            return found
+
+    def test_seeds_come_to_the_host(self):
+        for places in ((torch.tensor, torch.tensor), (host, torch.tensor), (host, host)):
+            self.assertEqual(self.call(*places), [False, False])
+
+    def test_seeds_of_a_capture_stay(self):
+        self.assertEqual(self.call(torch.tensor, torch.tensor, capturing=True), [True, True])
+
+    def test_seeds_that_nobody_reads_stay(self):
+        self.assertEqual(self.call(torch.tensor, torch.tensor, probability=0.0), [True, True])
+
+    def test_what_is_traced_is_left_alone(self):
+        class Traced(torch.Tensor):
+            pass
+
+        operator = seeds.with_seeds(lambda *args: args, NAMES)
+        given = (torch.ones(1), *[torch.tensor(1).as_subclass(Traced) for _ in range(2)], 0.5)
+        with seeds.noted() as noted:
+            self.assertIs(operator(*given)[1], given[1])
+        self.assertEqual(noted, set())
+
+    def test_registration_wraps_both_operators_and_is_undone(self):
+        overloads = [getattr(torch.ops.aten, name).default for name in seeds.OPERATORS]
+        before = [overload._op for overload in overloads]
+        undo = seeds.register(types.ModuleType("lowering"))
+        try:
+            self.assertFalse(any(overload._op is op for overload, op in zip(overloads, before)))
+        finally:
+            undo()
+        self.assertEqual([overload._op for overload in overloads], before)
+
+    def test_attention_of_a_compiled_function_calls_what_is_registered(self):
+        from torch_overlay.testing import compile_only, simulated_gpu
+
+        def loss(q):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum()
+
+        with simulated_gpu(), config.patch(cudagraphs="off"):
+            made = compile_only(loss, torch.randn(1, 2, 16, 16, device="cuda", requires_grad=True), backward=True)
+        self.assertIn(
+            "= torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(", made.regions[1].wrapper
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,107 @@
+"""Seeds of attention, which an operator keeps in host memory or on the device, as the stream is captured or not.
+
+Note [Seeds of attention]
+The forward of memory-efficient attention hands its backward a seed and an offset of random numbers, as scalars in host
+memory, or in a capture as tensors on the device. The backward takes for granted that it runs in the same way. A forward
+that was launched as a graph and a backward that runs as compiled (its first call, a refusal, `config.cudagraph_verify`)
+make it read an address of the device on the host, which ends the process; and the graph of a backward whose forward ran
+as compiled would hold addresses of the host. Therefore
+1. Outside of a capture the operators get their seeds in host memory, wherever those were; the copy waits for the
+   device. That is done where compiled code calls the operator, so code without a graph has it, too.
+2. A run as compiled shows which inputs of a region are seeds (`noted`). They are no part of its key, and a region that
+   is about to be launched gets them on the device: `Runner`.
+Flash attention and cuDNN's keep theirs on the device at all times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+OPERATORS = ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
+SEEDS = ("philox_seed", "philox_offset")
+PROBABILITY = "dropout_p"
+
+
+class _Thread(threading.local):
+    noted: set[int] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[set[int]]:
+    """The addresses of the seeds that this thread hands to operators."""
+    before, found = _thread.noted, set()
+    _thread.noted = found
+    try:
+        yield found
+    finally:
+        _thread.noted = before
+
+
+def register(module: ModuleType) -> Callable[[], None]:
+    """Seam at the end of Inductor's lowerings. An OpOverload calls what its `_op` is."""
+    undo = contextlib.ExitStack()
+    for name in OPERATORS:
+        undo.callback(_wrap(getattr(torch.ops.aten, name).default))
+    return undo.close
+
+
+def _wrap(overload: Any) -> Callable[[], None]:
+    original = overload._op
+    overload._op = with_seeds(original, [argument.name for argument in overload._schema.arguments])
+
+    def undo() -> None:
+        overload._op = original
+
+    return undo
+
+
+def with_seeds(original: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """The operator whose arguments have these names, with seeds where it looks for them."""
+    positions = [names.index(name) for name in SEEDS]
+    probability = names.index(PROBABILITY)
+
+    @functools.wraps(original, assigned=("__module__",), updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [args[k] for k in positions if k < len(args)]
+        if len(given) == len(SEEDS) and all(type(seed) is torch.Tensor for seed in given):
+            if _thread.noted is not None:
+                _thread.noted.update([seed.data_ptr() for seed in given])
+            if args[probability] and any(map(on_device, given)) and not is_capturing():
+                args = tuple([to_host(a) if k in positions else a for k, a in enumerate(args)])
+        return original(*args, **kwargs)
+
+    return call
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu()
+
+
+def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Ordered on the current stream; a few bytes of pageable memory are read before this returns."""
+    return tensor.to(device, non_blocking=True)
+
+
+def may_be_seed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.numel() == 1
