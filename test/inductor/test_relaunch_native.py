@@ -613,6 +613,16 @@ class ExecTests(DriverCase):
         with self.assertRaisesRegex(ValueError, "a word lies outside of its node or region"):
             self.make([kernel(0, word(1))], [Word(0, 0, 0, 1, 0)], 1)
 
+    def test_thread_without_a_context_gets_the_executables(self):
+        """The driver reads through the thread's context unasked, and dies where there is none."""
+        exec = self.pair()
+        exec.patch([1, 2])
+        driver.take()
+        driver.library.forget_context()
+        self.assertEqual(exec.patch([3, 2]), 1)
+        exec.patch([4, 2])
+        self.assertEqual([line[0] for line in driver.take()], ["context", "kernel", "kernel"])
+
     def test_patch_inside_of_patch(self):
         exec = self.pair()
 

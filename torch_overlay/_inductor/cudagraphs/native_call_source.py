@@ -325,6 +325,7 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     PyObject *result = NULL, *number;
     Handle stream = NULL;
     int code;
+    if (have_context(self->blocks)) return NULL;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
         if (careful) Py_RETURN_NONE;
         return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);

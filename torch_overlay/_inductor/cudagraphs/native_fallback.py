@@ -63,6 +63,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (Handle,),
     "cuGetErrorString": (Int, Handle),
     "cuCtxGetCurrent": (Handle,),
+    "cuCtxSetCurrent": (Handle,),
     "cuGraphExecKernelNodeSetParams_v2": (Handle, Handle, Handle),
     "cuGraphExecMemsetNodeSetParams": (Handle, Handle, Handle, Handle),
     "cuGraphExecMemcpyNodeSetParams": (Handle, Handle, Handle, Handle),
@@ -94,6 +95,12 @@ class Driver:
 
     def error(self, what: str, code: int) -> str:
         return f"CUDA driver error in {what}: {self.text(code)} ({code})"
+
+    def context(self) -> int:
+        context = Handle()
+        if code := self.cuCtxGetCurrent(ctypes.byref(context)):
+            raise RuntimeError(self.error("cuCtxGetCurrent", code))
+        return context.value or 0
 
     @contextlib.contextmanager
     def relaxed(self) -> Iterator[None]:
@@ -165,10 +172,7 @@ class Module:
         return PythonBlocks(self.driver, exec_handle, nodes, words, regions)
 
     def context(self) -> int:
-        context = Handle()
-        if code := self.driver.cuCtxGetCurrent(ctypes.byref(context)):
-            raise RuntimeError(self.driver.error("cuCtxGetCurrent", code))
-        return context.value or 0
+        return self.driver.context()
 
     def reserve(self, device: int, bytes: int, gap: int = 1) -> int:
         if bytes <= 0 or gap < 1:
@@ -388,6 +392,7 @@ class PythonBlocks:
     ) -> None:
         self.driver = driver
         self.exec_handle = exec_handle
+        self.context = driver.context()
         self.stale = True
         self._busy = False
         self._regions = regions
@@ -406,6 +411,9 @@ class PythonBlocks:
     def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
         if self._busy:
             raise RuntimeError("patch() is running already")
+        if self.context and not self.driver.context():
+            if code := self.driver.cuCtxSetCurrent(self.context):  # see `have_context` in the C source
+                raise RuntimeError(self.driver.error("cuCtxSetCurrent", code))
         self._busy = True
         try:
             return self._set(self._read(bases, regions))

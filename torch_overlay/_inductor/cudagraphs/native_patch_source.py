@@ -6,7 +6,7 @@ typedef struct { Handle handle, context; unsigned char *block; char *label; int 
 typedef struct { unsigned char *where; uint64_t delta; size_t node; } Word;
 typedef struct {
     PyObject_HEAD
-    Handle exec;
+    Handle exec, context;    /* context: in which the executable was made */
     size_t nodes, words, regions;
     Node *node;
     Word *word;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
@@ -99,6 +99,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
     self->exec = (Handle)(uintptr_t)exec;
+    if (cu.context(&self->context)) self->context = NULL;
     self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
     self->words = (size_t)PyTuple_GET_SIZE(words);
     self->regions = (size_t)regions;
@@ -232,11 +233,20 @@ static Py_ssize_t set_nodes(Blocks *self) {
     memcpy(self->known, self->given, self->regions);
     return set_listed(self, count);
 }
+/* A thread that has made no call of CUDA's runtime has no context, and the driver reads through it unasked. */
+static int have_context(Blocks *self) {
+    Handle now = NULL;
+    int code = cu.context(&now);
+    if (!code && !now && self->context) code = cu.set_context(self->context);
+    if (code) fail(code, "cuCtxSetCurrent");
+    return code ? -1 : 0;
+}
 static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *bases = NULL, *regions = NULL;
     Py_ssize_t set = -1;
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "patch(bases, regions=None)");
     if (self->busy) return PyErr_Format(PyExc_RuntimeError, "patch() is running already");
+    if (have_context(self)) return NULL;
     self->busy = 1;
     if ((bases = PySequence_Fast(args[0], "patch() wants a sequence of bases"))
         && (count == 1 || args[1] == Py_None

@@ -47,7 +47,7 @@ static struct {
     int (*create)(uint64_t *, size_t, const BlockKind *, unsigned long long), (*destroy)(uint64_t);
     int (*map)(Address, size_t, size_t, uint64_t, unsigned long long), (*unmap)(Address, size_t);
     int (*access)(Address, size_t, const Access *, size_t), (*mode)(int *), (*text)(int, const char **);
-    int (*context)(Handle *), (*set_kernel)(Handle, Handle, const void *);
+    int (*context)(Handle *), (*set_context)(Handle), (*set_kernel)(Handle, Handle, const void *);
     int (*set_fill)(Handle, Handle, const void *, Handle), (*set_copy)(Handle, Handle, const void *, Handle);
     int (*launch)(Handle, Handle), (*is_capturing)(Handle, int *);
 } cu;
@@ -116,6 +116,7 @@ PyMODINIT_FUNC PyInit_torch_overlay_relaunch(void) {
         {(void **)&cu.destroy, "cuMemRelease"}, {(void **)&cu.map, "cuMemMap"}, {(void **)&cu.unmap, "cuMemUnmap"},
         {(void **)&cu.access, "cuMemSetAccess"}, {(void **)&cu.mode, "cuThreadExchangeStreamCaptureMode"},
         {(void **)&cu.text, "cuGetErrorString"}, {(void **)&cu.context, "cuCtxGetCurrent"},
+        {(void **)&cu.set_context, "cuCtxSetCurrent"},
         {(void **)&cu.set_kernel, "cuGraphExecKernelNodeSetParams_v2"},
         {(void **)&cu.set_fill, "cuGraphExecMemsetNodeSetParams"},
         {(void **)&cu.set_copy, "cuGraphExecMemcpyNodeSetParams"}, {(void **)&cu.launch, "cuGraphLaunch"},
