@@ -56,13 +56,6 @@ def attention_flash(k: Kit) -> None:
     train(k, f, torch.bfloat16)
 
 
-@program("cuDNN's attention keeps its seed on the device", random=True, launches=9, gpu_only=True)
-def attention_cudnn(k: Kit) -> None:
-    f = attention(k, SDPBackend.CUDNN_ATTENTION)
-    k.seed(3)
-    train(k, f, torch.bfloat16)
-
-
 @program("attention in plain operators draws its mask by itself", random=True, launches=9)
 def attention_math(k: Kit) -> None:
     f = attention(k, SDPBackend.MATH)
@@ -119,19 +112,6 @@ def attention_evaluated(k: Kit) -> None:
         model.eval()
         with torch.no_grad():
             k.see("evaluation", compiled(x))
-
-
-@program(
-    "every graph is compared with the code as compiled, whose seeds are elsewhere",
-    random=True,
-    launches=9,
-    gpu_only=True,
-    config={"cudagraph_verify": True},
-)
-def attention_verified(k: Kit) -> None:
-    f = attention(k, SDPBackend.EFFICIENT_ATTENTION)
-    k.seed(8)
-    train(k, f)
 
 
 @program("the backward of an attention of many sizes", random=True, launches=9, gpu_only=True)

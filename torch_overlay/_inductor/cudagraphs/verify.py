@@ -64,8 +64,24 @@ class Verified:
             if capture.is_region(held[k]):
                 self._compare(f"input {k}, which it writes,", copies[k], held[k], self.relaunch.region.get(k))
         for i, (want, got) in enumerate(zip(expected, result, strict=True)):
-            self._compare(f"output {i}", want, got, self._region(i))
+            if not self._is_unwritten(i):
+                self._compare(f"output {i}", want, got, self._region(i))
         return result
+
+    def _is_unwritten(self, output: int) -> bool:
+        """No node of the graph knows its memory, which holds what it held, as without a graph: flash attention returns
+        such a tensor.
+        """
+        layout = self.relaunch.layout
+        match layout.recipes[output]:
+            case Repeated(first):
+                return self._is_unwritten(first)
+            case OfStorage(number, _):
+                storage, region = layout.storages[number], self._region(output)
+                start = 0 if number in layout.own else storage.offset
+                words = self.relaunch.launcher.template.words
+                return not any(w.region == region and start <= w.delta < start + max(storage.size, 1) for w in words)
+        return False
 
     def _region(self, output: int) -> int | None:
         layout = self.relaunch.layout
