@@ -411,14 +411,18 @@ class PythonBlocks:
     def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
         if self._busy:
             raise RuntimeError("patch() is running already")
-        if self.context and not self.driver.context():
-            if code := self.driver.cuCtxSetCurrent(self.context):  # see `have_context` in the C source
-                raise RuntimeError(self.driver.error("cuCtxSetCurrent", code))
+        self._have_context()
         self._busy = True
         try:
             return self._set(self._read(bases, regions))
         finally:
             self._busy = False
+
+    def _have_context(self) -> None:
+        """See `have_context` in the C source."""
+        lost = self.context and not self.driver.context()
+        if lost and (code := self.driver.cuCtxSetCurrent(self.context)):
+            raise RuntimeError(self.driver.error("cuCtxSetCurrent", code))
 
     def _read(self, bases: Sequence[Any], regions: Sequence[int] | None) -> list[int | None]:
         """The base of each region after this call. Nothing of the object changes until every base has been read."""
