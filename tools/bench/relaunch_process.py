@@ -253,8 +253,8 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             result["nodes"] = counts.get("cudagraph_nodes", 0)
             result["refusals"] = counts.get("cudagraph_refusals", 0)
             result |= limit_of_relaunch()
-            if work.optimizer is None:
-                result["bare layer us"] = launch_in_place(work.step, layer)
+            if work.optimizer is None and (bare := launch_in_place(work.step, layer)) is not None:
+                result["bare layer us"] = bare
     if work.note:
         result["note"] = work.note
     return result
