@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """The GPU correctness tier in one command: every program of `test/stream_programs`, compiled, against ordered eager.
 
-    python tools/gpu_check.py --out DIR [--jobs 12] [--calls 50] [--only 'prefetch*'] [--stock]
+    python tools/gpu_check.py --out DIR [--jobs 12] [--calls 50] [--seeds 1] [--only 'prefetch*'] [--stock]
 
 Worker processes take one case after the other, so one that crashes or hangs costs its own case and no more. A case is
-a program, a mode of torch.compile and a variant: `outside` (delays around the call), `inside` (operators that sleep
-between the program's own, too) and `folded` (small branches folded into the current stream, which is the default
-outside these tests). The table comes last, failures only; DIR gets the whole table (summary.txt), a JSON line per
-case (results.jsonl), and what the workers printed (worker-*.log). The exit status is 1 if a case failed. With --stock
-the same programs run on PyTorch without the overlay.
+a program, a mode of torch.compile, a variant and a seed, which draws the delays. Variants are `outside` (delays around
+the call), `inside` (operators that sleep between the program's own, too) and `folded` (small branches folded into the
+current stream, which is the default outside these tests). The table comes last, failures only; DIR gets the whole table
+(summary.txt), a JSON line per case (results.jsonl), and what the workers printed (worker-*.log). The exit status is 1
+if a case failed. With --stock the same programs run on PyTorch without the overlay.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Case:
     program: str
     mode: str
     variant: str
+    seed: int = 0
 
     @property
     def row(self) -> str:
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def column(self) -> str:
-        return f"{self.mode}/{self.variant}"
+        return f"{self.mode}/{self.variant}" + (f"/{self.seed}" if self.seed else "")
 
 
 # ---- a worker
@@ -72,10 +73,10 @@ def work(calls: int) -> None:
             else:
                 mode = None if case.mode == "default" else case.mode
                 if config is None or fold:
-                    gpu.check(program, mode, sleeps=sleeps, calls=calls)
+                    gpu.check(program, mode, sleeps=sleeps, calls=calls, seed=case.seed)
                 else:
                     with config.patch(fold_branches_below_us=0.0):
-                        gpu.check(program, mode, sleeps=sleeps, calls=calls)
+                        gpu.check(program, mode, sleeps=sleeps, calls=calls, seed=case.seed)
         except gpu.Mismatch as e:
             status, reason = "FAILED", str(e)
         except Exception as e:
@@ -112,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the details")
     parser.add_argument("--jobs", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)), help="worker processes")
     parser.add_argument("--calls", type=int, default=50, help="calls of each compiled program")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of the delays, each a case of its own")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no case is started")
     parser.add_argument("--only", action="append", default=[], help="pattern of program names; may be repeated")
@@ -134,7 +136,8 @@ def main() -> int:
         print("gpu_check: no GPU here, nothing to run")
         return 2
     cases = [
-        Case(p.name, mode or "default", variant)
+        Case(p.name, mode or "default", variant, seed)
+        for seed in range(args.seeds)
         for p in PROGRAMS
         if not args.only or any(fnmatch.fnmatch(p.name, pattern) for pattern in args.only)
         for mode in p.modes

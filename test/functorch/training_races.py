@@ -2,8 +2,9 @@
 
 What was saved reaches the backward in the memory and in the state of the streams in which the forward left it; the
 backward holds the last reference to it, as it does under autograd. In between, the engine writes the incoming
-gradients on the ambient stream; afterwards an optimizer reads the gradients there and drops them. The second step takes
-the memory that the first one left to the pools.
+gradients on the ambient stream; afterwards an optimizer reads the gradients there and drops them, when a side stream
+may be far ahead: a gradient in its memory must be known to the allocator as the ambient stream's, too. The second step
+takes the memory that the first one left to the pools.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from wrapper_races import AMBIENT, Machine
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch_overlay.testing._observe import Region
 
 
@@ -46,6 +49,14 @@ def _backward_args(machine: Machine, scope: dict[str, Any], backward: Region, va
     return args
 
 
+def _freed_early(machine: Machine, gradients: list[Any]) -> Iterator[str]:
+    for index, value in enumerate(gradients):
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            block = machine.block(value)
+            if block.pool != AMBIENT and id(block) not in machine.kept:
+                yield f"gradient {index} is memory of {block.pool}, which may have it back while the optimizer reads it"
+
+
 def check_step(forward: Region, backward: Region, steps: int = 2) -> list[str]:
     """The races of some steps; inside of `simulated_gpu()`."""
     machine = Machine()
@@ -69,5 +80,6 @@ def check_step(forward: Region, backward: Region, steps: int = 2) -> list[str]:
             machine.races.update(dict.fromkeys(wrapper_races._unjoined(machine, gradients)))
             read = [g for g in gradients if isinstance(g, torch.Tensor) and g.is_cuda]
             machine.launch("the optimizer", AMBIENT, read, [])
+            machine.races.update(dict.fromkeys(_freed_early(machine, gradients)))
             del gradients, read, held
     return list(machine.races)

@@ -202,7 +202,7 @@ def call(self, args):
             ev1.record(stream1_raw)
             ev1.wait(stream0_raw)
             buf3 = buf0; del buf0  # reuse
-            triton_poi_fused_add_mul_relu_2.run(buf3, buf2, 4096, stream=stream0_raw)
+            triton_poi_fused_add_mul_2.run(buf3, buf2, 4096, stream=stream0_raw)
     finally:
         restore_stream(stream0)
     frame0.leave()
@@ -453,43 +453,42 @@ free buf2 (stream 1) after exit
             """\
 _region0 = region(
     device=0,
-    streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
+    streams={'stream0': 'cuda:0', 'stream2': 2, 'stream1': 1},
     events=3,
-    entry=(('record', 'ev0', 'stream0'),),
-    returns=('ev0', 'stream1_raw', 'ev1', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2', 'stream0'),
-    distinct=('stream0', 'stream1', 'stream2'),
+    entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream2')),
+    returns=('ev1', 'stream2_raw', 'ev0', 'stream1_raw', 'ev2', 'stream0_raw', 'stream2', 'stream1', 'stream0'),
+    distinct=('stream0', 'stream2', 'stream1'),
 )
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, ev0, stream1_raw, ev1, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, = _region0.enter()
+    frame0, ev1, stream2_raw, ev0, stream1_raw, ev2, stream0_raw, stream2, stream1, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
+            set_stream(stream2)
             arg0_1_orig = arg0_1
             arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf0 = empty_strided_cuda((64, ), (1, ), torch.float32)
-            triton_per_fused_sum_0.run(arg0_1, buf0, 64, 64, stream=stream0_raw)
+            buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            triton_poi_fused_add_0.run(arg0_1, buf0, 4096, stream=stream2_raw)
+            ev1.record(stream2_raw)
             ev0.wait(stream1_raw)
             set_stream(stream1)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             triton_poi_fused_mul_1.run(arg0_1, buf1, 4096, stream=stream1_raw)
-            ev1.record(stream1_raw)
-            ev0.wait(stream2_raw)
-            set_stream(stream2)
+            ev2.record(stream1_raw)
+            set_stream(stream0)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
-            buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_2.run(arg0_1, buf2, 4096, stream=stream2_raw)
-            ev2.record(stream2_raw)
+            buf2 = empty_strided_cuda((64, ), (1, ), torch.float32)
+            triton_per_fused_sum_2.run(arg0_1, buf2, 64, 64, stream=stream0_raw)
             ev1.wait(stream0_raw)
             ev2.wait(stream0_raw)
             del arg0_1
             del arg0_1_orig
-            set_stream(stream0)
             buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-            triton_poi_fused_add_mul_3.run(buf1, buf2, buf0, buf3, 4096, stream=stream0_raw)
-            del buf0
+            triton_poi_fused_add_3.run(buf1, buf0, buf2, buf3, 4096, stream=stream0_raw)
+            del buf2
     finally:
         restore_stream(stream0)
     frame0.leave()
@@ -547,12 +546,12 @@ def call(self, args):
    stream  operation      waits before  records after
            entry
 0  1       op0
-1  host    record_stream
-2  1       op2                          ev0@1
+1  1       op1                          ev0@1
+2  host    record_stream
 3  host    record_stream
 4  0       op4            ev0@0
            exit
-free buf2 (stream 1) after exit
+free buf1 (stream 1) after exit
 """,
         )
         calls = self.calls("prefetch_without_waiting")

@@ -9,7 +9,10 @@ the function and its streams, how to make inputs, and what a correct caller does
     outputs = instance.finish(inputs, instance.fn(*inputs))
 
 `instance()` without a compiler is the same program in eager, the oracle. Every instance has its own streams, events and
-parameters, made from one seed, so two instances never share state and compute the same values. Tensors hold small whole
+parameters, made from one seed, so two instances never share state and compute the same values. The oracle of an
+`ordered` program runs on the current stream alone, wherever the program asks for another one: eager's autograd frees
+what was saved as soon as its reader is launched, and autocast keeps its casts, without a thought for streams, so that
+training programs which a compiler has to get right would race in eager. Tensors hold small whole
 numbers, whose sums and products are exact in every dtype used here: results are compared bit by bit, in any order of
 summation, unless a program states a tolerance.
 
@@ -38,14 +41,17 @@ MakeInputs = Callable[[str, torch.Generator], Inputs]
 class Kit:
     """What `build` functions make streams, parameters and frames with."""
 
-    def __init__(self, compiler: Callable[..., Any] | None, sleeps: bool) -> None:
+    def __init__(self, compiler: Callable[..., Any] | None, sleeps: bool, one_stream: bool = False) -> None:
         self.compiler = compiler
+        self.one_stream = one_stream
         self.streams: list[torch.Stream] = []
         self.sleep = _ops.asleep if sleeps else _ops.awake
         self.generator = torch.Generator().manual_seed(20)
 
     def stream(self, cls: type[torch.Stream] = torch.cuda.Stream, **kwargs: Any) -> Any:
         """A stream that a test may delay."""
+        if self.one_stream:
+            return torch.cuda.current_stream()
         if cls is torch.Stream:
             kwargs.setdefault("device", "cuda")
         self.streams.append(cls(**kwargs))
@@ -93,10 +99,11 @@ class Program:
     tolerance: float = 0.0
     random: bool = False
     host_reads: bool = False
+    ordered: bool = False
     group: str = ""
 
     def instance(self, compiler: Callable[..., Any] | None = None, sleeps: bool = False) -> Instance:
-        kit = Kit(compiler, sleeps)
+        kit = Kit(compiler, sleeps, one_stream=self.ordered and compiler is None)
         fn = self.build(kit)
         return Instance(self, fn if self.frames else kit.compile(fn), kit.streams)
 

@@ -24,7 +24,7 @@ if triton is not None:
         inside = offsets < count
         tl.store(target + offsets, tl.load(source + offsets, mask=inside) * factor, mask=inside)
 
-    def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
         out = torch.empty_like(x)
         _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, factor, x.numel(), BLOCK=1024)
         return out
@@ -38,10 +38,10 @@ if triton is not None:
             x = sleep(x + 1)
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                a = _scale(sleep(x), 3.0)
-            b = _scale(x, 2.0)
+                a = scaled(sleep(x), 3.0)
+            b = scaled(x, 2.0)
             current.wait_stream(side)
-            return _scale(a + b, 2.0)
+            return scaled(a + b, 2.0)
 
         return fn
 

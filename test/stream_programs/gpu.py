@@ -153,12 +153,11 @@ def _run_late(instance: Instance, call: _Call, late: list[Any], delays: random.R
         _poison(torch.empty_like(shape, device="cuda"))
 
 
-def _burst(eager: Instance, compiled: Instance, seeds: list[int], other_stream: bool) -> None:
+def _burst(eager: Instance, compiled: Instance, seeds: list[int], delays: random.Random, other_stream: bool) -> None:
     program = eager.program
     expected = [_expect(eager, seed) for seed in seeds]
     prepared = [_prepare(program, seed) for seed in seeds]
     torch.cuda.synchronize()
-    delays = random.Random(seeds[0])
     with _other_current_stream(other_stream):
         for call, late in prepared:
             _run_late(compiled, call, late, delays)
@@ -188,15 +187,18 @@ def _compare(program: Program, what: str, expected: list[Any], got: list[Any]) -
             )
 
 
-def check(program: Program, mode: str | None, *, sleeps: bool = False, calls: int = 50) -> None:
-    """Run `calls` calls of the compiled program; raise at the first difference from ordered eager."""
+def check(program: Program, mode: str | None, *, sleeps: bool = False, calls: int = 50, seed: int = 0) -> None:
+    """Run `calls` calls of the compiled program, with the delays that `seed` draws; raise at the first difference from
+    ordered eager.
+    """
     torch._dynamo.reset()
     eager = program.instance()
     compiled = program.instance(program.compiler(mode), sleeps)
     torch.cuda.synchronize()
     try:
         for number, start in enumerate(range(0, calls, BURST)):
-            _burst(eager, compiled, list(range(start, min(start + BURST, calls))), other_stream=number % 2 == 1)
+            seeds, delays = list(range(start, min(start + BURST, calls))), random.Random(100_000 * seed + start)
+            _burst(eager, compiled, seeds, delays, other_stream=number % 2 == 1)
     finally:
         torch.cuda.synchronize()
         torch._dynamo.reset()

@@ -3,15 +3,15 @@
     print(source(7))        # the function of program `train_random_07`
 
 Each drawn function follows a user's discipline: a block forks its stream from the current one, and whoever reads a
-value has joined its stream. The oracle is the same text without streams. Weights are sparse and values are clamped, so
+value has joined its stream. Weights are sparse and values are clamped, so
 that sums stay small whole numbers and results can be compared exactly; under autocast they are compared with a
 tolerance, since fused code rounds less often.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
+import re
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class _Writer:
         self.lines: list[str] = []
         self.values: list[tuple[str, int]] = [("v0", 0)]
         self.unjoined: set[int] = set()
+        self.differentiable = {"v0"}
         self.count = 0
 
     def fresh(self) -> str:
@@ -65,11 +66,17 @@ class _Writer:
     def readable(self, stream: int) -> list[str]:
         return [name for name, made_on in self.values if made_on in (0, stream) or made_on not in self.unjoined]
 
+    def has_gradient(self, text: str) -> bool:
+        read = re.findall(r"\bv\d+\b(?!\.detach)", text)
+        return "@ w" in text or not self.differentiable.isdisjoint(read)
+
     def compute(self, stream: int, indent: str) -> None:
         names = self.readable(stream)
         for _ in range(self.draw.randint(1, 4)):
-            name = self.fresh()
-            self.lines.append(f"{indent}{name} = {self.operation(names)}")
+            name, text = self.fresh(), self.operation(names)
+            self.lines.append(f"{indent}{name} = {text}")
+            if self.has_gradient(text):
+                self.differentiable.add(name)
             names.append(name)
             self.values.append((name, stream))
 
@@ -90,14 +97,18 @@ class _Writer:
         self.unjoined.add(stream)
 
     def checkpointed(self, stream: int) -> None:
-        argument, result = self.draw.choice(self.readable(stream)), self.fresh()
+        argument, result, begin = self.draw.choice(self.readable(stream)), self.fresh(), len(self.lines)
         self.lines.append(f"    def again(y{self.count}):")
         names = [f"y{self.count}"]
         for i in range(self.draw.randint(2, 4)):
             names.append(f"{names[0]}_{i}")
             self.lines.append(f"        {names[-1]} = {self.operation(names[:-1])}")
         self.lines.append(f"        return {names[-1]}")
-        self.lines.append(f"    {result} = checkpoint(again, {argument}, use_reentrant={self.draw.random() < 0.3})")
+        # In eager, not under torch.compile, this kind gives weights no gradients unless the argument has one.
+        reentrant = self.draw.random() < 0.3 and argument in self.differentiable
+        self.lines.append(f"    {result} = checkpoint(again, {argument}, use_reentrant={reentrant})")
+        if argument in self.differentiable or any("@ w" in line for line in self.lines[begin:]):
+            self.differentiable.add(result)
         self.values.append((result, stream))
 
     def join(self) -> None:
@@ -146,14 +157,13 @@ def _build(seed: int, k: Kit) -> Any:
     text = writer.write()
     streams = [k.stream() for _ in range(writer.streams)]
     weights = [_sparse(k) for _ in range(writer.weights)]
-    ordered = k.compiler is None
     scope: dict[str, Any] = {
         "torch": torch,
         "checkpoint": checkpoint,
         "sleep": k.sleep,
-        "on": (lambda stream: contextlib.nullcontext()) if ordered else torch.cuda.stream,
-        "fork": (lambda stream: None) if ordered else lambda stream: stream.wait_stream(torch.cuda.current_stream()),
-        "join": (lambda stream: None) if ordered else lambda stream: torch.cuda.current_stream().wait_stream(stream),
+        "on": torch.cuda.stream,
+        "fork": lambda stream: stream.wait_stream(torch.cuda.current_stream()),
+        "join": lambda stream: torch.cuda.current_stream().wait_stream(stream),
         **{f"s{i}": stream for i, stream in enumerate(streams, 1)},
         **{f"w{i}": weight for i, weight in enumerate(weights)},
     }
@@ -184,6 +194,7 @@ def _register() -> None:
                 matrices(2),
                 frames=True,
                 tolerance=0.02 if autocast else 0.0,
+                ordered=True,
                 group="random_training",
             )
         )

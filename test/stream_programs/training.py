@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stream_programs import compute
 from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
 
 
@@ -34,7 +35,7 @@ def leaf(x: torch.Tensor) -> torch.Tensor:
 
 
 def training(hazard: str, inputs: Any = None, **fields: Any) -> Any:
-    return program(hazard, inputs, **{"frames": True, **fields})
+    return program(hazard, inputs, **{"frames": True, "ordered": True, **fields})
 
 
 current = torch.cuda.current_stream
@@ -745,6 +746,46 @@ def train_autograd_function(k: Kit) -> Any:
     return step
 
 
+if compute.triton is not None:
+
+    class _Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return compute.scaled(x, 3)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return compute.scaled(gradient.contiguous(), 3)
+
+    @training("Triton kernels of the user in forward and backward, writing memory that the user made for them")
+    def train_user_kernels(k: Kit) -> Any:
+        side, sleep = k.stream(), k.sleep
+        first, second = trained(k, 2)
+
+        def branch(x, weight):
+            for _ in range(3):
+                x = _Tripled.apply(x.clamp(-2, 2) * weight)
+            return x
+
+        def forward(x):
+            fork(side)
+            with torch.cuda.stream(side):
+                a = branch(sleep(x), first)
+            b = branch(x, second)
+            join(side)
+            return (a + b).sum() / 4
+
+        forward = k.compile(forward)
+
+        def step(x):
+            x = leaf(x)
+            loss = forward(x)
+            loss.backward()
+            return loss.detach(), take_gradients(x, first, second)
+
+        return step
+
+
 @training("one branch of the loss is computed without gradients, on the side stream")
 def train_no_grad_branch(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
@@ -1091,7 +1132,8 @@ def train_optimizer_in_backward(k: Kit) -> Any:
 def train_optimizer(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
-    optimizer = torch.optim.SGD([first, second], lr=2.0**-12, momentum=0.5)
+    # So that all sums stay exact: weights and activations are multiples of 1/16 in a loss, and begin each step whole.
+    optimizer = torch.optim.SGD([first, second], lr=2.0**-4, momentum=0.5)
 
     def forward(x):
         fork(side)
@@ -1105,8 +1147,8 @@ def train_optimizer(k: Kit) -> Any:
 
     def step(x):
         with torch.no_grad():
-            first.round_()
-            second.round_()
+            first.round_().clamp_(-2, 2)
+            second.round_().clamp_(-2, 2)
         optimizer.state.clear()
         losses = []
         for _ in range(2):

@@ -290,6 +290,88 @@ def experts_memory() -> Measurement:
     return result
 
 
+# ---- a training step of two such chains
+
+
+def _layer() -> Callable[[torch.Tensor, int], torch.Tensor]:
+    spin = _chain_kernel()
+
+    def launch(x: torch.Tensor, rounds: int) -> torch.Tensor:
+        y = torch.empty_like(x)
+        spin[(x.numel() // 256,)](x, y, rounds, BLOCK=256)
+        return y
+
+    class Layer(torch.autograd.Function):
+        """A kernel in the forward and one as long in the backward, as an activation function is."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, rounds: int) -> torch.Tensor:
+            ctx.rounds = rounds
+            return launch(x, rounds)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyrefly: ignore[bad-override]
+            return launch(gradient.contiguous(), ctx.rounds), None
+
+    return Layer.apply
+
+
+class TwoBranches:
+    """Two branches of ten layers with a weight each: launches of 48 blocks, as in `two_chains`."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.layer, self.side, self.rounds = _layer(), torch.cuda.Stream(), 20_000
+        self.x = torch.rand(48 * 256, device="cuda")
+        self.first, self.second = ([torch.rand_like(self.x).requires_grad_() for _ in range(10)] for _ in range(2))
+
+    def branch(self, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        for weight in weights:
+            x = self.layer(x * weight, self.rounds)
+        return x
+
+    def one_branch(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branch(x, self.first).mean()
+
+    def one_stream(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.branch(x, self.first) + self.branch(x, self.second)).mean()
+
+    def two_streams(self, x: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            a = self.branch(x, self.first)
+        b = self.branch(x, self.second)
+        current.wait_stream(self.side)
+        return (a + b).mean()
+
+    def step(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        loss = forward(self.x)
+        loss.backward()
+        for weight in (*self.first, *self.second):
+            weight.grad = None
+        return loss.detach()
+
+
+def training(mode: str | None = None) -> Measurement:
+    """A branch takes about 2 ms forward and 2 ms backward."""
+    branches = TwoBranches()
+    one_forward = call_time(lambda: branches.one_branch(branches.x), calls=20)
+    branches.rounds = int(branches.rounds * 2000 / one_forward)
+    forwards = {
+        "one branch": branches.one_branch,
+        "one stream": branches.one_stream,
+        "two streams": branches.two_streams,
+    }
+    sides: dict[str, Callable[[], Any]] = {}
+    for name, forward in forwards.items():
+        call = compiled(forward, mode=mode)
+        sides[name] = lambda call=call: branches.step(call)
+    result = alternately(call_time, sides, rounds=2)
+    result["overlap"] = overlap(sides["two streams"])
+    return result
+
+
 # ---- compile time of a program without streams
 
 
@@ -321,6 +403,8 @@ ROWS: dict[str, Callable[[], Measurement]] = {
     "experts": experts,
     "experts graphed": experts_graphed,
     "experts memory": experts_memory,
+    "training": training,
+    "training graphed": lambda: training("reduce-overhead"),
     "compile time": compile_time,
 }
 

@@ -332,17 +332,22 @@ class RegionEmitter:
     def lend_gradients(self) -> None:
         """A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
         when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
-        stream to stream; here it does not see that the gradient moves.
+        stream to stream; here it does not see that the gradient moves. What is to be captured is also run as it is:
+        the first time, and whenever no graph is to be had.
         """
-        if self.region.enclosed or not V.graph.is_backward:
+        if V.graph.name is not None or not V.graph.is_backward:
             return
         real = self.scheduler.mutation_real_name
-        for name in dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names()):
+        names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
+        for name in names:
             stream = self.plan.memory.get(name)
             if stream is None or name in V.graph.graph_inputs or ambient_device(stream) is not None:
                 continue
             device: Any = V.graph.get_buffer(name).get_device()
-            self.write(f"{name}.record_stream({self.stream(ambient_stream(device.index or 0))})")
+            lend = f"{name}.record_stream({self.stream(ambient_stream(device.index or 0))})"
+            # Memory of a captured graph isn't the allocator's to hand on.
+            captures = inductor_config.triton.cudagraphs
+            self.write(f"if not torch.cuda.is_current_stream_capturing(): {lend}" if captures else lend)
 
     def release(self, here: int) -> None:
         due = [free for at, free in self.pending if at <= here]
@@ -470,6 +475,13 @@ def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
     return place
 
 
+def _allocates_on(line: Any) -> int | None:
+    if isinstance(line, IfSpread):
+        line = line.line
+    device = line.node.get_device() if isinstance(line, upstream.AllocateLine) else None
+    return device.index if device is not None and device.type != "cpu" else None
+
+
 def share_memory(lines: list[Any]) -> list[Any]:
     """What calls do about memory that keep to one stream: see stream_reuse."""
     regions: list[RegionEmitter] = []
@@ -528,6 +540,8 @@ def switch_streams(lines: list[Any]) -> list[Any]:
             else:
                 out.append(PlacedKernelCall(line, region["emitter"].raw_stream(place)))
         else:
+            if (device := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
+                region["device"] = device
             _switch(out, region, _needs(line, region["place"], region["emitter"]))
             out.append(line)
     return out

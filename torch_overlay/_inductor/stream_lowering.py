@@ -90,14 +90,25 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
     """Values that an operation promises to have finished become buffers before it; a later consumer must not absorb
-    them.
+    them. And a value for another stream becomes one where it stands, not where that stream's consumer does: launched
+    there it would come after all that its own stream does in between, beside which the consumer was to run.
     """
     if config.streams and is_stream_op(node):
         token = node.meta.get("custom", {}).get(REQUIRES)
         for earlier, value in graph.env.items():
             if token in (earlier.meta.get("custom", {}).get(BEFORE) or ()) and isinstance(value, ir.TensorBox):
                 value.realize()
-    return original(graph, node)
+    result = original(graph, node)
+    if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
+        result.realize()
+    return result
+
+
+def _is_for_another_stream(node: torch.fx.Node) -> bool:
+    if node.op != "call_function" or is_stream_op(node):
+        return False
+    stream = node_stream(node)
+    return any(user.op == "call_function" and node_stream(user) != stream for user in node.users)
 
 
 def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:

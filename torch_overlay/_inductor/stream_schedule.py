@@ -234,6 +234,10 @@ class RegionReader:
     def note_outputs(self, node: BaseSchedulerNode, stream: int | None) -> None:
         for output in node.get_outputs():
             name, buffer = output.get_name(), output.node
+            if stream is not None:
+                for mutated in map(self.storage, output.get_mutations()):
+                    if mutated in self.fresh:  # a user's kernel writes what `torch.empty` made
+                        self.writer_streams.setdefault(mutated, [stream])
             if output.get_mutations() or buffer is None or not _is_gpu(buffer.get_device()):
                 continue
             layout = buffer.layout if hasattr(buffer, "layout") else None
