@@ -54,7 +54,6 @@ class Case:
 
 
 def work(calls: int) -> None:
-    import torch
 
     import form  # pyrefly: ignore[missing-import]
     from stream_programs import by_name, gpu  # pyrefly: ignore[missing-import]
@@ -82,11 +81,7 @@ def work(calls: int) -> None:
         except Exception as e:
             traceback.print_exc()
             status, reason = "ERROR", f"{type(e).__name__}: {e}".strip()
-        try:
-            torch.cuda.synchronize()
-        except Exception as e:  # the context is lost: the next case needs a new process
-            status, reason = "CRASHED", reason or str(e)
-        return status, reason
+        return worker_pool.settle(status, reason)
 
     worker_pool.serve(handle)
 

@@ -96,12 +96,7 @@ def work(device: str, timeout: float) -> None:
         except Exception as e:
             traceback.print_exc()
             status, reason = "ERROR", f"{type(e).__name__}: {e}".strip()
-        if device == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except Exception as e:  # the context is lost: the next case needs a new process
-                status, reason = "CRASHED", reason or str(e)
-        return status, reason
+        return worker_pool.settle(status, reason) if device == "cuda" else (status, reason)
 
     worker_pool.serve(handle)
 

@@ -58,6 +58,17 @@ def serve(handle: Callable[[dict[str, Any]], tuple[str, str]]) -> None:
                 return
 
 
+def settle(status: str, reason: str) -> tuple[str, str]:
+    """A case's outcome once the device is done with it: where the context is lost, the next needs a new process."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception as e:
+        return "CRASHED", reason or str(e)
+    return status, reason
+
+
 # ---- in the parent
 
 

@@ -157,12 +157,11 @@ class Snapshot:
 
 
 def _run_with(objects: Sequence[object], compiled: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    previous = _thread.objects
-    _thread.objects = objects
+    leave = enter(*objects)
     try:
         return compiled(*args)
     finally:
-        _thread.objects = previous
+        leave()
 
 
 def snapshot() -> Snapshot | None:

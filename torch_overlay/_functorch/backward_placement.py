@@ -36,6 +36,7 @@ from torch_overlay._functorch.stream_placement import (
     annotate,
     BEFORE,
     is_backward,
+    is_view,
     LEAVE,
     MEMORY,
     node_stream,
@@ -58,17 +59,9 @@ def assign_sums(graph: Graph) -> None:
             annotate(node, stream=(node_stream(consumers[0]) or None) if consumers else None)
 
 
-def _is_view(node: Node) -> bool:
-    """It names memory of its first argument."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
-    )
-
-
 def _writer(node: Node) -> Node:
     """The node that the memory of a value comes from: behind views, and behind selections of an output."""
-    while node.op == "call_function" and (_is_view(node) or node.target is operator.getitem):
+    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
         source: Any = node.args[0]
         if not isinstance(source, torch.fx.Node):
             break
@@ -80,7 +73,7 @@ def _readers(value: Node) -> Iterator[Node]:
     for user in value.users:
         if user.op == "call_function":
             yield user
-            if _is_view(user):
+            if is_view(user):
                 yield from _readers(user)
 
 

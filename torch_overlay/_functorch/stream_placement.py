@@ -65,6 +65,14 @@ def is_stream_op(node: Node) -> bool:
     return node.op == "call_function" and getattr(target, "namespace", "") in ("streams", "streams_overlay")
 
 
+def is_view(node: Node) -> bool:
+    """It names memory of its first argument."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+
+
 def node_stream(node: Node) -> int:
     """Registry index of the stream that a node is placed on; 0 is the ambient stream."""
     return node.meta.get("custom", {}).get("stream") or AMBIENT

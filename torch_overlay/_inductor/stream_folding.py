@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_stream_op, node_stream
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_stream_op, is_view, node_stream
 
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _is_pointwise(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if not (torch.Tag.pointwise in target.tags or _is_view(node) or target in _ALSO_POINTWISE):
+    if not (torch.Tag.pointwise in target.tags or is_view(node) or target in _ALSO_POINTWISE):
         return False
     devices = {_device(n) for n in (node, *node.all_input_nodes)}
     return len(devices) == 1 and None not in devices and torch.device("cpu") not in devices
@@ -92,13 +92,6 @@ def flops_per_us(device_index: int, element_size: int) -> float:
     return properties.multi_processor_count * per_clock * clock / 1e3
 
 
-def _is_view(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
-    )
-
-
 def handed_out(graph: Graph, is_backward: bool) -> set[int]:
     """Positions of the outputs that the caller gets; the others are kept for the backward. A backward's are all."""
     (output,) = graph.find_nodes(op="output")
@@ -118,7 +111,7 @@ def _results(graph: Graph, is_backward: bool) -> set[Node]:
         value = values[position]
         while isinstance(value, torch.fx.Node) and value not in found:
             found.add(value)
-            value = value.args[0] if _is_view(value) and value.args else None
+            value = value.args[0] if is_view(value) and value.args else None
     return found
 
 
