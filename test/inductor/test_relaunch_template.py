@@ -263,6 +263,29 @@ class TestRefusals(ProofTest):
         captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(0))
         self.refused(captures, "moved", r"region 1 \+ 0.*0x0 \(outside the range\)")
 
+    def test_address_in_one_capture_and_none_in_the_other_is_what_the_stack_held(self):
+        heap = 0x2E749BC0
+        for a, b in (
+            (lambda at: u64(at(1)), lambda at: u64(heap)),
+            (lambda at: u64(heap), lambda at: u64(at(1))),
+            (lambda at: u64(LOW["a"] + 7 * KIB), lambda at: u64(heap)),  # between allocations
+            (lambda at: u64(at(1)), lambda at: u64(LOW["a"] + GRANULE)),  # memory of the capture before
+            (lambda at: u64(heap), lambda at: u64(LOW["a"] + GRANULE)),
+        ):
+            found = self.by_capture(a, b).prove(on_device=lambda address: address != heap)
+            self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+
+    def test_declared_pointer_is_never_what_the_stack_held(self):
+        captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(0x2E749BC0))
+        self.refused(
+            captures, "moved", "no known way|did not move", signatures={0x1000: "pp"}, on_device=lambda _: False
+        )
+
+    def test_null_or_device_memory_in_one_capture_could_be_an_argument(self):
+        for other in (0, 0x7F0000000000):
+            captures = self.by_capture(lambda at: u64(at(1)), lambda at, other=other: u64(other))
+            self.refused(captures, "moved", r"region 1 \+ 0", on_device=lambda address: address == 0x7F0000000000)
+
     def test_memory_that_no_region_stands_for(self):
         captures = Captures(lambda at: [kernel(0, u64(at(0, 7 * KIB)))])
         self.refused(captures, "outside", "it moved like an allocation, but is in none: .*in the range but in no alloc")

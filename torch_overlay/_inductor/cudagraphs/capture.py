@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.cudagraphs.policy import Code
 
 ALIGNMENT = 256  # no library looks for more
-COINCIDENCES = ("unmoved", "ambiguous")  # a number that happens to be an address of these captures
+COINCIDENCES = ("unmoved", "ambiguous", "moved")  # a number that happens to be an address of these captures
 ATTEMPTS = 3
 
 # One capture at a time in the process: a thread that finds another one at it runs its region as compiled.

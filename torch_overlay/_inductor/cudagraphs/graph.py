@@ -83,7 +83,7 @@ def read(
 
 
 def is_device_memory(address: int, *, driver: Driver | None = None) -> bool:
-    """For `template.prove(foreign=...)`: does the driver know the address as device memory? That includes the state
+    """For `template.prove(on_device=...)`: does the driver know the address as device memory? That includes the state
     of random generators, where a capture has it outside of its range."""
     return (driver or Driver()).memory_kind(address) == cu.MEMORY_DEVICE
 

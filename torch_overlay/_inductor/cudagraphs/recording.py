@@ -130,7 +130,12 @@ class Cuda:
                 read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
             check_libraries(read[0])
             snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-            template = prove(*read, foreign=graphs.freed_memory(snapshot), signatures=signatures_of(namespace))
+            template = prove(
+                *read,
+                foreign=graphs.freed_memory(snapshot),
+                on_device=graphs.is_device_memory,
+                signatures=signatures_of(namespace),
+            )
             second.recording.discard()
             graph.instantiate()
             graphs.upload(graph, torch.cuda.current_stream(self.device).cuda_stream)

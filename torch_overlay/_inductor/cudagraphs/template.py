@@ -243,18 +243,20 @@ def prove(
     b: CapturedGraph,
     *,
     foreign: Callable[[int], bool] | None = None,
+    on_device: Callable[[int], bool] | None = None,
     signatures: Mapping[int, str] | None = None,
 ) -> Template:
     """The template of `a`, proven against `b`, the same program captured again after `a` at other addresses.
 
     `foreign(address)` says whether an address outside of both ranges is memory that the graph has no claim on, such as
-    memory that nobody owns any more (`graph.freed_memory`). `signatures` gives what is known of kernels by their
-    function handle: a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
+    memory that nobody owns any more (`graph.freed_memory`). `on_device(address)` says whether such an address is memory
+    of a device at all (`graph.is_device_memory`). `signatures` gives what is known of kernels by their function handle:
+    a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
     """
     if a.low < b.high and b.low < a.high:
         raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
     _same_structure(a, b)
-    scan = _Scan(AddressMap(a), AddressMap(b), foreign)
+    scan = _Scan(AddressMap(a), AddressMap(b), foreign, on_device)
     constants, pointers = scan.constants, scan.pointers
     words: list[Word] = []
     for node_a, node_b in zip(a.nodes, b.nodes):
@@ -328,8 +330,14 @@ class _Found(Exception):
 
 
 class _Scan:
-    def __init__(self, a: AddressMap, b: AddressMap, foreign: Callable[[int], bool] | None) -> None:
-        self.a, self.b, self.foreign = a, b, foreign
+    def __init__(
+        self,
+        a: AddressMap,
+        b: AddressMap,
+        foreign: Callable[[int], bool] | None,
+        on_device: Callable[[int], bool] | None,
+    ) -> None:
+        self.a, self.b, self.foreign, self.on_device = a, b, foreign, on_device
         at = {(s.region, s.delta): s.address for s in a.segments}
         self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at} - {0}
         self.upper = a.upper_halves()
@@ -389,7 +397,7 @@ class _Scan:
             return
         if kind != "p" and (0 < word_a < SMALL or 0 < word_b < SMALL):
             return  # a small number in one capture is no address in the other: what lay on the host's stack
-        if self.a.places(word_a) or self.b.places(word_b):
+        if (self.a.places(word_a) or self.b.places(word_b)) and not self._stale(kind, word_a, word_b):
             raise _Found("moved", offset, f"it did not move with one allocation: {self._both(word_a, word_b)}")
         for shift in range(13):
             hidden_a = (word_a << shift) & ADDRESS
@@ -401,12 +409,23 @@ class _Scan:
         if (word_b - word_a) in self.moves and self.a.near(word_a) and self.b.near(word_b):
             message = f"it moved like an allocation, but is in none: {self._both(word_a, word_b)}"
             raise _Found("outside", offset, message)
-        if kind == "p" or self.a.covers(word_a) or self.b.covers(word_b):
+        covered = self.a.covers(word_a) or self.b.covers(word_b)
+        if kind == "p" or (covered and not self._stale(kind, word_a, word_b)):
             message = f"an address that moved in no known way: {self._both(word_a, word_b)}"
             raise _Found("moved", offset, message)
         if self.foreign is not None and self.foreign(word_a) and self.foreign(word_b):
             message = f"it points to device memory that is no part of the capture: {self._both(word_a, word_b)}"
             raise _Found("foreign", offset, message)
+
+    def _stale(self, kind: str, word_a: int, word_b: int) -> bool:
+        """Is one of them no address that a kernel could use, nor the null that stands for none? Then the word is no
+        argument."""
+        if kind == "p" or self.on_device is None or not (word_a and word_b):
+            return False
+        words = ((self.a, self.b, word_a), (self.b, self.a, word_b))
+        return any(
+            not own.covers(word) and (other.covers(word) or not self.on_device(word)) for own, other, word in words
+        )
 
     def _both(self, word_a: int, word_b: int) -> str:
         return f"{self.a.describe(word_a)} in the first capture, {self.b.describe(word_b)} in the second"
