@@ -23,6 +23,7 @@ from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNod
 
 ARENA = 1 << 20
 CPU = torch.device("cpu")
+STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
 def tensor_at(address: int, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -39,6 +40,17 @@ class Slot:
         self.like = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
 
 
+class StorageSlot:
+    """Stands for a storage."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.like = (storage.nbytes(),)
+
+
+def storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
+    return torch._C._construct_storage_from_data_pointer(address, CPU, nbytes)
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -52,7 +64,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         flat, spec = tree_flatten(result)
-        given = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if is_tensor(t)}
+        leaves = tree_flatten((args, kwargs))[0]
+        given = {t.untyped_storage().data_ptr() for t in leaves if is_tensor(t)}
+        given |= {s.data_ptr() for s in leaves if isinstance(s, STORAGES)}
         placed = []
         for tensor in flat:
             if is_tensor(tensor) and tensor.numel() and tensor.untyped_storage().data_ptr() not in given:
@@ -116,11 +130,14 @@ class Recording:
         return list(self.taken)
 
     @contextlib.contextmanager
-    def apart(self) -> Any:
+    def apart(self, all: bool) -> Any:
         apart, before = Apart(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
-        apart.requested = sum(apart.segments.values())
+        apart.requested, apart.once = sum(apart.segments.values()), True
+
+    def clear_stack(self) -> None:
+        pass  # operations here know their arguments, and nothing else
 
     def kept(self) -> list[int]:
         return self.owner.kept
@@ -140,9 +157,10 @@ class Recording:
 
     def note(self, func: Any, given: Any, placed: list[Any]) -> None:
         flat, spec = tree_flatten(given)
-        addresses = [t.data_ptr() for t in flat if is_tensor(t) and t.numel()]
+        addresses = [t.data_ptr() for t in flat if (is_tensor(t) and t.numel()) or isinstance(t, STORAGES)]
         addresses += [t.data_ptr() for t in placed if is_tensor(t) and t.numel()]
-        arguments = [Slot(a) if is_tensor(a) and a.numel() else a for a in flat]
+        arguments = [StorageSlot(a) if isinstance(a, STORAGES) else a for a in flat]
+        arguments = [Slot(a) if is_tensor(a) and a.numel() else a for a in arguments]
         results = [Slot(r) if is_tensor(r) and r.numel() else None for r in placed]
         self.operations.append((func, spec, arguments, results, addresses))
 
@@ -205,9 +223,10 @@ class Launcher:
         for operation in self.operations:
             func, spec, arguments, results, _ = operation
             at = iter(self.addresses_of(operation))
-            flat = [tensor_at(next(at), *a.like) if isinstance(a, Slot) else a for a in arguments]
+            flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
+            flat = [tensor_at(next(at), *a.like) if isinstance(a, Slot) else a for a in flat]
             args, kwargs = tree_unflatten(flat, spec)
-            given = {t.data_ptr() for t in flat if is_tensor(t)}
+            given = {t.data_ptr() for t in flat if is_tensor(t) or isinstance(t, STORAGES)}
             made = tree_flatten(func(*args, **kwargs))[0]
             for slot, value in zip(results, made, strict=True):
                 if slot is not None:
@@ -265,6 +284,7 @@ class FakeDevice:
         self.full = False
         self.generator = Generator()
         self.launchers: list[Launcher] = []
+        self.arrangements: list[Any] = []
 
     def current(self) -> int:
         return 0
@@ -304,9 +324,28 @@ class FakeDevice:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
-    def finish(self, first: Any, second: Any, namespace: Any) -> Launcher:
-        template = prove(first.recording.graph(first.segments), second.recording.graph(second.segments))
+    def finish(self, first: Any, second: Any, namespace: Any, arrange: Any) -> tuple[Any, list[Launcher]]:
+        graph = first.recording.graph(first.segments)
+        arrangement = arrange(prove(graph, second.recording.graph(second.segments)), graph.edges)
+        self.arrangements.append(arrangement)
+        parts = [(stage.nodes, stage.template) for stage in arrangement.stages]
         operations = first.recording.operations
-        made = NativeLauncher(operations, template, self.native) if self.native else Launcher(operations, template)
-        self.launchers.append(made)
-        return self.launchers[-1]
+        made = [
+            self.launcher([operations[i] for i in nodes], renumbered(template, nodes))
+            for nodes, template in parts or [(range(len(operations)), arrangement.template)]
+        ]
+        self.launchers += made
+        return arrangement, made
+
+    def launcher(self, operations: Any, template: Any) -> Launcher:
+        return NativeLauncher(operations, template, self.native) if self.native else Launcher(operations, template)
+
+
+def renumbered(template: Any, nodes: Any) -> Any:
+    """Operations of a launcher are counted from 0."""
+    at = {node: i for i, node in enumerate(nodes)}
+    return dataclasses.replace(
+        template,
+        nodes=tuple(dataclasses.replace(n, index=at[n.index]) for n in template.nodes),
+        words=tuple(w._replace(node=at[w.node]) for w in template.words),
+    )

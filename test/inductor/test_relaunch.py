@@ -907,7 +907,7 @@ class TestFailures(RelaunchTestCase):
     def test_region_whose_launches_differ_is_refused(self):
         run = self.runner(
             ADD.replace("torch.mul(x, w, out=buf0)", "torch.mul(x, w, out=buf0)\n    next(more)()"),
-            more=iter([int, int, lambda: torch.ones(2).neg_(), int, int]),
+            more=iter([int, int, lambda: torch.ones(2).neg_(), int, lambda: torch.ones(2).neg_(), int, int]),
         )
         for _ in range(3):
             x, w = torch.randn(4, 4), torch.randn(4, 4)

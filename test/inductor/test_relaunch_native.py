@@ -98,6 +98,9 @@ class RangeTests(DriverCase):
         made = self.module.reserve(0, 1 << 40)
         addresses = [self.module.take(made, size) for size in (0, 100)]
         self.assertEqual(self.module.allocations(made), list(zip(addresses, (0, 100))))
+        self.assertEqual(self.module.allocations(made, 1), [(addresses[1], 100)])
+        self.assertEqual(self.module.allocations(made, 2), [])
+        self.assertEqual(self.module.count(made), 2)
         self.module.seal(made)
         with self.assertRaisesRegex(RuntimeError, "the range is sealed, for an allocation of 5 bytes"):
             self.module.take(made, 5)

@@ -359,3 +359,51 @@ def small_transformer(k: Kit) -> None:
         k.see("loss", loss)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def wide(k: Kit) -> Any:
+    """Layers so large that a backward is launched in stages."""
+    n = 1024 if k.gpu else 16
+    return k.module(nn.Sequential(*[nn.Sequential(nn.Linear(n, n), nn.GELU()) for _ in range(8)])), n
+
+
+@program("a backward in stages frees what a stage has used, and what later stages need stays", launches=16, loose=4)
+def large_backward(k: Kit) -> None:
+    model, n = wide(k)
+    f = k.compile(model)
+    kept = []
+    for _ in k.steps():
+        x = k.randn(2 * n, n, grad=True)
+        loss_of(f(x)).backward()
+        k.see("gradients", (x.grad, [p.grad for p in model.parameters()]))
+        kept.append(next(model.parameters()).grad)
+        model.zero_grad()
+    k.see("gradients that were kept", kept)
+
+
+@program("a backward in stages runs twice over the same saved activations", launches=16, loose=4)
+def large_backward_twice(k: Kit) -> None:
+    model, n = wide(k)
+    f = k.compile(model)
+    for _ in k.steps(5):
+        losses = [loss_of(f(k.randn(2 * n, n))) for _ in range(2)]
+        losses[0].backward(retain_graph=True)
+        k.churn()
+        k.see("first", {name: p.grad for name, p in model.named_parameters()})
+        losses[1].backward()
+        losses[0].backward()
+        k.see("all", gradients(model))
+
+
+@program("somebody keeps a saved activation of a backward in stages", launches=12, loose=4)
+def large_saved_and_kept(k: Kit) -> None:
+    model, n = wide(k)
+    f = k.compile(model)
+    for _ in k.steps():
+        y = f(k.randn(2 * n, n))
+        # The node's saved tensors, as a debugger or a library that inspects the graph gets hold of them.
+        held = list(y.grad_fn.saved_tensors) if hasattr(y.grad_fn, "saved_tensors") else []
+        loss_of(y).backward()
+        k.churn()
+        del held
+        k.see("gradients", gradients(model))

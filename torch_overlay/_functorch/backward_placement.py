@@ -192,8 +192,11 @@ def donated_buffers(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
     """Saved tensors that the backward may write over: none that shares its memory with another one, and none whose
-    memory may belong to a side stream.
+    memory may belong to a side stream. A relaunched forward lays what it saves into few allocations, and a gradient in
+    one of them would keep all of that alive; stages give the memory back instead (`cudagraphs.arrange`).
     """
+    if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
+        return []
     donated = original(forward, backward, metadata)
     if not config.streams:
         return donated

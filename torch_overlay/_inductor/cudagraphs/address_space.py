@@ -73,6 +73,10 @@ class AddressSpace:
             raise RuntimeError("this address space is closed")
         return self._module.take(self._range, bytes)
 
+    def clear_stack(self) -> None:
+        """Sets the part of this thread's stack to zero that the functions it calls next will use."""
+        self._module.clear_stack()
+
     @property
     def bounds(self) -> tuple[int, int]:
         return self._last[0] if self._range is None else self._module.bounds(self._range)
@@ -85,9 +89,13 @@ class AddressSpace:
     def high(self) -> int:
         return self.bounds[1]
 
-    def allocations(self) -> list[tuple[int, int]]:
-        """(address, requested size) of each segment, in the order in which they were asked for."""
-        return list(self._last[1]) if self._range is None else self._module.allocations(self._range)
+    def allocations(self, first: int = 0) -> list[tuple[int, int]]:
+        """(address, requested size) of each segment, in the order in which they were asked for, from that one on."""
+        return self._last[1][first:] if self._range is None else self._module.allocations(self._range, first)
+
+    def count(self) -> int:
+        """How many segments there are."""
+        return len(self._last[1]) if self._range is None else self._module.count(self._range)
 
     def error(self) -> str | None:
         """Why the last allocation failed, if one did; torch only says that there is no memory."""

@@ -3,18 +3,25 @@
 Generated code allocates by a function among its module's globals. While a thread runs a region under an `Observer`,
 that thread's calls of it are numbered; the numbers are the same in every run with the same shapes. What operators
 allocate inside is seen by a dispatch mode, which numbers the operators' calls, if a region needs it.
+
+`Lives` notes in a capture when each allocation came and went.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from torch_overlay._inductor.cudagraphs.liveness import Life
 
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ class Plan:
     operators: frozenset[int] = frozenset()
     watch: bool = False  # there are outputs whose allocation generated code didn't make
     random: bool = False  # the region draws random numbers
+    detail: bool = False  # what operators allocate inside has lives, too
+    dying: frozenset[int] = frozenset()  # positions of inputs that are gone when the region has run
 
 
 class Observer:
@@ -52,12 +61,54 @@ class Observer:
     def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
         """`base`, and what is known of the storages at these addresses. An unknown one has to be looked for."""
         found = [self.last.get(address) for address in addresses]
-        return Plan(
-            base.allocations | {f[1] for f in found if f is not None and f[0] == "allocation"},
-            base.operators | {f[1] for f in found if f is not None and f[0] == "operator"},
-            base.watch or None in found,
-            base.random,
+        return dataclasses.replace(
+            base,
+            allocations=base.allocations | {f[1] for f in found if f is not None and f[0] == "allocation"},
+            operators=base.operators | {f[1] for f in found if f is not None and f[0] == "operator"},
+            watch=base.watch or None in found,
         )
+
+
+class Lives:
+    """When the program got and gave up what stands at an address; its clock is the number of allocations so far."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.made: dict[int, int] = {}
+        self.freed: dict[int, int] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._maybe: list[int] = []  # the tensor is gone, its storage may be
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        self.made[address] = self.now
+        self._storages[address] = StorageWeakRef(tensor.untyped_storage())
+        maybe = self._maybe
+        self._tensors.append(weakref.ref(tensor, lambda _: maybe.append(address)))
+
+    def tick(self) -> None:
+        """Before an allocation: what is gone by now was freed before it, and not before the one ahead of it."""
+        self.now += 1
+        if self._maybe:
+            waiting, self._maybe[:] = list(self._maybe), []
+            for address in waiting:
+                if self._storages[address].expired():
+                    self.freed[address] = self.now
+                else:
+                    self._maybe.append(address)
+
+    def note(self, address: int) -> None:
+        """Memory of the operator that has just run, which gave nothing of it away."""
+        self.made[address] = self.now
+        self.freed[address] = self.now + 1
+
+    def life(self, address: int, size: int) -> Life:
+        return Life(size, self.made.get(address, 0), self.freed.get(address))
+
+    def remaining(self) -> list[int]:
+        """Addresses of what is still there."""
+        return [address for address, storage in self._storages.items() if not storage.expired()]
 
 
 class _Thread(threading.local):
@@ -127,12 +178,14 @@ class Watch(TorchDispatchMode):
         return result
 
 
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Those in a tree that have bytes."""
+    for leaf in tree_iter(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage().nbytes():
+            yield leaf
+
+
 def storages(tree: Any) -> dict[int, int]:
     """Sizes of the storages of the tensors in a tree, by address."""
-    found = {}
-    for leaf in tree_iter(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            storage = leaf.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+    found = [tensor.untyped_storage() for tensor in tensors(tree)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}

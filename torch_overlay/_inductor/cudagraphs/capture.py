@@ -5,6 +5,9 @@
                 output stands at an address of its own, all else is scratch
     layout      where each output's bytes come from
     proof       the same again at other addresses, and every word that moved must be explained
+    arrangement what can share memory does (`arrange`)
+
+While it is captured, each allocation of generated code has addresses of its own, and its life is noted (`Lives`).
 
 Note [Outputs of a capture]
 An output's memory must be nothing but that output's, or a relaunch would write other things into a tensor that the
@@ -18,20 +21,24 @@ with what this capture has learned. What can't be placed even so is copied out a
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._inductor.cudagraphs.allocations import (
+    Lives,
     namespace_of,
     observed,
     Observer,
     Plan,
-    storages as storages_in,
+    tensors as tensors_in,
     Watch,
 )
+from torch_overlay._inductor.cudagraphs.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.cudagraphs.layout import (
     align,
     Empty,
@@ -39,25 +46,27 @@ from torch_overlay._inductor.cudagraphs.layout import (
     Layout,
     OfInput,
     OfStorage,
+    place,
     Recipe,
     Repeated,
     SameInput,
-    storages_of,
     View,
     view_of,
 )
 from torch_overlay._inductor.cudagraphs.policy import COMMUNICATION
-from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment
+from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment, Template
 from torch_overlay._inductor.stream_runtime import Spec
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay._inductor.cudagraphs.liveness import Life
     from torch_overlay._inductor.cudagraphs.policy import Code
 
 ALIGNMENT = 256  # no library looks for more
-COINCIDENCES = ("unmoved", "ambiguous", "moved")  # a number that happens to be an address of these captures
+# A number that happens to be an address of these captures, or a library that allocates more when it is first used.
+COINCIDENCES = ("unmoved", "ambiguous", "moved", "layout")
 ATTEMPTS = 3
 
 # One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
@@ -67,26 +76,34 @@ capturing = threading.Lock()
 @dataclass
 class Captured:
     layout: Layout
-    segments: list[Segment]
+    segments: list[Segment]  # a region for each input, storage and piece of scratch memory
     plan: Plan  # what the next capture should place
     recording: Any
+    places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
+    lives: list[Life]  # of all regions
 
 
 class _Placing(Observer):
-    """In a capture, the planned allocations stand at addresses of their own."""
+    """In a capture, allocations of generated code stand at addresses of their own. Those that are planned for are
+    outputs, all others are scratch."""
 
     def __init__(self, plan: Plan, recording: Any, placed: dict[int, int]) -> None:
         super().__init__()
         self.plan_, self.recording, self.placed = plan, recording, placed
+        self.lives = Lives()
+        self.scratch: dict[int, int] = {}
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        if self.count in self.plan_.allocations and len(args) == 3 and 0 not in args[0]:
-            view = View(tuple(args[0]), tuple(args[1]), args[2])
-            made = self.recording.place(view)
-            self.placed[made.data_ptr()] = view.extent
-            self.note(made.data_ptr())
-            return made
-        return super().allocate(original, *args)
+        self.lives.tick()
+        if len(args) != 3 or 0 in args[0]:
+            return super().allocate(original, *args)
+        view = View(tuple(args[0]), tuple(args[1]), args[2])
+        made = self.recording.place(view)
+        self.lives.begin(made)
+        among = self.placed if self.count in self.plan_.allocations else self.scratch
+        among[made.data_ptr()] = view.extent
+        self.note(made.data_ptr())
+        return made
 
 
 class Capture:
@@ -109,26 +126,51 @@ class Capture:
     def run(self, saved: frozenset[int]) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
-            watch = Watch(self.observer, self._operator) if self.plan.watch else contextlib.nullcontext()
+            # The program is to hold the only references: when it drops one, nothing of it will look there again.
+            known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
+            watching = self.plan.watch or self.plan.detail
+            watch = Watch(self.observer, self._operator) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
+                self.recording.clear_stack()
                 with observed(namespace_of(self.model), self.observer), watch:
-                    outputs = self.model(list(stand_ins))
+                    given, stand_ins = stand_ins, []
+                    outputs = self.model(given)
+                    del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
                 self._copy_out(outputs)
-            recipes, addresses = self._recipes(outputs, stand_ins)
-            del outputs, stand_ins
+            recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
+            del outputs
             self._check_kept()
-        positions = tuple(sorted(self.input_at.values()))
+        lives = self.observer.lives
+        inputs = {position: address for address, position in self.input_at.items()}
+        positions = tuple(sorted(inputs))
         sizes = [self.placed[address] for address in addresses]
-        scratch = [s for s in self.recording.segments() if s[0] not in self.input_at and s[0] not in addresses]
-        layout = Layout(positions, storages_of(recipes, sizes, saved), tuple(recipes), tuple(s for _, s in scratch))
+        made = [lives.made.get(address, 0) for address in addresses]
+        moved, storages, parts = place(recipes, sizes, saved, made)
+        among = self.observer.scratch | self.placed  # the allocator's segments are larger
+        scratch = [
+            (address, among.get(address, size))
+            for address, size in self.recording.segments()
+            if address not in self.input_at and address not in addresses
+        ]
+        layout = Layout(positions, storages, moved, tuple(s for _, s in scratch))
+        extents = [(inputs[k], view_of(self.inputs[k]).extent) for k in positions]
+        regions = [*extents, *zip(addresses, sizes, strict=True), *scratch]
+        segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
+        segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         learned = self.observer.plan(self.astray, self.plan)
-        return Captured(layout, self._segments(layout, addresses, scratch), learned, self.recording)
+        noted = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
+        return Captured(layout, segments, learned, self.recording, _places(layout, parts), noted)
 
     def _check_kept(self) -> None:
         """Addresses that somebody holds on to will mean nothing: a cache, or a generator of random numbers that the
         region hadn't used before."""
-        if kept := self.recording.kept():
+        kept = list(self.recording.kept())
+        scratch = self.observer.scratch
+        if not scratch.keys().isdisjoint(self.observer.lives.remaining()):
+            gc.collect()  # it may be garbage, for nobody collected it
+            kept += [scratch[address] for address in self.observer.lives.remaining() if address in scratch]
+        if kept:
             many = f"{sum(kept)} bytes that it allocated are" if len(kept) > 1 else f"{kept[0]} bytes are"
             raise Refusal("kept", f"{many} still in use when it has ended, and would be used again at the next call")
 
@@ -142,18 +184,31 @@ class Capture:
         made = self.recording.place(view_of(value), self.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
+            self.observer.lives.begin(made)
         return made
 
     def _operator(self, number: int, call: Callable[[], Any]) -> Any:
-        """Runs an operator; one of the plan allocates in a pool of its own."""
-        if number not in self.plan.operators:
+        """Runs an operator. One of the plan allocates in a pool of its own, and so does each of a region that is looked
+        at in detail; what it allocates has the life of a result, or else its own."""
+        lives = self.observer.lives
+        lives.tick()
+        planned = number in self.plan.operators
+        if not planned and not self.plan.detail:
             return call()
-        with self.recording.apart() as apart:
+        with self.recording.apart(all=self.plan.detail) as apart:
             result = call()
-        made = {a: size for a, size in storages_in(result).items() if a in apart.segments}
-        temporary = apart.requested - sum(made.values())
-        for address, size in made.items():
-            self.placed[address] = min(apart.segments[address], max(size, align(temporary)))
+        results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
+        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
+        temporary = align(apart.requested - sum(made.values()))
+        for address, size in apart.segments.items():
+            # If an address was used twice, what comes second may be the smaller one.
+            least = made.get(address, temporary)
+            bytes = min(size, least if apart.once else max(least, temporary))
+            (self.placed if planned and address in made else self.observer.scratch)[address] = bytes
+            if address in made:
+                lives.begin(results[address])
+            else:
+                lives.note(address)
         return result
 
     def _copy_out(self, outputs: list[Any]) -> None:
@@ -211,19 +266,14 @@ class Capture:
             addresses.append(address)
         return OfStorage(addresses.index(address), view_of(out, offset))
 
-    def _segments(self, layout: Layout, addresses: list[int], scratch: list[tuple[int, int]]) -> list[Segment]:
-        region = {position: number for number, position in enumerate(layout.inputs)}
-        extents = {k: view_of(self.inputs[k]).extent for k in layout.inputs}
-        segments = [Segment(address, extents[k], region[k]) for address, k in self.input_at.items()]
-        own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
-        for number, (address, storage) in enumerate(zip(addresses, layout.storages)):
-            segments.append(Segment(address, storage.size, own.get(number, layout.saved_region), storage.offset))
-        segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
-        delta = 0
-        for address, size in scratch:
-            segments.append(Segment(address, size, layout.scratch_region, delta))
-            delta += align(size)
-        return segments
+
+def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """(region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
+    own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
+    places = [(region, 0) for region in range(len(layout.inputs))]
+    for number, offset in parts:
+        places.append((own.get(number, layout.saved_region), layout.storages[number].offset + offset))
+    return tuple(places)
 
 
 def is_region(value: Any) -> bool:
@@ -238,18 +288,23 @@ def capture_region(
     alignments: Sequence[int],
     plan: Plan,
     code: Code,
-) -> tuple[Layout, Any]:
-    """The layout of a region and its launcher; raises Refusal, or what the region itself raises."""
+) -> tuple[Arrangement, list[Any]]:
+    """How a region is launched, and a launcher for each of its stages; raises Refusal, or what the region itself
+    raises."""
 
     def take(gap: int) -> Captured:
         recording = device.record(gap)
         open_recordings.append(recording)
         return Capture(model, inputs, alignments, plan, recording).run(code.saved_outputs)
 
-    def prove(first: Captured, second: Captured) -> tuple[Layout, Any]:
-        if first.layout != second.layout:
+    def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
+        if first.layout != second.layout or first.places != second.places:
             raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
-        return first.layout, device.finish(first, second, namespace_of(model) or {})
+
+        def arranged(template: Template, edges: tuple[tuple[int, int], ...]) -> Arrangement:
+            return arrange(_proven(first, second, template, edges, inputs, plan.dying, code))
+
+        return device.finish(first, second, namespace_of(model) or {}, arranged)
 
     check_streams(model)
     check_collectives(model)
@@ -273,6 +328,32 @@ def capture_region(
     finally:
         for recording in open_recordings:
             recording.close()
+
+
+def _proven(
+    first: Captured,
+    second: Captured,
+    template: Template,
+    edges: tuple[tuple[int, int], ...],
+    inputs: Sequence[Any],
+    dying: frozenset[int],
+    code: Code,
+) -> Proven:
+    layout = first.layout
+    storages = [inputs[k].untyped_storage() for k in layout.inputs]
+    addresses = [storage.data_ptr() for storage in storages]
+    returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
+    return Proven(
+        layout,
+        template,
+        edges,
+        first.places,
+        tuple(a.either(b) for a, b in zip(first.lives, second.lives, strict=True)),
+        holders=tuple(map(addresses.index, addresses)),
+        held=tuple(storage.nbytes() for storage in storages),
+        static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
+        stages=code.is_backward and not first.recording.fixed,
+    )
 
 
 def check_streams(model: Any) -> None:

@@ -161,3 +161,23 @@ class Driver:
 
     def destroy(self, node: int) -> None:
         self.call("cuGraphDestroyNode", self.api.CUgraphNode(node))
+
+    # -- parts of graphs
+
+    def clone(self, graph: int) -> int:
+        return int(self.call("cuGraphClone", self.api.CUgraph(graph)))
+
+    def in_clone(self, node: int, clone: int) -> int:
+        return int(self.call("cuGraphNodeFindInClone", self.api.CUgraphNode(node), self.api.CUgraph(clone)))
+
+    def instantiate(self, graph: int) -> int:
+        return int(self.call("cuGraphInstantiate", self.api.CUgraph(graph), 0))
+
+    def launch(self, executable: int, stream: int) -> None:
+        self.call("cuGraphLaunch", self.api.CUgraphExec(executable), self.api.CUstream(stream))
+
+    def destroy_executable(self, executable: int) -> None:
+        self.call("cuGraphExecDestroy", self.api.CUgraphExec(executable))
+
+    def destroy_graph(self, graph: int) -> None:
+        self.call("cuGraphDestroy", self.api.CUgraph(graph))

@@ -9,10 +9,17 @@
 
 Regions are numbered: the tensor inputs, the storages that are allocated one by one, the slab of those that are saved
 for the backward, and the scratch slab. A layout holds no address, so two captures of one program have equal layouts.
+
+Note [Chunks]
+What is saved for the backward is no allocation each. If it is little, it is one slab. If it is much, one slab would
+keep all of it alive until the backward is through with the last piece, so it is allocated in chunks: each has what the
+forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
+larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
 
@@ -23,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SLAB_ALIGNMENT = 512  # as the caching allocator aligns
+# Note [Chunks]
+CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
 
 
 def align(size: int) -> int:
@@ -101,6 +110,7 @@ class Storage:
     size: int
     saved: bool = False
     offset: int = 0  # in the slab, if saved
+    dtype: torch.dtype | None = None  # of a chunk: it is allocated as a vector of these
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,24 @@ class Layout:
     def outputs_of(self, storage: int) -> list[int]:
         return [i for i, r in enumerate(self.recipes) if isinstance(r, OfStorage) and r.storage == storage]
 
+    def primary(self, storage: int) -> View | None:
+        """What the storage is allocated as: a chunk, or the output that is large enough, if there is one."""
+        size, dtype = self.storages[storage].size, self.storages[storage].dtype
+        if dtype is not None:
+            return View((size // dtype.itemsize,), (1,), dtype)
+        for recipe in self.recipes:
+            if not isinstance(recipe, OfStorage) or recipe.storage != storage:
+                continue
+            if not recipe.view.offset and recipe.view.extent >= size:
+                return recipe.view
+        return None
+
+    def allocation(self, storage: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        view = self.primary(storage)
+        if view is None:
+            return (-(-self.storages[storage].size // 16) * 16,), (1,), torch.uint8
+        return view.size, view.stride, view.dtype
+
     def names(self) -> dict[int, str]:
         """By region, for tables and messages."""
         names = {region: f"input {position}" for region, position in enumerate(self.inputs)}
@@ -142,19 +170,79 @@ class Layout:
         return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
 
 
-def storages_of(recipes: Sequence[Recipe], sizes: Sequence[int], saved: frozenset[int]) -> tuple[Storage, ...]:
-    """A storage that saved outputs alone use goes to the slab, if there is another one."""
+def place(
+    recipes: Sequence[Recipe], sizes: Sequence[int], saved: frozenset[int], made: Sequence[int]
+) -> tuple[tuple[Recipe, ...], tuple[Storage, ...], tuple[tuple[int, int], ...]]:
+    """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
+    at which byte. Storages that saved outputs alone use go together. `made` has their order in the forward."""
     users: list[list[int]] = [[] for _ in sizes]
+    types: list[set[torch.dtype]] = [set() for _ in sizes]
     for output, recipe in enumerate(recipes):
         if isinstance(recipe, OfStorage):
             users[recipe.storage].append(output)
+            types[recipe.storage].add(recipe.view.dtype)
         elif isinstance(recipe, Repeated) and isinstance(first := recipes[recipe.output], OfStorage):
             users[first.storage].append(output)
-    in_slab = [saved.issuperset(outputs) for outputs in users]
-    if sum(in_slab) < 2:
-        return tuple(map(Storage, sizes))
-    storages, offset = [], 0
-    for size, slab in zip(sizes, in_slab):
-        storages.append(Storage(size, slab, offset if slab else 0))
-        offset += align(size) if slab else 0
-    return tuple(storages)
+    ours = [i for i, outputs in enumerate(users) if saved.issuperset(outputs)]
+    slab = set(ours if len(ours) > 1 else ())
+    members: list[list[int]] = []
+    if (total := sum(align(sizes[i]) for i in slab)) >= 2 * CHUNK:
+        slab = _small(ours, sizes, types, total // 64)
+        members = _chunks([i for i in ours if i not in slab], sizes, types, made, CHUNK)
+    chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
+    storages: list[Storage] = []
+    places: list[tuple[int, int]] = []
+    at: dict[int, tuple[int, int]] = {}  # number of the chunk -> its storage, bytes so far
+    offset = 0
+    for i, size in enumerate(sizes):
+        if i in slab:
+            places.append((len(storages), 0))
+            storages.append(Storage(size, True, offset))
+            offset += align(size)
+        elif (number := chunk_of.get(i)) is None:
+            places.append((len(storages), 0))
+            storages.append(Storage(size))
+        else:
+            if number not in at:
+                (dtype,) = types[i]
+                at[number] = len(storages), 0
+                storages.append(Storage(sum(align(sizes[j]) for j in members[number]), dtype=dtype))
+            storage, used = at[number]
+            places.append((storage, used))
+            at[number] = storage, used + align(size)
+    return tuple(_placed(recipe, places) for recipe in recipes), tuple(storages), tuple(places)
+
+
+def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
+    if not isinstance(recipe, OfStorage):
+        return recipe
+    storage, offset = places[recipe.storage]
+    return OfStorage(storage, dataclasses.replace(recipe.view, offset=recipe.view.offset + offset))
+
+
+def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
+    """The smallest storages, together so much at most; and those that are looked at in several ways."""
+    found, total = {i for i in ours if len(types[i]) != 1}, 0
+    for i in sorted(ours, key=sizes.__getitem__):
+        total += align(sizes[i])
+        if total > most:
+            break
+        found.add(i)
+    return found
+
+
+def _chunks(
+    ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], made: Sequence[int], full: int
+) -> list[list[int]]:
+    """Storages that become one, of about `full` bytes each. One by itself stays what it is."""
+    chunks: list[list[int]] = []
+    filled: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i in sorted(ours, key=lambda i: (made[i], i)):
+        (dtype,) = types[i]
+        chunk, size = filled.get(dtype, ([], 0))
+        if not chunk or size + align(sizes[i]) > full:
+            chunks.append(chunk := [])
+            size = 0
+        chunk.append(i)
+        filled[dtype] = chunk, size + align(sizes[i])
+    return [chunk for chunk in chunks if len(chunk) > 1]

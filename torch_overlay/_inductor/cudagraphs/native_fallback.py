@@ -212,6 +212,9 @@ class Module:
                 raise RuntimeError(each.error)
             return address
 
+    def clear_stack(self) -> None:
+        """Python can't. Remains of other captures are refused more often then."""
+
     def seal(self, range: int) -> None:
         with self.lock:
             self._seal(self._range(range))
@@ -231,8 +234,11 @@ class Module:
             if code:
                 raise RuntimeError(self.driver.error("cuMemUnmap", code))
 
-    def allocations(self, range: int) -> list[tuple[int, int]]:
-        return list(self._range(range).allocations)
+    def allocations(self, range: int, first: int = 0) -> list[tuple[int, int]]:
+        return self._range(range).allocations[first:]
+
+    def count(self, range: int) -> int:
+        return len(self._range(range).allocations)
 
     def bounds(self, range: int) -> tuple[int, int]:
         each = self._range(range)

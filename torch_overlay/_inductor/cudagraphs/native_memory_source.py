@@ -312,17 +312,28 @@ static PyObject *py_use(PyObject *module, PyObject *arg) {
     if (!before) Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(before);
 }
-static PyObject *py_allocations(PyObject *module, PyObject *arg) {
+static PyObject *py_count(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
+    size_t count = 0;
+    Range *range;
+    if (PyErr_Occurred()) return NULL;
+    pthread_mutex_lock(&lock);
+    if ((range = range_of(id))) count = range->count;
+    pthread_mutex_unlock(&lock);
+    return range ? PyLong_FromSize_t(count) : no_range(id);
+}
+static PyObject *py_allocations(PyObject *module, PyObject *args) {
+    unsigned long long id, first = 0;
     Allocation *copy = NULL;
     size_t count = 0;
     PyObject *result = NULL;
     Range *range;
     int short_of_memory = 0;
-    if (PyErr_Occurred()) return NULL;
+    if (!PyArg_ParseTuple(args, "K|K", &id, &first)) return NULL;
     pthread_mutex_lock(&lock);
-    if ((range = range_of(id)) && (count = range->count)) {
-        if ((copy = malloc(count * sizeof *copy))) memcpy(copy, range->list, count * sizeof *copy);
+    if ((range = range_of(id)) && range->count > first) {
+        count = range->count - first;
+        if ((copy = malloc(count * sizeof *copy))) memcpy(copy, range->list + first, count * sizeof *copy);
         else short_of_memory = 1;
     }
     pthread_mutex_unlock(&lock);

@@ -60,6 +60,11 @@ static const char *text_of(int code) {
 """
 
 MODULE = r"""
+static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
+    volatile size_t below[(256 << 10) / sizeof(size_t)];
+    for (size_t i = 0; i < sizeof below / sizeof *below; i++) below[i] = 0;
+    Py_RETURN_NONE;
+}
 static PyObject *py_context(PyObject *module, PyObject *unused) {
     Handle context = NULL;
     int code = cu.context(&context);
@@ -97,9 +102,12 @@ static PyMethodDef methods[] = {
     {"take", py_take, METH_VARARGS, "take(range, bytes): an address that no allocator knows of"},
     {"seal", py_seal, METH_O, "seal(range): no allocation any more"},
     {"release", py_release, METH_O, "release(range): unmap it"},
-    {"allocations", py_allocations, METH_O, "allocations(range): [(address, requested size)] in order"},
+    {"allocations", py_allocations, METH_VARARGS,
+     "allocations(range, first=0): [(address, requested size)] in order, from that one on"},
+    {"count", py_count, METH_O, "count(range): how many allocations there are"},
     {"bounds", py_bounds, METH_O, "bounds(range): (low, high)"},
     {"error", py_error, METH_O, "error(range): why the last allocation failed, or None"},
+    {"clear_stack", py_clear_stack, METH_NOARGS, "clear_stack(): zeros where what is called next has its stack"},
     {"context", py_context, METH_NOARGS, "context(): the current context"},
     {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},

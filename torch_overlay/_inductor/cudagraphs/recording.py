@@ -6,9 +6,9 @@
         x = recording.place(view)           # a tensor at an address of its own
         with recording.capturing(inputs, random):
             ...                             # runs no kernel; what it allocates lies in the space
-            with recording.apart() as apart:
+            with recording.apart(all=False) as apart:
                 ...                         # what it allocates has segments of its own: apart.segments
-    launcher = device.finish(first, second, namespace)
+    arrangement, launchers = device.finish(first, second, namespace, arrange)
     recording.close()
 
 Note [Memory pools of a capture]
@@ -33,6 +33,7 @@ for the time of the capture.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor.cudagraphs import graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+from torch_overlay._inductor.cudagraphs.graph_part import Part
 from torch_overlay._inductor.cudagraphs.signatures import signatures_of
 from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Refusal, Template
 
@@ -52,6 +54,7 @@ from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Re
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.cudagraphs.arrange import Arrangement
     from torch_overlay._inductor.cudagraphs.capture import Captured
     from torch_overlay._inductor.cudagraphs.layout import View
 
@@ -64,7 +67,7 @@ live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 class Launcher:
     """An executable graph, and what it takes to point it at other memory."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, template: Template, direct: bool = False) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
         self.graph = graph
         self.template = template
         self.direct = direct  # it draws no random numbers: what launches it need not know the generators
@@ -73,7 +76,9 @@ class Launcher:
         )
         self.patch: Callable[..., int] = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class launches, and advances the generators.
-        self.replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
+        self.replay: Callable[[], None] = (
+            graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
+        )
         live_launchers.add(self)
 
     @property
@@ -118,8 +123,14 @@ class Cuda:
         with self.guard():
             graphs.prepare(self.index)
 
-    def finish(self, first: Captured, second: Captured, namespace: Mapping[str, Any]) -> Launcher:
-        """Proves the first capture by the second and makes it executable."""
+    def finish(
+        self,
+        first: Captured,
+        second: Captured,
+        namespace: Mapping[str, Any],
+        arrange: Callable[[Template, tuple[tuple[int, int], ...]], Arrangement],
+    ) -> tuple[Arrangement, list[Launcher]]:
+        """Proves the first capture by the second, and makes it executable as it is then arranged."""
         graph = first.recording.graph
         read = []
         with _no_collection():
@@ -137,9 +148,28 @@ class Cuda:
                 signatures=signatures_of(namespace),
             )
             second.recording.discard()
+            arrangement = arrange(template, read[0].edges)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            if arrangement.stages:
+                try:
+                    launchers = self._parts(graph, arrangement, stream)
+                except graphs.DriverError as error:  # it takes more memory as a whole, and works
+                    log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
+                    arrangement = dataclasses.replace(arrangement, stages=())
+                else:
+                    graph.reset()
+                    return arrangement, launchers
             graph.instantiate()
-            graphs.upload(graph, torch.cuda.current_stream(self.device).cuda_stream)
-            return Launcher(graph, template, direct=not first.recording.fixed)
+            graphs.upload(graph, stream)
+            return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
+
+    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, stream: int) -> list[Launcher]:
+        launchers = []
+        for stage in arrangement.stages:
+            part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
+            graphs.upload(part, stream)
+            launchers.append(Launcher(part, part.renamed(stage.template), direct=True))
+        return launchers
 
 
 def check_libraries(graph: CapturedGraph) -> None:
@@ -152,11 +182,13 @@ def check_libraries(graph: CapturedGraph) -> None:
 
 
 class Apart:
-    """What was allocated in a pool of its own: sizes of the segments by address, and the bytes asked for."""
+    """What was allocated in a pool of its own: sizes of the segments by address, the bytes asked for, and whether no
+    address was handed out twice."""
 
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
         self.requested = 0
+        self.once = False
 
 
 class Recording:
@@ -168,6 +200,7 @@ class Recording:
         self._ignored: set[int] = set()
         self._pools: list[Any] = []  # ids
         self._active: Any = None
+        self._counted = (0, 0)  # what the device's allocator had been asked for when it was last looked at
         self.fixed: list[int] = []  # addresses of words of 8 bytes, outside of the space, that stay with the graph
         live_recordings.add(self)
 
@@ -202,14 +235,25 @@ class Recording:
         return [self._placed.get(address, (address, size)) for address, size in used]
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[Apart]:
+    def apart(self, all: bool) -> Iterator[Apart]:
+        """`all`: nothing else allocates in this capture."""
         apart = Apart()
-        before = self.space.allocations()
-        requested = self._requested()
+        if not all:
+            self._counted = self._allocated()
+        before = self.space.count()
         with self._selected(self.space.pool(no_split=True)):
             yield apart
-        apart.requested = self._requested() - requested
-        apart.segments = dict(self.space.allocations()[len(before) :])
+        if self.space.count() == before:
+            return
+        apart.segments = dict(self.space.allocations(before))
+        (then, requested), self._counted = self._counted, self._allocated()
+        # Of the whole device: another thread may be counted, which makes more of what is here.
+        apart.once = self._counted[0] - then == len(apart.segments)
+        apart.requested = self._counted[1] - requested
+
+    def clear_stack(self) -> None:
+        """Note [What a word can hide] of `template`: what a launcher leaves uninitialised is to be of this capture."""
+        self.space.clear_stack()
 
     def kept(self) -> list[int]:
         """Sizes of what is still in use of all that was allocated in pools."""
@@ -224,9 +268,10 @@ class Recording:
         blocks = [b for segment in segments for b in segment["blocks"]]
         return [b["size"] for b in blocks if b["state"] == "active_allocated"]
 
-    def _requested(self) -> int:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return stats["requested_bytes"]["all"]["allocated"]
+    def _allocated(self) -> tuple[int, int]:
+        """Allocations and bytes that the device's allocator was ever asked for."""
+        stats = torch._C._cuda_memoryStats(self.device.index)
+        return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
     @contextlib.contextmanager
     def _selected(self, pool: Any) -> Iterator[None]:
@@ -271,14 +316,15 @@ class Recording:
             with self._selected(self.space.pool()):
                 self._check_pool()
             stack.enter_context(self._selected(self.space.pool()))
+            self._counted = self._allocated()
             yield
 
     def _check_pool(self) -> None:
         """Do allocations of this thread land here? If not, a pool that the caller has selected is before ours."""
-        before = len(self.space.allocations())
+        before = self.space.count()
         # Not a tensor: those may be filled, and that would be a node of the graph.
         address = torch.UntypedStorage(16, device=self.device).data_ptr()
-        self._ignored |= {given for given, _ in self.space.allocations()[before:]}
+        self._ignored |= {given for given, _ in self.space.allocations(before)}
         if not self.covers(address):
             raise RuntimeError("another memory pool is selected in this thread")  # may be none at the next call
 

@@ -11,7 +11,7 @@ Note [A relaunch]
 4. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
    is done: whoever gets the memory next comes later on that stream.
 5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
-6. Saved outputs are views of one slab, which lives as long as one of them.
+6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import Counter
 from operator import and_
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
@@ -42,8 +42,12 @@ from torch_overlay._inductor.cudagraphs.native_call import Misaligned, raw, rein
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay._inductor.cudagraphs.template import Template
+
 MOVES = 2  # a static input that moved so often is none
 NOWHERE = 1  # the address of no tensor
+
+Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
 
 live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
 
@@ -75,6 +79,10 @@ class Relaunch:
         else:
             self.launch, self.attempt = self.call.launch, self.call.attempt
         live.add(self)
+
+    @property
+    def template(self) -> Template:
+        return self.launcher.template
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -115,7 +123,7 @@ class Relaunch:
         regions += [layout.saved_region] * bool(slab_size) + [layout.scratch_region] * bool(scratch_size)
         all_regions = regions + [self.region[k] for k in static]
         static_masks = tuple(self.alignments[k] - 1 for k in static)
-        me, outputs = weakref.ref(self), self.outputs()
+        me, finish = weakref.ref(self), self.outputs()
 
         def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
             """A static input has moved."""
@@ -145,7 +153,7 @@ class Relaunch:
                     totals[1] += patch_all(inputs, bases)
                 replay()
                 totals[0] += 1
-            result = outputs(originals or inputs, made, slab)
+            result = finish(originals or inputs, made, slab)
             counters["torch_overlay"]["cudagraph_relaunches"] += 1
             inputs.clear()
             return result
@@ -155,77 +163,71 @@ class Relaunch:
     # -- outputs
 
     def primary(self, storage: int) -> View | None:
-        """The output whose allocation makes the storage, if there is one that is large enough."""
-        size = self.layout.storages[storage].size
-        for recipe in self.layout.recipes:
-            if not isinstance(recipe, OfStorage) or recipe.storage != storage:
-                continue
-            if not recipe.view.offset and recipe.view.extent >= size:
-                return recipe.view
-        return None
+        return self.layout.primary(storage)
 
     def allocation(self, storage: int) -> tuple[Any, ...]:
-        view = self.primary(storage)
-        size = -(-self.layout.storages[storage].size // 16) * 16
-        return raw(size) if view is None else (view.size, view.stride, view.dtype)
+        return self.layout.allocation(storage)
 
-    def outputs(self) -> Callable[[Sequence[Any], Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]:
-        layout = self.layout
-        recipes = layout.recipes
-        own = {number: i for i, number in enumerate(layout.own)}
-        fixed: list[Any] = [None] * len(recipes)
-        whole, of_made, of_slab, of_inputs, same, repeated, empties = [], [], [], [], [], [], []
-        seen: set[int] = set()
-        for i, recipe in enumerate(recipes):
-            match recipe:
-                case Given(value):
-                    fixed[i] = value
-                case Repeated(output):
-                    repeated.append((i, output))
-                case SameInput(position):
-                    same.append((i, position))
-                case OfInput(position, view):
-                    of_inputs.append((i, position, view))
-                case Empty(view):
-                    empties.append((i, (view.size, view.stride, view.dtype)))
-                case OfStorage(number, view) if number in own:
-                    primary = self.primary(number)
-                    if view == primary and number not in seen:
-                        whole.append((i, own[number]))
-                    else:
-                        of_made.append((i, own[number], view, primary.dtype if primary else None))
-                    seen.add(number)
-                case OfStorage(number, view):
-                    offset = layout.storages[number].offset + view.offset
-                    if offset % view.dtype.itemsize:
-                        raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
-                    of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
-        if whole == [(i, i) for i in range(len(recipes))]:
-            return lambda source, made, slab: tuple(made)
-        types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
-        empty = self.device.empty
+    def outputs(self) -> Outputs:
+        return outputs(self.layout, self.device.empty)
 
-        def make(source: Sequence[Any], made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
-            result = list(fixed)
-            for i, number in whole:
-                result[i] = made[number]
-            for i, number, view, dtype in of_made:
-                result[i] = view_of_storage(made[number], view, dtype)
-            if slab is not None:
-                typed = {dtype: slab.view(dtype) for dtype in types}
-                for i, dtype, size, stride, offset in of_slab:
-                    result[i] = reinterpret(typed[dtype], size, stride, offset)
-            for i, position in same:
-                result[i] = source[position]
-            for i, position, view in of_inputs:
-                result[i] = view_of_input(source[position], view)
-            for i, arguments in empties:
-                result[i] = empty(*arguments)
-            for i, output in repeated:
-                result[i] = result[output]
-            return tuple(result)
 
-        return make
+def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
+    """Makes the outputs of a call from what it was given and what it allocated."""
+    recipes = layout.recipes
+    own = {number: i for i, number in enumerate(layout.own)}
+    fixed: list[Any] = [None] * len(recipes)
+    whole, of_made, of_slab, of_inputs, same, repeated, empties = [], [], [], [], [], [], []
+    seen: set[int] = set()
+    for i, recipe in enumerate(recipes):
+        match recipe:
+            case Given(value):
+                fixed[i] = value
+            case Repeated(output):
+                repeated.append((i, output))
+            case SameInput(position):
+                same.append((i, position))
+            case OfInput(position, view):
+                of_inputs.append((i, position, view))
+            case Empty(view):
+                empties.append((i, (view.size, view.stride, view.dtype)))
+            case OfStorage(number, view) if number in own:
+                primary = layout.primary(number)
+                if view == primary and number not in seen:
+                    whole.append((i, own[number]))
+                else:
+                    of_made.append((i, own[number], view, primary.dtype if primary else None))
+                seen.add(number)
+            case OfStorage(number, view):
+                offset = layout.storages[number].offset + view.offset
+                if offset % view.dtype.itemsize:
+                    raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
+                of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
+    if whole == [(i, i) for i in range(len(recipes))]:
+        return lambda source, made, slab: tuple(made[: len(whole)])  # slabs come behind them
+    types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
+
+    def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
+        result = list(fixed)
+        for i, number in whole:
+            result[i] = made[number]
+        for i, number, view, dtype in of_made:
+            result[i] = view_of_storage(made[number], view, dtype)
+        if slab is not None:
+            typed = {dtype: slab.view(dtype) for dtype in types}
+            for i, dtype, size, stride, offset in of_slab:
+                result[i] = reinterpret(typed[dtype], size, stride, offset)
+        for i, position in same:
+            result[i] = source[position]
+        for i, position, view in of_inputs:
+            result[i] = view_of_input(source[position], view)
+        for i, arguments in empties:
+            result[i] = empty(*arguments)
+        for i, output in repeated:
+            result[i] = result[output]
+        return tuple(result)
+
+    return make
 
 
 def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:

@@ -24,12 +24,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds
+from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds, split
 from torch_overlay._inductor.cudagraphs.allocations import namespace_of, observed, Observer, Plan, storages
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
-from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
 from torch_overlay._inductor.cudagraphs.template import Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch_overlay._inductor.cudagraphs.policy import Code
+    from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
+    from torch_overlay._inductor.cudagraphs.split import Split
 
 FULL = capture.ALIGNMENT
 LEAST = 16
+LARGE = 1 << 20  # bytes of an input whose end matters
 LARGEST_HOST_TENSOR = 8  # the values become a part of the key
 FAILURES = 3  # captures of a key that may fail for another reason than a refusal
 
@@ -56,7 +59,7 @@ class State:
         self.alignments: dict[int, int] = {}
         self.failures = 0
         self.refused = False
-        self.relaunch: Relaunch | Verified | None = None
+        self.relaunch: Relaunch | Split | Verified | None = None
 
 
 class Runner:
@@ -214,6 +217,11 @@ class Runner:
         """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
         self.device.prepare()
         given, generators = storages(inputs), self.device.generators(inputs)
+        large = {
+            k: StorageWeakRef(v.untyped_storage())
+            for k, v in enumerate(inputs)
+            if address_of(v) and v.untyped_storage().nbytes() >= LARGE
+        }
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if seeds.may_be_seed(v)}
         observer = Observer()
@@ -222,7 +230,11 @@ class Runner:
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         random = drawn != [g.get_offset() for g in generators]
-        state.plan = observer.plan(made.keys() - given.keys(), Plan(random=random))
+        # An input may be gone by now, and an allocation of the region be where it was.
+        fresh = [address for address in made if address not in given or address in observer.last]
+        dying = frozenset(k for k, storage in large.items() if storage.expired())
+        detail = self.code.is_backward and bool(dying)
+        state.plan = observer.plan(fresh, Plan(random=random, detail=detail, dying=dying))
         state.warm_in.add(threading.get_ident())
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
@@ -252,10 +264,10 @@ class Runner:
             self.captures += 1
             self.warm_ups = 0
             alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
-            layout, launcher = capture.capture_region(
+            arrangement, launchers = capture.capture_region(
                 self.device, self.model, inputs, alignments, state.plan, self.code
             )
-            made = Relaunch(self.device, layout, launcher, self.code.static_inputs, alignments)
+            made = split.launchable(self.device, arrangement, launchers, self.code.static_inputs, alignments)
         except Refusal as refusal:
             state.refused = True
             policy.refuse(self.code, refusal.reason, str(refusal))
@@ -270,8 +282,10 @@ class Runner:
         finally:
             capture.capturing.release()
         counters["torch_overlay"]["cudagraph_captures"] += 1
-        counters["torch_overlay"]["cudagraph_nodes"] += launcher.nodes
-        policy.log.info("%s: a graph of %d nodes, %s", self.code.name, launcher.nodes, layout.names())
+        nodes = sum(launcher.nodes for launcher in launchers)
+        counters["torch_overlay"]["cudagraph_nodes"] += nodes
+        message = "%s: a graph of %d nodes in %d launches, %s"
+        policy.log.info(message, self.code.name, nodes, len(launchers), arrangement.layout.names())
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:

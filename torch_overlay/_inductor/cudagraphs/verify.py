@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.cudagraphs.policy import Code
     from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
+    from torch_overlay._inductor.cudagraphs.split import Split
 
 # Largest difference, relative to the largest number of the tensor.
 TOLERANCES = {
@@ -45,7 +46,11 @@ class Verified:
     attempt = None
 
     def __init__(
-        self, relaunch: Relaunch, plain: Callable[[list[Any]], Any], code: Code, clone: Callable[..., torch.Tensor]
+        self,
+        relaunch: Relaunch | Split,
+        plain: Callable[[list[Any]], Any],
+        code: Code,
+        clone: Callable[..., torch.Tensor],
     ) -> None:
         self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone
 
@@ -79,7 +84,7 @@ class Verified:
             case OfStorage(number, _):
                 storage, region = layout.storages[number], self._region(output)
                 start = 0 if number in layout.own else storage.offset
-                words = self.relaunch.launcher.template.words
+                words = self.relaunch.template.words
                 return not any(w.region == region and start <= w.delta < start + max(storage.size, 1) for w in words)
         return False
 
@@ -101,7 +106,7 @@ class Verified:
         difference = describe_difference(want, got)
         if difference is None:
             return
-        template = self.relaunch.launcher.template
+        template = self.relaunch.template
         words = [w for w in template.words if w.region == region]
         lines = [f"{self.code.name}: {what} of the relaunched graph is not that of the compiled code: {difference}"]
         for word in words[:MOST_WORDS]:

@@ -1,0 +1,491 @@
+"""What a relaunched region keeps in memory, and for how long: scratch is packed, what is saved lies in chunks, and a
+backward is launched in stages that free what they have used."""
+
+from __future__ import annotations
+
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch._dynamo.test_case import run_tests
+from torch._dynamo.utils import counters
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._functorch.backward_placement import donated_buffers
+from torch_overlay._inductor.cudagraphs import arrange, layout, liveness, runner
+from torch_overlay._inductor.cudagraphs.allocations import Lives
+from torch_overlay._inductor.cudagraphs.layout import Given, OfStorage, place, Repeated, View
+from torch_overlay._inductor.cudagraphs.liveness import Life
+from torch_overlay._inductor.cudagraphs.policy import Code
+from torch_overlay._inductor.cudagraphs.runner import Runner
+from torch_overlay._inductor.cudagraphs.verify import Verified
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import relaunch_driver
+from test_relaunch import RelaunchTestCase
+
+
+# A chain of temporaries, each used by the next operation alone.
+CHAIN = """
+def region(args):
+    x, = args
+    args.clear()
+    for i in range(12):
+        y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        torch.add(x, i, out=y)
+        x = y
+        del y
+    out = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    torch.mul(x, 2, out=out)
+    return (out,)
+"""
+
+# The backward of a row of layers: what was saved dies in turn, and a gradient is made from each. `carried` is needed
+# from the first layer to the last, `held` is an input that is an output as well.
+BACKWARD = """
+def region(args):
+    a0, a1, a2, a3, a4, a5, a6, a7, tangent, held = args
+    saved = [a0, a1, a2, a3, a4, a5, a6, a7]
+    del a0, a1, a2, a3, a4, a5, a6, a7
+    args.clear()
+    carried = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    torch.add(tangent, 1, out=carried)
+    gradients = []
+    while saved:
+        a = saved.pop()
+        scratch = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        torch.mul(a, tangent, out=scratch)
+        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        torch.add(scratch, carried, out=g)
+        del a, scratch
+        gradients.append(g)
+    held.add_(1)
+    total = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    torch.add(carried, held, out=total)
+    return (*gradients, total, held, 7)
+"""
+
+
+def backward_inputs():
+    return [torch.randn(64, 64) for _ in range(10)]
+
+
+def backward_expected(inputs):
+    *saved, tangent, held = [v.clone() for v in inputs]
+    carried = tangent + 1
+    held = held + 1
+    return [*[a * tangent + carried for a in reversed(saved)], carried + held, held, 7]
+
+
+def a_native_module():
+    module = relaunch_driver.module()
+    relaunch_driver.driver().library.stub_reset()
+    relaunch_driver.driver().library.stub_deliver()
+    return module
+
+
+class TestLives(unittest.TestCase):
+    def allocate(self, lives):
+        lives.tick()
+        made = torch.empty(8)
+        self.kept.append(made.untyped_storage())  # so that no address comes twice
+        made = torch.empty(0).set_(torch._C._construct_storage_from_data_pointer(made.data_ptr(), made.device, 32))
+        lives.begin(made)
+        return made
+
+    def setUp(self):
+        self.kept = []
+
+    def test_memory_ends_between_the_allocations_around_its_end(self):
+        lives = Lives()
+        a = self.allocate(lives)
+        b = self.allocate(lives)
+        first, second = a.data_ptr(), b.data_ptr()
+        del a  # behind the second allocation: that one must not take its place
+        c = self.allocate(lives)
+        end = lives.life(first, 32).freed
+        self.assertGreater(end, lives.life(second, 32).made)
+        self.assertLessEqual(end, lives.life(c.data_ptr(), 32).made)
+        self.assertIsNone(lives.life(second, 32).freed)
+
+    def test_views_keep_memory(self):
+        lives = Lives()
+        a = self.allocate(lives)
+        address = a.data_ptr()
+        view = a[2:]
+        del a
+        self.allocate(lives)
+        self.assertIsNone(lives.life(address, 32).freed)
+        self.assertIn(address, lives.remaining())
+        del view
+        b = self.allocate(lives)
+        self.assertEqual(lives.life(address, 32).freed, lives.life(b.data_ptr(), 32).made)
+        self.assertNotIn(address, lives.remaining())
+
+    def test_what_was_there_before(self):
+        lives = Lives()
+        a = torch.empty(8)
+        lives.begin(a)
+        address = a.data_ptr()
+        self.assertEqual(lives.life(address, 32), Life(32, 0, None))
+        del a
+        b = self.allocate(lives)
+        self.assertEqual(lives.life(address, 32).freed, lives.life(b.data_ptr(), 32).made)
+
+
+class TestScratch(RelaunchTestCase):
+    def test_chain_of_temporaries_lies_in_two_places(self):
+        run = self.runner(CHAIN)
+        with mock.patch.object(arrange, "SMALL", 0):
+            for _ in range(5):
+                x = torch.randn(64, 64)
+                self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
+        (arrangement,) = self.device.arrangements
+        self.assertEqual(arrangement.layout.scratch_size, 2 * 64 * 64 * 4)
+        self.assertEqual(self.counted("relaunches"), 4)
+
+    def test_slabs_are_no_larger_than_a_segment_of_the_allocator(self):
+        """Three temporaries at once: each has a slab, and none of them is an output."""
+        source = CHAIN.replace("        x = y\n", "        old, x = x, y\n").replace(
+            "torch.mul(x, 2,", "torch.mul(x, old,"
+        )
+        source = source.replace("torch.add(x, i, out=y)", "torch.add(x, old, alpha=i, out=y)")
+        source = source.replace("    for i", "    old = x\n    for i")
+        run = self.runner(source)
+        with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(liveness, "SLAB", 64 * 64 * 4):
+            for _ in range(4):
+                x = torch.rand(64, 64)
+                result = run([x])
+                a = b = x
+                for i in range(12):
+                    a, b = b, torch.add(b, a, alpha=i)
+                self.assertEqual(list(result), [b * a])
+        (arrangement,) = self.device.arrangements
+        self.assertEqual(arrangement.layout.scratch_size, 64 * 64 * 4)
+        self.assertEqual([s.size for s in arrangement.layout.storages], [64 * 64 * 4] * 3)
+        self.assertEqual(self.counted("relaunches"), 3)
+
+    def test_little_scratch_is_not_planned(self):
+        run = self.runner(CHAIN)
+        for _ in range(3):
+            run([torch.randn(64, 64)])
+        self.assertEqual(self.device.arrangements[0].layout.scratch_size, 12 * 64 * 64 * 4)
+
+    def test_temporary_that_somebody_keeps_is_refused(self):
+        kept = []
+        source = CHAIN.replace("        x = y\n", "        x = y\n        keep(y)\n")
+        run = self.runner(source, keep=kept.append)
+        for _ in range(3):
+            run([torch.randn(64, 64)])
+        self.assertEqual(self.counted("relaunches"), 0)
+        self.assertIn("[kept]", runner.refusals()[-1])
+
+    def test_garbage_is_no_reason_to_refuse(self):
+        source = CHAIN.replace(
+            "        x = y\n", "        x = y\n        cycle = [y]; cycle.append(cycle); del cycle\n"
+        )
+        run = self.runner(source)
+        for _ in range(4):
+            x = torch.randn(64, 64)
+            self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
+        self.assertEqual(self.counted("relaunches"), 3)
+
+
+class TestScratchNative(TestScratch):
+    def native_module(self):
+        return a_native_module()
+
+
+class TestStages(RelaunchTestCase):
+    def setUp(self):
+        super().setUp()
+        # One gradient is as much as a stage must save.
+        for module, name, value in ((arrange, "GAIN", 64 * 64 * 4), (arrange, "SMALL", 0), (runner, "LARGE", 1)):
+            patch = mock.patch.object(module, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def backward(self, source=BACKWARD, *, verify=False, static=(), mutated=(9,), **namespace):
+        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, **namespace}
+        exec(source, scope)
+        code = Code("a backward", 0, tuple(static), tuple(mutated), is_backward=True)
+        with config.patch(cudagraph_verify=verify):
+            return Runner(scope["region"], code, self.device)
+
+    def stages(self):
+        return self.device.arrangements[-1].stages
+
+    def test_results_are_those_of_the_whole(self):
+        run = self.backward()
+        run(backward_inputs())
+        for _ in range(5):
+            inputs = backward_inputs()
+            expected, given = backward_expected(inputs), list(inputs)
+            result = run(given)
+            self.assertEqual(list(result), expected)
+            self.assertEqual(given, [])
+            self.assertIs(result[-2], inputs[9])
+        self.assertGreater(len(self.stages()), 2)
+        self.assertEqual(self.counted("captures"), 1)
+        self.assertEqual(self.counted("relaunches"), 5 * len(self.stages()))
+
+    def test_saved_inputs_are_freed_before_later_stages(self):
+        run = self.backward()
+        for _ in range(3):
+            run(backward_inputs())
+        inputs = backward_inputs()
+        alive = [weakref.ref(v) for v in inputs[:8]]
+        seen = []
+        for stage in run.states[()].relaunch.steps:
+            launch = stage[0].launch
+            stage[0].launch = lambda given, launch=launch: (
+                seen.append(sum(r() is not None for r in alive)),
+                launch(given),
+            )[1]
+        run(inputs)
+        self.assertEqual(seen, sorted(seen, reverse=True))
+        self.assertLess(seen[-1], seen[0])
+        self.assertEqual(seen[0], 8)
+
+    def test_what_somebody_else_holds_stays_as_it_is(self):
+        """A retained graph, or a hook that keeps a saved tensor; then backward again over the same."""
+        run = self.backward()
+        for _ in range(5):
+            inputs = backward_inputs()
+            copies = [v.clone() for v in inputs]
+            first = run(list(inputs))
+            self.assertEqual(inputs[:9], copies[:9])
+            self.assertEqual(list(first), backward_expected(copies))
+            copies[9] += 1
+            self.assertEqual(list(run(list(inputs))), backward_expected(copies))
+            copies[9] += 1
+            self.assertEqual(inputs, copies)
+            del first
+
+    def test_gradients_of_earlier_calls_stay(self):
+        run, held = self.backward(), []
+        for _ in range(6):
+            inputs = backward_inputs()
+            expected = backward_expected(inputs)
+            held.append((run(inputs), expected))
+        for result, expected in held:
+            self.assertEqual(list(result[:9]), expected[:9])
+        addresses = [t.data_ptr() for result, _ in held for t in result[:9]]
+        self.assertEqual(len(set(addresses)), len(addresses))
+
+    def test_inputs_in_one_chunk(self):
+        run = self.backward()
+        for _ in range(5):
+            slab = torch.randn(8, 64, 64)
+            inputs = [*slab.unbind(), torch.randn(64, 64), torch.randn(64, 64)]
+            expected = backward_expected(inputs)
+            del slab
+            self.assertEqual(list(run(inputs)), expected)
+
+    def test_inputs_in_one_piece_are_not_worth_stages(self):
+        run = self.backward()
+        for _ in range(3):
+            slab = torch.randn(8, 64, 64)
+            with mock.patch.object(arrange, "GAIN", 12 * 64 * 64 * 4):
+                run([*slab.unbind(), torch.randn(64, 64), torch.randn(64, 64)])
+        self.assertEqual(self.stages(), ())
+
+    def test_verified(self):
+        run = self.backward(verify=True)
+        run(backward_inputs())
+        for _ in range(5):
+            inputs = backward_inputs()
+            expected = backward_expected(inputs)
+            self.assertEqual(list(run(inputs)), expected)
+        self.assertIsInstance(run.states[()].relaunch, Verified)
+        self.assertGreater(len(self.stages()), 2)
+
+    def test_misaligned_input_is_found_before_the_first_stage(self):
+        run = self.backward()
+        for _ in range(3):
+            run(backward_inputs())
+        for _ in range(3):
+            inputs = backward_inputs()
+            inputs[0] = torch.empty(64 * 64 + 1)[1:].view(64, 64).copy_(inputs[0])  # of the last stage
+            expected = backward_expected(inputs)
+            self.assertEqual(list(run(inputs)), expected)
+
+    def test_static_input_that_moves(self):
+        run = self.backward(static=[8])
+        for _ in range(6):
+            inputs = backward_inputs()
+            expected = backward_expected(inputs)
+            self.assertEqual(list(run(inputs)), expected)
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_no_memory_in_the_middle(self):
+        run = self.backward()
+        for _ in range(3):
+            run(backward_inputs())
+        last = run.states[()].relaunch.steps[-1][0]
+        full = mock.patch.object(last, "launch", side_effect=torch.OutOfMemoryError("no memory"))
+        with full, self.assertRaises(torch.OutOfMemoryError):
+            run(backward_inputs())
+        inputs = backward_inputs()
+        expected = backward_expected(inputs)
+        self.assertEqual(list(run(inputs)), expected)
+
+    def test_forward_stays_whole(self):
+        run = self.runner(BACKWARD, mutated=[9])
+        for _ in range(3):
+            run(backward_inputs())
+        self.assertEqual(self.stages(), ())
+
+    def test_executables_go_with_the_region(self):
+        run = self.backward()
+        for _ in range(3):
+            run(backward_inputs())
+        self.assertEqual(run.states[()].relaunch.totals[0], 2 * len(self.stages()))
+        refs = [weakref.ref(launcher) for launcher in self.device.launchers]
+        self.device.launchers.clear()
+        run.forget()
+        self.assertEqual([r() for r in refs], [None] * len(refs))
+
+
+class TestStagesNative(TestStages):
+    """The stages are calls of the C module."""
+
+    def native_module(self):
+        return a_native_module()
+
+
+def vector(storage, bytes_, dtype=torch.float32, offset=0):
+    return OfStorage(storage, View((bytes_ // dtype.itemsize,), (1,), dtype, offset))
+
+
+class TestChunks(unittest.TestCase):
+    def setUp(self):
+        patch = mock.patch.object(layout, "CHUNK", 4096)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_little_is_one_slab(self):
+        recipes = [vector(0, 1024), vector(1, 1024)]
+        moved, storages, places = place(recipes, [1024, 1024], frozenset([0, 1]), [0, 1])
+        self.assertEqual([s.saved for s in storages], [True, True])
+        self.assertEqual([s.offset for s in storages], [0, 1024])
+        self.assertEqual((list(moved), places), (recipes, ((0, 0), (1, 0))))
+
+    def test_much_lies_in_chunks_in_the_order_of_the_forward(self):
+        sizes = [1024] * 16
+        recipes = [vector(i, 1024) for i in range(16)]
+        moved, storages, places = place(recipes, sizes, frozenset(range(16)), list(reversed(range(16))))
+        chunks = {}
+        for i, (number, offset) in enumerate(places):
+            chunks.setdefault(number, []).append((offset, i))
+        self.assertEqual([len(members) for members in chunks.values()], [4] * 4)
+        for members in chunks.values():
+            self.assertEqual(sorted(offset for offset, _ in members), [0, 1024, 2048, 3072])
+            numbers = [i for _, i in members]
+            self.assertEqual(max(numbers) - min(numbers), 3, "neighbours in the forward")
+        self.assertEqual([r.view.offset for r in moved], [offset for _, offset in places])
+        self.assertEqual({s.size for s in storages}, {4096})
+        self.assertEqual({s.dtype for s in storages}, {torch.float32})
+
+    def test_chunks_find_their_place_in_the_segments_of_the_allocator(self):
+        count = 1000
+        recipes = [vector(i, 1024) for i in range(count)]
+        _, storages, _ = place(recipes, [1024] * count, frozenset(range(count)), range(count))
+        own = [s for s in storages if not s.saved]
+        self.assertEqual({s.size for s in own[:-1]}, {4096})
+        self.assertLessEqual(own[-1].size, 4096)
+
+    def test_each_chunk_has_one_type_and_small_things_go_together(self):
+        recipes, sizes = [], []
+        for i in range(16):
+            recipes.append(vector(i, 2048, torch.bfloat16 if i % 2 else torch.float32))
+            sizes.append(2048)
+        recipes += [vector(16, 16, torch.int64), vector(17, 16, torch.uint8)]
+        sizes += [16, 16]
+        _, storages, places = place(recipes, sizes, frozenset(range(18)), range(18))
+        for recipe, (number, _) in zip(recipes, places):
+            if storages[number].dtype is not None:
+                self.assertEqual(storages[number].dtype, recipe.view.dtype)
+        self.assertTrue(storages[places[16][0]].saved)
+
+    def test_what_the_user_sees_is_by_itself(self):
+        recipes = [vector(0, 65536), vector(1, 65536), vector(2, 65536), Repeated(2), Given(5)]
+        saved = frozenset([1, 2])  # output 3 is output 2, and the user's
+        _, storages, _ = place(recipes, [65536] * 3, saved, range(3))
+        self.assertEqual([(s.saved, s.dtype) for s in storages], [(False, None)] * 3)
+
+    def test_two_types_of_one_storage(self):
+        recipes = [vector(0, 8192), vector(0, 8192, torch.int32), vector(1, 8192), vector(2, 8192)]
+        _, storages, places = place(recipes, [8192] * 3, frozenset(range(4)), range(3))
+        self.assertTrue(storages[places[0][0]].saved)
+
+
+class TestChunksOfARegion(RelaunchTestCase):
+    SOURCE = """
+def region(args):
+    x, = args
+    args.clear()
+    made = []
+    for i in range(12):
+        y = empty_strided_cuda((32, 32), (32, 1), torch.float32)
+        torch.add(x, i, out=y)
+        made.append(y)
+        z = empty_strided_cuda((32, 16), (16, 1), torch.float64)
+        torch.mul(x[:, :16], 1.0, out=z)
+        made.append(z)
+    return tuple(made)
+"""
+
+    def test_saved_outputs_keep_no_more_than_their_chunk(self):
+        with mock.patch.object(layout, "CHUNK", 16384):
+            run = self.runner(self.SOURCE, saved=range(1, 24))
+            held = []
+            for _ in range(5):
+                x = torch.randn(32, 32)
+                out = run([x])
+                held.append((out, x))
+                for i, value in enumerate(out):
+                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+        for out, x in held:
+            for i, value in enumerate(out):
+                self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+        out = held[-1][0]
+        storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out}
+        self.assertLess(len(storages), 10)
+        self.assertGreater(len(storages), 3)
+        self.assertLessEqual(max(storages.values()), 16384)
+        self.assertEqual(out[0].untyped_storage().nbytes(), 4096, "the user's own output is by itself")
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
+
+
+class TestChunksOfARegionNative(TestChunksOfARegion):
+    native_module = TestStagesNative.native_module
+
+
+class TestDonation(unittest.TestCase):
+    """Compiled code that writes a gradient over what was saved would keep the chunk alive with it."""
+
+    def donated(self, mode, graphs):
+        import torch._inductor.config as inductor_config
+
+        empty = torch.fx.GraphModule({}, torch.fx.Graph())
+        with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
+            return donated_buffers(lambda *args: [3, 5], empty, empty, None)
+
+    def test_nothing_is_donated_to_a_relaunched_backward(self):
+        self.assertEqual(self.donated("relaunch", True), [])
+
+    def test_all_others_are_as_they_were(self):
+        self.assertEqual(self.donated("relaunch", False), [3, 5])
+        self.assertEqual(self.donated("trees", True), [3, 5])
+
+
+del RelaunchTestCase  # it has no tests of its own
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,99 @@
+"""A part of a captured graph becomes an executable: which nodes are left in the clone, and what is destroyed when."""
+
+from __future__ import annotations
+
+import unittest
+from types import SimpleNamespace
+
+import form  # noqa: F401
+from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
+from torch_overlay._inductor.cudagraphs.graph_part import Part
+from torch_overlay._inductor.cudagraphs.template import EmptyNode, Template
+
+
+class Api:
+    """Graphs are lists of handles; a node's clone is its handle plus a thousand times the clone's number."""
+
+    def __init__(self, fail=None):
+        from cuda.bindings import driver
+
+        for name in ("CUgraph", "CUgraphNode", "CUgraphExec", "CUstream"):
+            setattr(self, name, getattr(driver, name))
+        self.result, self.real, self.fail = driver.CUresult, driver, fail
+        self.graphs = {1: [11, 12, 13, 14]}
+        self.executables, self.launched = {}, []
+
+    def answer(self, name, *values):
+        failed = self.fail == name
+        return (self.result.CUDA_ERROR_OUT_OF_MEMORY if failed else self.result.CUDA_SUCCESS, *values)
+
+    def cuGraphClone(self, graph):
+        new = 100 + len(self.graphs)
+        self.graphs[new] = [n + 1000 * new for n in self.graphs[int(graph)]]
+        return self.answer("clone", self.real.CUgraph(new))
+
+    def cuGraphGetNodes(self, graph, count):
+        nodes = self.graphs[int(graph)]
+        return self.answer("nodes", [self.real.CUgraphNode(n) for n in nodes][:count], len(nodes))
+
+    def cuGraphNodeFindInClone(self, node, graph):
+        return self.answer("find", self.real.CUgraphNode(int(node) + 1000 * int(graph)))
+
+    def cuGraphDestroyNode(self, node):
+        for nodes in self.graphs.values():
+            if int(node) in nodes:
+                nodes.remove(int(node))
+        return self.answer("destroy")
+
+    def cuGraphInstantiate(self, graph, flags):
+        assert flags == 0
+        self.executables[7000 + int(graph)] = list(self.graphs[int(graph)])
+        return self.answer("instantiate", self.real.CUgraphExec(7000 + int(graph)))
+
+    def cuGraphExecDestroy(self, executable):
+        del self.executables[int(executable)]
+        return self.answer("end")
+
+    def cuGraphDestroy(self, graph):
+        del self.graphs[int(graph)]
+        return self.answer("end")
+
+
+def part(api, nodes):
+    return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api))
+
+
+class TestPart(unittest.TestCase):
+    def test_clone_keeps_its_own_nodes_alone(self):
+        api = Api()
+        made = part(api, [12, 14])
+        (kept,) = api.executables.values()
+        self.assertEqual([n % 1000 for n in kept], [12, 14])
+        self.assertEqual(api.graphs[1], [11, 12, 13, 14], "the graph stays as it was")
+        self.assertEqual(made.raw_cuda_graph_exec(), *api.executables)
+
+    def test_template_gets_the_handles_of_the_clone(self):
+        made = part(Api(), [12, 14])
+        template = made.renamed(Template(1, (EmptyNode(0, 12), EmptyNode(5, 14)), ()))
+        self.assertEqual([n.handle for n in template.nodes], [12 + 1000 * made.clone, 14 + 1000 * made.clone])
+        self.assertEqual([n.index for n in template.nodes], [0, 5])
+
+    def test_all_goes_with_the_part(self):
+        api = Api()
+        made = part(api, [11])
+        made.reset()
+        made.reset()
+        self.assertEqual((list(api.graphs), api.executables), ([1], {}))
+        del made
+
+    def test_nothing_stays_of_one_that_could_not_be_made(self):
+        for function in ("find", "destroy", "instantiate"):
+            with self.subTest(function):
+                api = Api(fail=function)
+                with self.assertRaises(DriverError):
+                    part(api, [11])
+                self.assertEqual(list(api.graphs), [1])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,237 @@
+"""From a proven capture to what is launched: where everything lies, and in how many parts.
+
+The proof knows each allocation of a capture as a region of its own: the inputs, the storages of outputs, and the pieces
+of scratch memory. Here they become the regions of a `Layout`. Pieces are packed into one slab (`liveness`).
+
+Note [Stages]
+A graph launch needs all its memory at once. A backward that runs without a graph frees what the forward saved while it
+allocates gradients, so one launch for all of it would need much more. Such a region is cut into a few stages, each a
+graph with a layout of its own, launched one after the other on one stream. What a stage makes is allocated just before
+it, and what no later stage touches is dropped right behind it: an input goes if nobody else holds it, whoever that may
+be, and the caching allocator hands its memory to the next stage. So nothing has to be known of the owners of inputs.
+
+What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, and then the
+pieces that live across a cut, which are allocations by themselves.
+
+A region with outputs in a slab, or whose graph knows generators of random numbers, stays whole: a launch of torch's
+advances those once for a whole graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.cudagraphs.layout import align, Layout, OfStorage, Recipe, Storage, View
+from torch_overlay._inductor.cudagraphs.liveness import cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.cudagraphs.template import FIXED, Template, Word
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_STAGES = 8
+GAIN = 16 << 20  # bytes that stages must save, and that a stage more must
+SMALL = 1 << 20  # pieces that are no more than this together are not worth a plan
+
+
+@dataclass(frozen=True)
+class Stage:
+    nodes: tuple[int, ...]  # in the captured graph
+    layout: Layout  # its input k is what lies in slot takes[k]
+    template: Template
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]  # the slots of its storages
+    drops: tuple[int, ...]  # slots that no later stage touches
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    layout: Layout
+    template: Template
+    stages: tuple[Stage, ...] = ()  # none: it is launched as a whole
+    slots: int = 0
+
+
+@dataclass(frozen=True)
+class Proven:
+    """`places` has (region, delta) in the layout for each input and storage of the proof; pieces come behind these.
+    `holders` tells inputs that share their memory, a number for each input, and `held` how many bytes there are;
+    `static` inputs don't go."""
+
+    layout: Layout
+    template: Template
+    edges: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int], ...]
+    lives: tuple[Life, ...]  # of all regions of the proof
+    holders: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    static: frozenset[int] = frozenset()  # numbers of inputs
+    stages: bool = False  # may there be any?
+
+    @property
+    def pieces(self) -> range:
+        return range(len(self.places), len(self.lives))
+
+
+def arrange(proven: Proven) -> Arrangement:
+    layout, pieces = proven.layout, proven.pieces
+    if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
+        return _whole(proven, *_one_by_one(proven))
+    words = [(w.node, w.region) for w in proven.template.words if w.region != FIXED]
+    order = Order(len(proven.template.nodes), proven.edges, proven.lives, words)
+    whole = _whole(proven, *order.pack(pieces))
+    if not proven.stages or layout.saved_size:
+        return whole
+    spans = [order.span(r) for r in range(len(proven.lives))]
+    held = _held(proven, spans, order)
+    length = len(order.order)
+    slack = max(GAIN, need_of(held, [0], length) // 100)
+    if not (starts := cuts(held, length, MOST_STAGES, slack))[1:]:
+        return whole
+    if need_of(held, [0], length) - need_of(held, starts, length) < GAIN:
+        return whole
+    return _Cut(proven, whole, order, spans, starts).arrangement()
+
+
+def _one_by_one(proven: Proven) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    offsets, end = {}, 0
+    for p in proven.pieces:
+        offsets[p] = 0, end
+        end += align(proven.lives[p].size)
+    return offsets, [end] if end else []
+
+
+def _whole(proven: Proven, offsets: dict[int, tuple[int, int]], slabs: Sequence[int]) -> Arrangement:
+    old, layout = proven.layout, _with_slabs(proven.layout, slabs)
+    at = _slab_regions(layout, len(slabs))
+    places = {r: (layout.saved_region if k == old.saved_region else k, d) for r, (k, d) in enumerate(proven.places)}
+    places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
+    template = _moved(proven.template, places, proven.template.nodes, layout.scratch_region + 1)
+    return Arrangement(layout, template)
+
+
+def _with_slabs(layout: Layout, slabs: Sequence[int]) -> Layout:
+    """The first slab is the scratch region, others are storages that no output lies in."""
+    storages = (*layout.storages, *map(Storage, slabs[1:]))
+    return dataclasses.replace(layout, storages=storages, scratch=tuple(slabs[:1]))
+
+
+def _slab_regions(layout: Layout, slabs: int) -> list[int]:
+    first = layout.saved_region - (slabs - 1)
+    return [layout.scratch_region, *range(first, first + slabs - 1)]
+
+
+def _moved(template: Template, places: dict[int, tuple[int, int]], nodes: Sequence, regions: int) -> Template:
+    """With the words of these nodes, each by its region's new place."""
+    wanted = {node.index for node in nodes}
+    words = []
+    for word in template.words:
+        if word.node in wanted:
+            region, delta = places[word.region]
+            words.append(Word(word.node, word.parameter, word.offset, region, delta + word.delta))
+    return Template(regions, tuple(nodes), tuple(words))
+
+
+def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:
+    """What a launch needs. Inputs that share memory go together, with the last of them."""
+    last = len(order.order)
+    held = [Held(proven.lives[p].size, *span, slab=True) for p in proven.pieces if (span := spans[p]) is not None]
+    inputs = len(proven.layout.inputs)
+    for r in range(inputs, len(proven.places)):
+        if (span := spans[r]) is not None:
+            held.append(Held(proven.lives[r].size, span[0], last))
+    together: defaultdict[int, list[int]] = defaultdict(list)
+    for r, holder in enumerate(proven.holders):
+        together[holder].append(r)
+    for regions in together.values():
+        ends = [span[1] for r in regions if (span := spans[r]) is not None]
+        stays = not proven.static.isdisjoint(regions)
+        held.append(Held(proven.held[regions[0]], 0, last if stays else max(ends, default=0)))
+    return held
+
+
+class _Cut:
+    """The stages of a graph that is cut at these positions."""
+
+    def __init__(
+        self,
+        proven: Proven,
+        whole: Arrangement,
+        order: Order,
+        spans: Sequence[tuple[int, int] | None],
+        starts: Sequence[int],
+    ) -> None:
+        self.proven, self.whole, self.order, self.starts = proven, whole, order, starts
+        self.ends = [*starts[1:], len(order.order)]
+        self.spans = [None if span is None else (self._stage(span[0]), self._stage(span[1])) for span in spans]
+        layout = proven.layout
+        self.inputs, self.fixed = len(layout.inputs), len(proven.places)
+        crossing = [p for p in proven.pieces if (span := self.spans[p]) is not None and span[0] < span[1]]
+        # Slots: positions of inputs, then storages, then pieces that cross.
+        slots = 1 + max(layout.inputs, default=-1)
+        self.slot = dict(enumerate(layout.inputs))
+        self.slot |= {self.inputs + i: slots + i for i in range(len(layout.own))}
+        self.slot |= {p: slots + len(layout.own) + i for i, p in enumerate(crossing)}
+        self.slots = slots + len(layout.own) + len(crossing)
+
+    def _stage(self, position: int) -> int:
+        return next(i for i, end in enumerate(self.ends) if position < end)
+
+    def arrangement(self) -> Arrangement:
+        stages = tuple(self._make(number) for number in range(len(self.starts)))
+        return dataclasses.replace(self.whole, layout=self.proven.layout, stages=stages, slots=self.slots)
+
+    def _make(self, number: int) -> Stage:
+        proven, spans = self.proven, self.spans
+        begin, end = self.starts[number], self.ends[number]
+        indices = tuple(sorted(self.order.order[begin:end]))
+        touched = {r for r, holders in enumerate(self.order.holders) if (holders >> begin) & ((1 << (end - begin)) - 1)}
+        last = number == len(self.starts) - 1
+        # A storage that no node looks at is made by the last stage.
+        first = {r: number if spans[r] is None and last else (spans[r] or (-1,))[0] for r in range(len(proven.lives))}
+        own = [r for r in range(self.inputs, self.fixed) if first[r] == number]
+        own += [p for p in proven.pieces if p in self.slot and first[p] == number]
+        takes = sorted(r for r in touched if r < self.inputs or (r in self.slot and first[r] < number))
+        inside = [p for p in proven.pieces if p not in self.slot and p in touched]
+        offsets, slabs = self.order.pack(inside)
+        storages, recipes = self._storages(own)
+        made = _with_slabs(Layout(tuple(range(len(takes))), storages, recipes, ()), slabs)
+        at = _slab_regions(made, len(slabs))
+        places = {r: (k, 0) for k, r in enumerate(takes)}
+        places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
+        places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
+        nodes = [proven.template.nodes[i] for i in indices]
+        template = _moved(proven.template, places, nodes, made.scratch_region + 1)
+        return Stage(
+            indices,
+            made,
+            template,
+            tuple(self.slot[r] for r in takes),
+            tuple(self.slot[r] for r in own),
+            tuple(self.slot[r] for r in self._dropped(number)),
+        )
+
+    def _storages(self, own: Sequence[int]) -> tuple[tuple[Storage, ...], tuple[Recipe, ...]]:
+        """A stage's output is what the region's storage is allocated as, or a piece's bytes."""
+        layout = self.proven.layout
+        storages, recipes = [], []
+        for i, r in enumerate(own):
+            if r < self.fixed:
+                number = layout.own[r - self.inputs]
+                storages.append(layout.storages[number])
+                size, stride, dtype = layout.allocation(number)
+            else:
+                storages.append(Storage(self.proven.lives[r].size))
+                size, stride, dtype = (self.proven.lives[r].size,), (1,), torch.uint8
+            recipes.append(OfStorage(i, View(size, stride, dtype)))
+        return tuple(storages), tuple(recipes)
+
+    def _dropped(self, number: int) -> list[int]:
+        """An input that nothing touches goes with the first stage."""
+        found = [r for r in range(self.inputs) if ((self.spans[r] or (0, 0))[1]) == number]
+        return found + [p for p in self.proven.pieces if p in self.slot and (self.spans[p] or (0, 0))[1] == number]

@@ -1,0 +1,262 @@
+"""Which memory of a captured graph may be shared: where each allocation lies in the scratch slab, and where to cut.
+
+A region is launched at once, so all that it touches has to be there at once, unless two allocations can be told to
+live one after the other. What tells it is the program and the graph together, and both must agree (`Order.follows`):
+
+    the program    it had freed the first before it allocated the second, as the caching allocator needs it
+    the graph      every node that may touch the first comes, by the edges, before every node that holds an address in
+                   the second
+
+Note [Who may touch an allocation]
+A node that holds an address in an allocation may touch all of it. A node without one may still be told by another
+one: a kernel can leave an address in memory for a kernel behind it. The program keeps an allocation as long as any
+kernel of its own needs it, so whatever comes behind an allocation that the program made after it had freed the first
+has nothing to do with the first. All other nodes that come behind those that hold an address count as touching it.
+
+Note [Slabs]
+The caching allocator has segments of 20 MiB for what is less than 10 MiB. Code that runs without graphs fills them, and
+a slab is to find its place in one that is free again: so it isn't larger, unless a single allocation is. Those have a
+segment each without graphs, too.
+
+This module is pure. Nodes are numbered as in the graph; sets of nodes are integers, a bit for each position in an
+order that the edges allow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+ALIGNMENT = 512  # as the caching allocator aligns
+SLAB = 20 << 20  # Note [Slabs]
+CANDIDATES = 20  # of places for cuts: of those where much begins or ends, and as many in equal distances
+IGNORED = 500  # what is less than this part of all is not looked at to find cuts
+
+
+@dataclass(frozen=True)
+class Life:
+    """Of an allocation: its bytes, and the numbers of the first allocation of the program that came with or behind it,
+    and behind its end. Nothing is known of what the program did with memory that never ends."""
+
+    size: int
+    made: int = 0
+    freed: int | None = None
+
+    def either(self, other: Life) -> Life:
+        """What two captures of one program agree on."""
+        ends = (self.freed, other.freed)
+        known = [e for e in ends if e is not None]
+        return Life(max(self.size, other.size), min(self.made, other.made), max(known) if len(known) == 2 else None)
+
+
+class Order:
+    """The nodes of a graph, and what touches each allocation. `words` has (node, allocation)."""
+
+    def __init__(
+        self, nodes: int, edges: Iterable[tuple[int, int]], lives: Sequence[Life], words: Iterable[tuple[int, int]]
+    ) -> None:
+        self.lives = lives
+        self.order = _topological(nodes, edges := list(edges))
+        self.position = {node: at for at, node in enumerate(self.order)}
+        self.behind = self._behind(edges)  # by position: all that comes behind
+        self.holders = [0] * len(lives)
+        for node, allocation in words:
+            self.holders[allocation] |= 1 << self.position[node]
+        self.touching = self._touching()
+        everything = (1 << nodes) - 1
+        self.after = []  # by allocation: what comes behind all that may touch it
+        for touching in self.touching:
+            after = everything
+            for at in bits(touching):
+                after &= self.behind[at]
+            self.after.append(after)
+
+    def _behind(self, edges: Iterable[tuple[int, int]]) -> list[int]:
+        after: list[list[int]] = [[] for _ in self.order]
+        for u, v in edges:
+            after[self.position[u]].append(self.position[v])
+        behind = [0] * len(after)
+        for at in range(len(after) - 1, -1, -1):
+            for successor in after[at]:
+                behind[at] |= behind[successor] | 1 << successor
+        return behind
+
+    def _reached(self, holders: int) -> int:
+        """The nodes, and what comes behind any of them."""
+        reached = holders
+        for at in bits(holders):
+            reached |= self.behind[at]
+        return reached
+
+    def _touching(self) -> list[int]:
+        """Note [Who may touch an allocation]."""
+        by_time = sorted(range(len(self.lives)), key=lambda a: self.lives[a].made)
+        times = [self.lives[a].made for a in by_time]
+        late = [0] * (len(by_time) + 1)  # behind what the program made from here on
+        reached = [self._reached(holders) for holders in self.holders]
+        for i in range(len(by_time) - 1, -1, -1):
+            late[i] = late[i + 1] | reached[by_time[i]]
+        touching = []
+        for allocation, life in enumerate(self.lives):
+            first = len(times) if life.freed is None else bisect.bisect_left(times, life.freed)
+            touching.append(self.holders[allocation] | (reached[allocation] & ~late[first]))
+        return touching
+
+    def follows(self, second: int, first: int) -> bool:
+        """May the second allocation lie where the first one was?"""
+        end = self.lives[first].freed
+        return end is not None and self.lives[second].made >= end and not self.holders[second] & ~self.after[first]
+
+    def span(self, allocation: int) -> tuple[int, int] | None:
+        """The first and the last position at which it may be touched; None for memory that nobody looks at."""
+        touching = self.touching[allocation]
+        return (first_bit(touching), touching.bit_length() - 1) if touching else None
+
+    def pack(self, allocations: Sequence[int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+        """(slab, offset) of the allocations that are looked at, and the sizes of the slabs. Two that overlap follow one
+        another. Note [Slabs]."""
+        used = [a for a in allocations if self.holders[a] and self.lives[a].size]
+        slabs: list[_Slab] = []
+        places: dict[int, tuple[int, int]] = {}
+        for a in sorted(used, key=lambda a: (-self.lives[a].size, self.lives[a].made)):
+            size = aligned(self.lives[a].size)
+            clear = {b for b in places if self.follows(a, b) or self.follows(b, a)}
+            found = [(slab.fit(size, clear), number) for number, slab in enumerate(slabs)]
+            ways = [(max(0, at + size - slabs[k].size), k, at) for at, k in found if at is not None]
+            if not ways:
+                ways.append((size, len(slabs), 0))
+                slabs.append(_Slab(max(SLAB, size)))
+            _, number, at = min(ways)
+            slabs[number].put(a, at, size)
+            places[a] = number, at
+        return places, [slab.size for slab in slabs]
+
+
+class _Slab:
+    def __init__(self, limit: int) -> None:
+        self.limit, self.size = limit, 0
+        self.taken: list[tuple[int, int, int]] = []  # (offset, end, allocation), by offset
+
+    def fit(self, size: int, clear: Collection[int]) -> int | None:
+        """The first offset at which so many bytes are free, but for what is clear."""
+        at = 0
+        for start, end, allocation in self.taken:
+            if allocation in clear:
+                continue
+            if at + size <= start:
+                break
+            at = max(at, end)
+        return at if at + size <= self.limit else None
+
+    def put(self, allocation: int, at: int, size: int) -> None:
+        bisect.insort(self.taken, (at, at + size, allocation))
+        self.size = max(self.size, at + size)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory that a launch needs from one position to another, in a slab with others or by itself."""
+
+    size: int
+    first: int
+    last: int
+    slab: bool = False
+
+
+def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
+    """Where to cut a graph of so many nodes into parts that are launched one after the other: positions at which a part
+    begins, 0 among them. Each part needs all that is held somewhere in it, but what lives and dies inside a part can
+    share a slab. There are no more parts than `most`, nor than it takes to be within `slack` of the best."""
+    total = sum(h.size for h in held)
+    large = [h for h in held if h.size * IGNORED > total]
+    grid = _candidates(large, length)
+    need = {(a, b): _need(large, a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]}
+    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]
+    for _ in range(most):
+        reached: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for end in grid[1:]:
+            ways = [(max(cost, need[at, end]), (*starts, at)) for at, (cost, starts) in best[-1].items() if at < end]
+            if ways:
+                reached[end] = min(ways)
+        best.append(reached)
+    whole = [ways[length] for ways in best if length in ways and length]
+    if not whole:
+        return [0]
+    goal = min(cost for cost, _ in whole) + slack
+    return list(next(starts for cost, starts in whole if cost <= goal))
+
+
+def _candidates(held: Sequence[Held], length: int) -> list[int]:
+    """Positions where most begins or ends, and some in equal distances."""
+    weight: dict[int, int] = {}
+    for h in held:
+        for at in (h.first, h.last + 1):
+            if 0 < at < length:
+                weight[at] = weight.get(at, 0) + h.size
+    heavy = sorted(weight, key=lambda at: (-weight[at], at))[:CANDIDATES]
+    return sorted({0, length, *heavy, *[length * i // CANDIDATES for i in range(1, CANDIDATES)]})
+
+
+def _need(held: Sequence[Held], begin: int, end: int) -> int:
+    """Bytes that the part [begin, end) needs at once."""
+    total = 0
+    steps: dict[int, int] = {}
+    for h in held:
+        if h.first >= end or h.last < begin:
+            continue
+        if h.slab and h.first >= begin and h.last < end:
+            steps[h.first] = steps.get(h.first, 0) + h.size
+            steps[h.last + 1] = steps.get(h.last + 1, 0) - h.size
+        else:
+            total += h.size
+    live = most = 0
+    for at in sorted(steps):
+        live += steps[at]
+        most = max(most, live)
+    return total + most
+
+
+def need_of(held: Sequence[Held], starts: Sequence[int], length: int) -> int:
+    """Of the part that needs most."""
+    return max(_need(held, a, b) for a, b in zip(starts, [*starts[1:], length], strict=True))
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def bits(mask: int) -> Iterable[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def first_bit(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _topological(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Lower numbers first, as far as the edges allow."""
+    after: list[list[int]] = [[] for _ in range(nodes)]
+    missing = [0] * nodes
+    for u, v in edges:
+        after[u].append(v)
+        missing[v] += 1
+    ready = [node for node in range(nodes) if not missing[node]]
+    order = []
+    while ready:
+        order.append(node := heapq.heappop(ready))
+        for successor in after[node]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                heapq.heappush(ready, successor)
+    if len(order) != nodes:
+        raise ValueError("the edges of the graph form a circle")
+    return order
