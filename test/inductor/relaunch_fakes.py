@@ -130,11 +130,20 @@ class Recording:
         return list(self.taken)
 
     @contextlib.contextmanager
-    def apart(self, all: bool) -> Any:
+    def apart(self, asked: Any) -> Any:
         apart, before = Apart(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
         apart.requested, apart.once = sum(apart.segments.values()), True
+
+    def new_pool(self) -> Any:
+        return object()
+
+    @contextlib.contextmanager
+    def within(self, pool: Any) -> Any:
+        made, before = [], len(self.taken)
+        yield made
+        made += [address for address, _ in self.taken[before:]]
 
     def clear_stack(self) -> None:
         pass  # operations here know their arguments, and nothing else
@@ -288,6 +297,9 @@ class FakeDevice:
 
     def current(self) -> int:
         return 0
+
+    def allocated(self) -> tuple[int, int]:
+        return 0, 0
 
     def is_capturing(self) -> bool:
         return self.captured_by_user

@@ -275,6 +275,17 @@ class TestRefusals(ProofTest):
             found = self.by_capture(a, b).prove(on_device=lambda address: address != heap)
             self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
 
+    def test_addresses_with_three_bytes_overwritten_are_what_the_stack_held(self):
+        a, b = (LOW[which] + SPAN - (1 << 24) * n for which, n in (("a", 5), ("b", 7)))
+        captures = []
+        for which, word in (("a", a), ("b", b)):
+            segments = (*memory(which), Segment(word - 512 * (1 + (which == "b")), 4 * KIB, 7))
+            nodes = (kernel(0, u64(segments[0].address), bytes(8) + u64(word)),)
+            captures.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
+        self.assertEqual(words(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
+        with self.assertRaisesRegex(Refusal, "did not move with one allocation"):
+            prove(*captures, on_device=lambda _: True, signatures={0x1000: "pp"})
+
     def test_declared_pointer_is_never_what_the_stack_held(self):
         captures = self.by_capture(lambda at: u64(at(1)), lambda at: u64(0x2E749BC0))
         self.refused(

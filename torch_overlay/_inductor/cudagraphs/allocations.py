@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -25,7 +25,7 @@ from torch_overlay._inductor.cudagraphs.liveness import Life
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 ALLOCATOR = "empty_strided_cuda"
 
@@ -40,6 +40,7 @@ class Plan:
     random: bool = False  # the region draws random numbers
     detail: bool = False  # what operators allocate inside has lives, too
     dying: frozenset[int] = frozenset()  # positions of inputs that are gone when the region has run
+    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
 
 
 class Observer:
@@ -164,7 +165,8 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, observer: Observer, run: Callable[[int, Callable[[], Any]], Any]) -> None:
+    def __init__(self, observer: Observer, run: Callable[[int, Callable[[], Any], bool], Any]) -> None:
+        """`run(number, call, makes)` runs an operator. `makes`: it may return new tensors."""
         super().__init__()
         self.observer, self.run = observer, run
         self.count = 0
@@ -172,7 +174,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, self.count = self.count, self.count + 1
         given = storages((args, kwargs))
-        result = self.run(number, lambda: func(*args, **(kwargs or {})))
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        makes = schema is None or any(result.alias_info is None for result in schema.returns)
+        result = self.run(number, lambda: func(*args, **(kwargs or {})), makes)
         for address in storages(result).keys() - given.keys():
             self.observer.last[address] = ("operator", number)
         return result

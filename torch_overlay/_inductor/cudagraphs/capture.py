@@ -68,6 +68,7 @@ ALIGNMENT = 256  # no library looks for more
 # A number that happens to be an address of these captures, or a library that allocates more when it is first used.
 COINCIDENCES = ("unmoved", "ambiguous", "moved", "layout")
 ATTEMPTS = 3
+GROUP = 12  # operators whose memory ends together
 
 # One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
 capturing = threading.Lock()
@@ -106,6 +107,13 @@ class _Placing(Observer):
         return made
 
 
+class _Group:
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.calls = 0
+        self.addresses: list[int] = []
+
+
 class Capture:
     """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned."""
 
@@ -122,6 +130,7 @@ class Capture:
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = _Placing(plan, recording, self.placed)
+        self.group = _Group()
 
     def run(self, saved: frozenset[int]) -> Captured:
         with self.recording:
@@ -137,6 +146,7 @@ class Capture:
                     outputs = self.model(given)
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+                self._end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
             del outputs
@@ -187,15 +197,14 @@ class Capture:
             self.observer.lives.begin(made)
         return made
 
-    def _operator(self, number: int, call: Callable[[], Any]) -> Any:
-        """Runs an operator. One of the plan allocates in a pool of its own, and so does each of a region that is looked
-        at in detail; what it allocates has the life of a result, or else its own."""
-        lives = self.observer.lives
+    def _operator(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
+        """Runs an operator. Those of the plan allocate in a pool of their own; in detail, so do all that return
+        something new: what they allocate has the life of a result, or else their own."""
+        lives, planned = self.observer.lives, number in self.plan.operators
         lives.tick()
-        planned = number in self.plan.operators
-        if not planned and not self.plan.detail:
-            return call()
-        with self.recording.apart(all=self.plan.detail) as apart:
+        if not planned and not (self.plan.detail and makes):
+            return self._in_group(call) if self.plan.detail else call()
+        with self.recording.apart(self.plan.asked.get(number)) as apart:
             result = call()
         results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
         made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
@@ -210,6 +219,26 @@ class Capture:
             else:
                 lives.note(address)
         return result
+
+    def _in_group(self, call: Callable[[], Any]) -> Any:
+        """Operators that return nothing new keep nothing: the memory of some of them, workspaces of matrix products
+        mostly, ends when the last of them has run."""
+        if self.group.calls == GROUP:
+            self._end_group()
+        if self.group.pool is None:
+            self.group.pool = self.recording.new_pool()
+        self.group.calls += 1
+        with self.recording.within(self.group.pool) as made:
+            result = call()
+        self.observer.lives.made |= dict.fromkeys(made, self.observer.lives.now)
+        self.group.addresses += made
+        return result
+
+    def _end_group(self) -> None:
+        lives = self.observer.lives
+        for address in self.group.addresses:
+            lives.freed[address] = lives.now + 1
+        self.group = _Group()
 
     def _copy_out(self, outputs: list[Any]) -> None:
         """Outputs in the scratch are replaced by copies, one for each storage."""

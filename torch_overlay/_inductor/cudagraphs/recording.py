@@ -6,7 +6,7 @@
         x = recording.place(view)           # a tensor at an address of its own
         with recording.capturing(inputs, random):
             ...                             # runs no kernel; what it allocates lies in the space
-            with recording.apart(all=False) as apart:
+            with recording.apart(None) as apart:
                 ...                         # what it allocates has segments of its own: apart.segments
     arrangement, launchers = device.finish(first, second, namespace, arrange)
     recording.close()
@@ -98,6 +98,11 @@ class Cuda:
         self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
         self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
+
+    def allocated(self) -> tuple[int, int]:
+        """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
+        stats = torch._C._cuda_memoryStats(self.index)
+        return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
@@ -200,7 +205,6 @@ class Recording:
         self._ignored: set[int] = set()
         self._pools: list[Any] = []  # ids
         self._active: Any = None
-        self._counted = (0, 0)  # what the device's allocator had been asked for when it was last looked at
         self.fixed: list[int] = []  # addresses of words of 8 bytes, outside of the space, that stay with the graph
         live_recordings.add(self)
 
@@ -216,15 +220,15 @@ class Recording:
     def place(self, view: View, alignment: int = 256) -> torch.Tensor:
         """A tensor at an address that is aligned to so many bytes, and not to more if that is less than 256."""
         size = view.extent
-        with _no_modes():  # an operator of ours is none of the region
-            empty = torch.empty(0, dtype=view.dtype, device=self.device)
-            if not size:
-                return empty.new_empty_strided(view.size, view.stride)
-            skew = alignment if alignment < 256 else 0
-            given = self.space.allocate(size + skew)
-            self._placed[given] = (given + skew, size)
-            storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
-            return empty.set_(storage, 0, view.size, view.stride)
+        if not size:
+            with _no_modes():  # an operator of ours is none of the region
+                return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.device)
+        skew = alignment if alignment < 256 else 0
+        given = self.space.allocate(size + skew)
+        self._placed[given] = (given + skew, size)
+        storage = torch._C._construct_storage_from_data_pointer(given + skew, self.device, size)
+        metadata = {"size": view.size, "stride": view.stride, "dtype": view.dtype, "storage_offset": 0}
+        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
     def covers(self, address: int) -> bool:
         return self.space.low <= address < self.space.high
@@ -235,21 +239,30 @@ class Recording:
         return [self._placed.get(address, (address, size)) for address, size in used]
 
     @contextlib.contextmanager
-    def apart(self, all: bool) -> Iterator[Apart]:
-        """`all`: nothing else allocates in this capture."""
-        apart = Apart()
-        if not all:
-            self._counted = self._allocated()
-        before = self.space.count()
+    def apart(self, asked: tuple[int, int] | None) -> Iterator[Apart]:
+        """`asked`: how many allocations there will be, and of how many bytes, if that is known."""
+        apart, before = Apart(), self.space.count()
+        then = (0, 0) if asked is not None else self.owner.allocated()
         with self._selected(self.space.pool(no_split=True)):
             yield apart
         if self.space.count() == before:
             return
+        count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
         apart.segments = dict(self.space.allocations(before))
-        (then, requested), self._counted = self._counted, self._allocated()
         # Of the whole device: another thread may be counted, which makes more of what is here.
-        apart.once = self._counted[0] - then == len(apart.segments)
-        apart.requested = self._counted[1] - requested
+        apart.once = count == len(apart.segments)
+
+    def new_pool(self) -> Any:
+        return self.space.pool()
+
+    @contextlib.contextmanager
+    def within(self, pool: Any) -> Iterator[list[int]]:
+        """What this thread allocates comes from the pool. Yields a list, which gets the addresses of new segments."""
+        made: list[int] = []
+        before = self.space.count()
+        with self._selected(pool):
+            yield made
+        made += [address for address, _ in self.space.allocations(before)]
 
     def clear_stack(self) -> None:
         """Note [What a word can hide] of `template`: what a launcher leaves uninitialised is to be of this capture."""
@@ -267,11 +280,6 @@ class Recording:
         segments = [s for pool in self._pools for s in torch.cuda.memory_snapshot(pool, include_traces=False)]
         blocks = [b for segment in segments for b in segment["blocks"]]
         return [b["size"] for b in blocks if b["state"] == "active_allocated"]
-
-    def _allocated(self) -> tuple[int, int]:
-        """Allocations and bytes that the device's allocator was ever asked for."""
-        stats = torch._C._cuda_memoryStats(self.device.index)
-        return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
     @contextlib.contextmanager
     def _selected(self, pool: Any) -> Iterator[None]:
@@ -316,7 +324,6 @@ class Recording:
             with self._selected(self.space.pool()):
                 self._check_pool()
             stack.enter_context(self._selected(self.space.pool()))
-            self._counted = self._allocated()
             yield
 
     def _check_pool(self) -> None:

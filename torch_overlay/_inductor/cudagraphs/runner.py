@@ -17,6 +17,7 @@ not even that is copied, and copied back if the region writes it: compiled code 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -28,7 +29,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
 from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds, split
-from torch_overlay._inductor.cudagraphs.allocations import namespace_of, observed, Observer, Plan, storages
+from torch_overlay._inductor.cudagraphs.allocations import (
+    namespace_of,
+    observed,
+    Observer,
+    Plan,
+    storages,
+    Watch,
+)
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
 from torch_overlay._inductor.cudagraphs.template import Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
@@ -207,7 +215,9 @@ class Runner:
                 inputs[:] = originals
                 return self.plain(inputs)
             assert state.relaunch is not None
-            result = state.relaunch.launch(inputs, originals)
+            if not clones:
+                originals.clear()  # or this frame would hold what a launch in stages is to give back
+            result = state.relaunch.launch(inputs, originals or None)
             for k, original, clone in clones:
                 if k in self.code.mutated_inputs:
                     copy_back(original, clone)
@@ -224,8 +234,10 @@ class Runner:
         }
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if seeds.may_be_seed(v)}
-        observer = Observer()
-        with observed(namespace_of(self.model), observer), seeds.noted() as noted:
+        observer, asked = Observer(), {}
+        detail = self.code.is_backward and bool(large)
+        watch = Watch(observer, self._counted(asked)) if detail else contextlib.nullcontext()
+        with observed(namespace_of(self.model), observer), seeds.noted() as noted, watch:
             result = self.plain(inputs)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
@@ -233,14 +245,26 @@ class Runner:
         # An input may be gone by now, and an allocation of the region be where it was.
         fresh = [address for address in made if address not in given or address in observer.last]
         dying = frozenset(k for k, storage in large.items() if storage.expired())
-        detail = self.code.is_backward and bool(dying)
-        state.plan = observer.plan(fresh, Plan(random=random, detail=detail, dying=dying))
+        base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
+        state.plan = observer.plan(fresh, base)
         state.warm_in.add(threading.get_ident())
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
             policy.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
         return result
+
+    def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
+        """Runs operators, and notes what those that return something new allocate."""
+
+        def run(number: int, call: Callable[[], Any], makes: bool) -> Any:
+            before = self.device.allocated() if makes else (0, 0)
+            result = call()
+            if makes and (now := self.device.allocated()) != before:
+                asked[number] = now[0] - before[0], now[1] - before[1]
+            return result
+
+        return run
 
     def _is_ready(self, state: State, inputs: Sequence[Any]) -> bool:
         """Is there a graph that is good for these inputs? Notes what another one would have to be good for."""

@@ -32,6 +32,13 @@ first capture, it could also be a pointer that some library kept from there: tha
 other addresses, tells. A difference that has nothing to do with addresses is taken for rubbish (the byte of an empty
 functor, padding) unless the parameter is a plain scalar: then something else than addresses differs.
 
+Remains of the host's stack can be addresses, too: a reduction hands over a kilobyte of tables that it fills in part.
+What is an address of the one capture, and in the other one an address of the host or of the capture before, whose
+memory nobody owns by then, is of that kind: a kernel could not have used both. So are two that end with three bytes of
+zero and stand for different bytes: something small, a few flags, was written over an address that was there before.
+Where both could be used, another capture tells; the stack is cleared before each of them, so that what remains is the
+region's own, and mostly the same.
+
 Note [Ends of allocations]
 The address one past an allocation belongs to it (kernels take end pointers), unless another one begins there: then
 both are candidates, and the second capture must rule out one of them, which it does when its gaps differ.
@@ -55,6 +62,7 @@ FIXED = -1
 ADDRESS = (1 << 48) - 1  # the bits of an address
 # Note [What a word can hide].
 LOWEST = 1 << 32
+OVERWRITTEN = (1 << 24) - 1
 SMALL = 1 << 16  # below it there is no address, nor one that is shifted
 REACH = 1 << 39
 
@@ -418,10 +426,12 @@ class _Scan:
             raise _Found("foreign", offset, message)
 
     def _stale(self, kind: str, word_a: int, word_b: int) -> bool:
-        """Is one of them no address that a kernel could use, nor the null that stands for none? Then the word is no
-        argument."""
+        """Is one of them no address that a kernel could use, nor the null that stands for none, or was something
+        written over both? Then the word is no argument."""
         if kind == "p" or self.on_device is None or not (word_a and word_b):
             return False
+        if not (word_a | word_b) & OVERWRITTEN:
+            return True
         words = ((self.a, self.b, word_a), (self.b, self.a, word_b))
         return any(
             not own.covers(word) and (other.covers(word) or not self.on_device(word)) for own, other, word in words
