@@ -280,7 +280,7 @@ class TestRefusals(ProofTest):
         captures = []
         for which, word in (("a", a), ("b", b)):
             segments = (*memory(which), Segment(word - 512 * (1 + (which == "b")), 4 * KIB, 7))
-            nodes = (kernel(0, u64(segments[0].address), bytes(8) + u64(word)),)
+            nodes = (kernel(0, u64(segments[0].address), u64(word)),)
             captures.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
         self.assertEqual(words(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
         with self.assertRaisesRegex(Refusal, "did not move with one allocation"):

@@ -68,7 +68,7 @@ ALIGNMENT = 256  # no library looks for more
 # A number that happens to be an address of these captures, or a library that allocates more when it is first used.
 COINCIDENCES = ("unmoved", "ambiguous", "moved", "layout")
 ATTEMPTS = 3
-GROUP = 12  # operators whose memory ends together
+GROUP = 4  # operators whose memory ends together
 
 # One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
 capturing = threading.Lock()
