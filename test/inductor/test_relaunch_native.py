@@ -94,6 +94,18 @@ class RangeTests(DriverCase):
         self.assertEqual(self.module.allocations(made), list(zip(addresses, (100, 2 * MiB, 5 * MiB))))
         self.drop(made, addresses)
 
+    def test_stack_is_cleared_as_far_as_the_thread_has_one(self):
+        done = []
+        before = threading.stack_size(64 << 10)
+        try:
+            thread = threading.Thread(target=lambda: done.append(self.module.clear_stack()))
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join()
+        self.module.clear_stack()
+        self.assertEqual(done, [None])
+
     def test_taken_addresses_are_nobodys_to_free(self):
         made = self.module.reserve(0, 1 << 40)
         addresses = [self.module.take(made, size) for size in (0, 100)]
