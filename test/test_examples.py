@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(form.ROOT / "examples"))
 import moe_experts
+import offloaded_transformer
 import prefetch_loop
 import transformer_side_branch
 
@@ -135,6 +136,15 @@ class TestTransformerSideBranch(ExampleTest):
     @form.overlay_only
     def test_script_prints_the_plan(self) -> None:
         self.assertIn("waits before", self.run_as_script())
+
+
+class TestOffloadedTransformer(unittest.TestCase):
+    def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
+        code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
+        result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
+        self.assertEqual(result.returncode, 0, result.stderr[-3000:])
+        self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
+        self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")
 
 
 if __name__ == "__main__":

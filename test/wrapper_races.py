@@ -117,6 +117,7 @@ class Machine(TorchDispatchMode):
         self.kept: set[int] = set()
         self.entry = Clock()
         self.races: dict[str, None] = {}
+        self.slabs: dict[int, torch.Tensor] = {}
 
     # ---- streams
 
@@ -164,6 +165,12 @@ class Machine(TorchDispatchMode):
             self.allocate(tensor)
             found = self.blocks[tensor.untyped_storage()._cdata]
         return found[1]
+
+    def take_slab(self, nbytes: int, device: int, strict: bool) -> torch.Tensor:
+        """Host memory for saved activations: the same at every call, as when one forward is alive at a time."""
+        if nbytes not in self.slabs:
+            self.slabs[nbytes] = torch.empty(nbytes, dtype=torch.uint8)
+        return self.slabs[nbytes]
 
     def record_stream(self, tensor: torch.Tensor, stream: Handle) -> None:
         self.kept.add(id(self.block(tensor)))
@@ -381,6 +388,8 @@ def load(machine: Machine, text: str, misaligned: bool) -> dict[str, Any]:
         assert_size_stride_grouped=ignore,
         assert_alignment=ignore,
         assert_tensor_metadata=ignore,
+        take_slab=machine.take_slab,
+        note_use=ignore,
     )
     return scope
 

@@ -28,6 +28,7 @@ import torch
 
 from torch_overlay._inductor.cudagraphs import policy
 from torch_overlay.testing import observe, simulated_gpu
+from torch_overlay.testing._text import innermost_frame
 
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Report:
         for region in seen.regions:
             if region.frame is None:
                 self._region(region)
+        self._offloads(seen)
         if refused:
             rows = [(r.code.name, r.reason, r.message, r.code.source) for r in refused]
             self._table("Regions without a CUDA graph", ("region", "reason", "what it is", "first line"), rows)
@@ -193,6 +195,23 @@ class Report:
             from torch_overlay.testing._text import call_bodies
 
             self._text(call_bodies(region.wrapper))
+
+    def _offloads(self, seen: Compiled) -> None:
+        """What waits on the host: from which line, and when its copies are launched and waited for."""
+        forward = [r.copies for r in seen.regions if r.copies is not None and not r.copies.is_backward]
+        backward = [r.copies for r in seen.regions if r.copies is not None and r.copies.is_backward]
+        for i, report in enumerate(seen.offloads):
+            self._heading("Saved activations on the host")
+            self._line(report.summary() + ".")
+            rows = []
+            for row in report.rows:
+                file, line, code = innermost_frame(row.stack_trace)
+                where = f"{_short(file)}:{line}" if file else ""
+                out = forward[i].text(row.name) if i < len(forward) else ""
+                back = backward[i].text(row.name) if i < len(backward) else ""
+                rows.append((row.name, f"{row.nbytes / 1e6:.2f}", where, code, out, back))
+            columns = ("tensor", "MB", "line", "code", "to the host: launched / awaited", "back: launched / read")
+            self._table("Steps are operations of the schedule", columns, rows)
 
     def _events(self, frame: Frame, regions: list[Region]) -> None:
         forward = [p for r in regions if r.kind != "backward" for p in r.plans]

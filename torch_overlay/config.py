@@ -7,8 +7,9 @@ An option is read when a function is compiled; what is compiled already stays as
 configuration, an assignment holds in the thread that makes it, and an environment variable changes the default.
 """
 
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch.utils._config_module import Config, install_config_module
 
@@ -26,6 +27,13 @@ native_events: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIV
 # every kernel takes less than this keeps to the caller's stream in each call that finds the device idle. 0 keeps every
 # branch where the user put it.
 fold_branches_below_us: float = 5.0
+
+# Saved activations wait for the backward in pinned host memory, as many as it takes to keep what a forward and its
+# backward hold on the device at their peak (saved activations, temporaries, results, gradients; not their inputs)
+# within a budget. None: off. {"budget_gb": 12.5}: that many gigabytes (10^9 bytes), or an error that says what would
+# fit; with "strict": False a warning, and no offload. "auto": what the device has free when the function is compiled.
+# The environment variable takes "auto" or a number of gigabytes.
+activation_offload: Any = os.environ.get("TORCH_OVERLAY_ACTIVATION_OFFLOAD")
 
 # How compiled code that asks for CUDA graphs (`mode="reduce-overhead"`, `triton.cudagraphs`) gets them: "relaunch", one
 # graph for a region that is pointed at other memory for each call; "trees", PyTorch's own; "off", none.

@@ -194,6 +194,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.scheduler:Scheduler.compute_last_usage",
+        impl="torch_overlay._inductor.offload_schedule:compute_last_usage",
+        kind="wrap",
+        patch="inductor-stream-planner",
+        fingerprint="fe76ef422ab52497",
+        why="Copies of saved activations take their places when the order of all else is settled.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._inductor.scheduler:Scheduler._codegen",
         impl="torch_overlay._inductor.stream_regions:codegen",
         kind="wrap",

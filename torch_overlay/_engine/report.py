@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -22,6 +23,7 @@ FEATURES = {
     "streams": "user streams and events go through the compiler",
     "native_events": "compiled code records and waits for events in C",
     "fold_branches_below_us": "small branches on side streams run fused on the ambient stream",
+    "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
     "cudagraphs": "who makes CUDA graphs of compiled code: relaunch, trees or off",
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
@@ -97,7 +99,7 @@ def feature(installer: Installer, name: str) -> Feature:
     unset = _config_module._UNSET_SENTINEL
     if entry.user_override.get() is not unset:
         why = f"torch_overlay.config.{name} was assigned"
-    elif entry.env_value_default is not unset:
+    elif entry.env_value_default is not unset or f"TORCH_OVERLAY_{name.upper()}" in os.environ:
         why = f"TORCH_OVERLAY_{name.upper()} is set in the environment"
     else:
         why = "default"

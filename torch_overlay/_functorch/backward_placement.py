@@ -30,6 +30,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
+from torch_overlay._functorch.offload_policies import is_slab, note_offload_policies, OFFLOAD
 from torch_overlay._functorch.stream_placement import (
     AFTER,
     AMBIENT,
@@ -182,10 +183,24 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
 
 
 def partition(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    note_offload_policies(args[0].graph)
     forward, backward, count = original(*args, **kwargs)
     if config.streams:
         place_parts(forward, backward, count)
+    offload_saved(forward, backward, count)
     return forward, backward, count
+
+
+def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
+    """Saved activations go to the host, if the configuration or a checkpoint policy asks for it."""
+    from torch_overlay._functorch.offload_config import settings
+
+    wanted = settings()
+    if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
+        return
+    from torch_overlay._functorch.offload_graph import offload
+
+    offload(forward, backward, count, wanted)
 
 
 def donated_buffers(
@@ -201,6 +216,7 @@ def donated_buffers(
     if not config.streams:
         return donated
     inputs = backward.graph.find_nodes(op="placeholder")
+    donated = [i for i in donated if not is_slab(inputs[i])]
     memory = [n.meta.get("custom", {}).get(MEMORY) for n in inputs]
     if not any(memory):
         return donated

@@ -63,11 +63,22 @@ def config_digest() -> str:
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()[:16]
 
 
+def offload_room() -> tuple[int, ...]:
+    """`activation_offload = "auto"` plans by what the device has free, here in GiB."""
+    import torch
+
+    from torch_overlay import config
+
+    if config.activation_offload != "auto" or not torch.cuda.is_initialized():
+        return ()
+    return (torch.cuda.mem_get_info()[0] >> 30,)
+
+
 def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple[Any, ...]:
     """Everything of ours that the code compiled for a graph depends on. Upstream adds the version of torch."""
     from torch_overlay.version import __version__, source_digest
 
-    own = (__version__, source_digest(), config_digest())
+    own = (__version__, source_digest(), config_digest(), *offload_room())
     if gm is None:
         return own
     return (*own, placement(gm), stream_objects() if is_dynamo_graph else ())

@@ -25,7 +25,8 @@ import torch._inductor.config as inductor_config
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
-from torch_overlay._inductor import plan_log
+from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
+from torch_overlay._inductor import offload_codegen, plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
@@ -202,6 +203,9 @@ class RegionEmitter:
     def named(self, stream: int) -> str:
         self.streams[stream] = None
         device = ambient_device(stream)
+        if is_copy_stream(stream):
+            kind = "in" if (stream - COPY_STREAMS) % 2 else "out"
+            return f"stream_{kind}{(stream - COPY_STREAMS) // 2 or ''}{self.suffix}"
         if device is None:
             return f"stream{stream}{self.suffix}"
         return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
@@ -359,6 +363,8 @@ class RegionEmitter:
         """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's
         locals.
         """
+        if name in getattr(self.scheduler, "_overlay_slabs", ()):
+            return
         at = self.plan.release.get(name, ENTRY)
         if at <= self.done:
             free()
@@ -370,6 +376,7 @@ class RegionEmitter:
         if self.region.enclosed or self.device is None:
             return []
         theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
+        theirs = [s for s in theirs if not is_copy_stream(s)]
         return [ambient_stream(self.device), *theirs] if theirs else []
 
     @property
@@ -623,6 +630,8 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
     if node.op_overload is COPY_TO_HOST:
         destination, source = node.codegen_args()[:2]
         wrapper.writeline(f"{destination}.copy_({source}, True)")
+    elif offload_codegen.write(wrapper, node):
+        return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
 

@@ -19,6 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_stream_op, is_view, node_stream
 
 
@@ -140,7 +141,11 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
     results = _results(graph, is_backward)
     folded = []
     for stream, branch in branches.items():
-        if stream in visible or not all(_is_pointwise(n) and _is_private_branch(n) for n in branch):
+        if (
+            is_copy_stream(stream)
+            or stream in visible
+            or not all(_is_pointwise(n) and _is_private_branch(n) for n in branch)
+        ):
             continue
         if not results.isdisjoint(branch):
             continue

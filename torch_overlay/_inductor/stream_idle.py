@@ -24,6 +24,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
+from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, node_stream
 from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us, handed_out
 from torch_overlay._inductor.stream_planner import HOST
@@ -105,6 +106,8 @@ def follows_one_stream_when_idle(region: Region) -> bool:
         return False
     placed = {op.stream for op in plan.ops if op.stream is not None}
     if all(ambient_device(stream) is not None for stream in placed) or _hands_out(region):
+        return False
+    if any(op.stream is not None and is_copy_stream(op.stream) for op in plan.ops):
         return False
     if any(op.stream == HOST or op.blocking or op.requires for op in plan.ops):
         return False

@@ -17,6 +17,7 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
+from torch_overlay._functorch.offload_ops import OPERATIONS
 from torch_overlay._functorch.stream_placement import (
     BEFORE,
     is_stream_op,
@@ -25,6 +26,7 @@ from torch_overlay._functorch.stream_placement import (
     ORDER,
     REQUIRES,
 )
+from torch_overlay._inductor import offload_codegen
 from torch_overlay._inductor.host_copies import download_in_place
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, stream_operation
@@ -80,6 +82,8 @@ def order_graph(graph: torch.fx.Graph) -> None:
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
+    if any(n.target in OPERATIONS for n in gm.graph.nodes):
+        offload_codegen.register()
     if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
         order_graph(gm.graph)
         download_in_place(gm.graph)

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = r"""
 #define PY_SSIZE_T_CLEAN
+#define COPY_STREAMS 900000  /* from here on, indices name copy streams (offload_ops.py), not entries of the table */
 #include <Python.h>
 #include <dlfcn.h>
 
@@ -285,6 +286,13 @@ static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
     PyObject *raw, *item;
     if (index < 0) {
         raw = PyObject_CallOneArg(region->current_raw, region->device);
+    } else if (index >= COPY_STREAMS) {
+        PyObject *number = PyLong_FromSsize_t(index);
+        item = number ? PyObject_CallOneArg(region->resolve, number) : NULL;
+        Py_XDECREF(number);
+        if (!item) return -1;
+        Py_XSETREF(self->streams[slot], item);
+        raw = PyObject_GetAttr(item, region->handle_name);
     } else {
         if (index >= PySequence_Fast_GET_SIZE(table)) {
             PyErr_Format(PyExc_RuntimeError, "stream object %zd isn't in the table of the running graph", index);
@@ -337,7 +345,7 @@ static PyObject *region_enter(Region *self, PyObject *unused) {
         if (!table) goto failed;
     }
     for (Py_ssize_t slot = 0; slot < self->streams; slot++) {
-        if (!table && self->indices[slot] >= 0) {
+        if (!table && self->indices[slot] >= 0 && self->indices[slot] < COPY_STREAMS) {
             PyErr_SetString(PyExc_RuntimeError, "a stream was looked up outside the call of the graph it belongs to");
             goto failed;
         }

@@ -51,7 +51,8 @@ class Op:
     concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when
     the work is done. `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it
     makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
-    synchronises with the device or with an event).
+    synchronises with the device or with an event). `behind` names operations that this one must be ordered behind
+    though it needs nothing of theirs: so that memory which they use can be given back here.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Op:
     requires: frozenset[str] = frozenset()
     blocking: bool = False
     waits: bool = False
+    behind: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ class _Planner:
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
         self.clocks: dict[int, _Clock] = {}
         self.at: list[_Clock | None] = []  # clock of each operation, itself included
+        self.launched: dict[str, int] = {}  # operations by name
         self.on_stream: dict[int, list[int]] = defaultdict(list)
         self.writers: dict[str, list[int]] = defaultdict(list)
         self.readers: dict[str, list[int]] = defaultdict(list)
@@ -271,7 +274,7 @@ class _Planner:
             clock.tokens.add(token)
 
     def predecessors(self, op: Op) -> set[int]:
-        found: set[int] = set()
+        found = {self.launched[name] for name in op.behind if name in self.launched}
         for name in op.reads:
             for part in self.storage(name):
                 found.update(self.writers[part])
@@ -333,6 +336,7 @@ class _Planner:
         clock.seen[stream] = here
         self.at.append(clock.copy())
         self.on_stream[stream].append(here)
+        self.launched[op.name] = here
         for token in op.before:
             self.carriers[token][stream] = here
         for name in op.reads:

@@ -16,7 +16,9 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._dynamo import registry
+from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE
+from torch_overlay._inductor.offload_schedule import is_copy
 from torch_overlay._inductor.stream_codegen import (
     _root,
     active,
@@ -49,6 +51,8 @@ CPP_WRAPPER = (
     "streams out of the exported function, or give upstream's handling back with torch_overlay.config.streams = False."
 )
 
+
+CROSS_DEVICE = "cross-device ops"  # upstream's reason
 
 HANDLE_IS_READ = (
     "the raw handle of a stream is read (Stream.cuda_stream), and a capture runs on another stream than that handle's"
@@ -105,7 +109,8 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
             for stream, tokens in custom.get(LEAVE) or ():
                 named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
                 streams.update((s, None) for s in named if s)
-    return sorted(set(streams) - private_streams()), sorted(events)
+    theirs = {s for s in set(streams) - private_streams() if not is_copy_stream(s)}
+    return sorted(theirs), sorted(events)
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
@@ -157,6 +162,8 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
     graph.
     """
     reason = original(scheduler, node)
+    if reason == CROSS_DEVICE and is_copy(node) and config.cudagraphs == "relaunch":
+        return None  # the host's side is a slab, which stays where it is
     if reason is None and config.streams:
         if (overload := stream_operation(node)) is not None:
             return f"stream operation {overload}"

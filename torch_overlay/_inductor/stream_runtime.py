@@ -24,7 +24,9 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
+from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._inductor import stream_native
+from torch_overlay._inductor.offload_runtime import copy_stream
 from torch_overlay._inductor.stream_native import PythonEvent
 
 
@@ -60,6 +62,8 @@ def resolve(found: Any) -> Any:
     """What an entry of a graph's table stands for: a torch.cuda.Stream, or an event."""
     if type(found) is Owned:
         found = found.resolve()
+    elif type(found) is int:
+        return copy_stream(found)
     return _as_cuda_stream(found) if type(found) is torch.Stream else found
 
 
@@ -97,7 +101,9 @@ class Spec:
 
     def find(self, stream: str) -> Any:
         where = self.streams[stream]
-        return ambient(int(where[5:])) if isinstance(where, str) else resolve(get_object(where))
+        if isinstance(where, str):
+            return ambient(int(where[5:]))
+        return resolve(where if is_copy_stream(where) else get_object(where))
 
     def event(self, name: str) -> int:
         return int(name[2:].partition("_")[0])

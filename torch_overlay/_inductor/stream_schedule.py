@@ -21,6 +21,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
+from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, MEMORY, REQUIRES
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
@@ -124,6 +125,8 @@ class RegionReader:
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
         self.output_memory = {self.storage(name) for name in V.graph.get_output_names()}
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
+        self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
+        self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
         self.numbers = {
@@ -285,7 +288,10 @@ class RegionReader:
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
-        return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking)
+        if is_copy_stream(stream):
+            self.loaded.update(writes)
+        behind = frozenset(self.behind.get(node, ()))
+        return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking, behind=behind)
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
@@ -328,7 +334,7 @@ class RegionReader:
             if streams:
                 device = self.device_of(name)
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
-                stream = streams[0] if len(set(streams)) == 1 else shared
+                stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
                 found.append(Buffer(name, stream, views=frozenset(views.get(name, ()))))
         local = {b.name for b in found}
         for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):

@@ -65,6 +65,7 @@ class Region:
     nodes: tuple[_text.Node, ...] = ()
     wrapper: str | None = None
     plans: list[Any] = dataclasses.field(default_factory=list)
+    copies: Any = None  # of saved activations: offload_log.Copies
 
     @property
     def graph(self) -> str:
@@ -78,6 +79,7 @@ class Compiled:
     frames: list[Frame] = dataclasses.field(default_factory=list)
     regions: list[Region] = dataclasses.field(default_factory=list)
     graph_breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
+    offloads: list[Any] = dataclasses.field(default_factory=list)  # offload_log.Report, one for each pair of graphs
     cudagraphs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     device_log: list[str] = dataclasses.field(default_factory=list)
     compile_log: list[str] = dataclasses.field(default_factory=list)
@@ -156,12 +158,19 @@ class _Observer:
             regions = self.seen.regions
             (regions[-1] if regions else self._region()).plans.append(plan)
 
+        def keep_offload(found: Any) -> None:
+            if hasattr(found, "choice"):
+                self.seen.offloads.append(found)
+            elif self.seen.regions:
+                self.seen.regions[-1].copies = found
+
         with (
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
             mock.patch.object(GraphLowering, "codegen", keep_wrapper),
             mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
             _plans_go_to(keep_plan),
+            _offloads_go_to(keep_offload),
         ):
             yield
 
@@ -217,6 +226,20 @@ def _graph_break(reason: str, exc: Any) -> GraphBreak:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+@contextlib.contextmanager
+def _offloads_go_to(observer: Any) -> Iterator[None]:
+    try:
+        from torch_overlay._functorch import offload_log
+    except ImportError:  # a build without it
+        yield
+        return
+    unsubscribe = offload_log.subscribe(observer)
+    try:
+        yield
+    finally:
+        unsubscribe()
 
 
 @contextlib.contextmanager

@@ -32,7 +32,12 @@ def _stream(node: torch.fx.Node) -> int | None:
 
 
 def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
-    frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', node.stack_trace or "")
+    return innermost_frame(node.stack_trace or "")
+
+
+def innermost_frame(stack_trace: str) -> tuple[str, int, str]:
+    """File, line and code of the innermost frame."""
+    frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', stack_trace)
     return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else ("", 0, "")
 
 

@@ -391,11 +391,17 @@ def check_streams(model: Any) -> None:
     namespace = namespace_of(model) or {}
     for name in _names_in(model):
         spec = getattr(namespace.get(name), "spec", None)
-        if isinstance(spec, Spec) and (spec.objects or spec.exit or any(k == "record_entry" for k, *_ in spec.entry)):
+        if isinstance(spec, Spec) and (spec.objects or _orders_others(spec)):
             message = (
                 "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
             )
             raise Refusal("streams", message)
+
+
+def _orders_others(spec: Spec) -> bool:
+    """At its exit, a side stream has to wait; or at its entry, it is asked for its state."""
+    waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
+    return waits or any(k == "record_entry" for k, *_ in spec.entry)
 
 
 def check_collectives(model: Any) -> None:

@@ -3,7 +3,8 @@
 `read` turns the graph into the plain data that `template.prove` compares: the launch of every kernel node with its
 parameters cut out of the packed block as the driver reports their layout, the addresses of memset and memcpy nodes,
 and the edges. What can't be patched from outside (host callbacks, copies from host memory, child graphs, ...) is
-refused by name.
+refused by name. A copy between the device and a slab of saved activations (`offload_runtime`) is none of those: the
+slab stays where it is, and its address is a constant of the graph.
 
 `tidy` changes the graph, and is meant for every capture before it is read: memset nodes and device-to-device memcpy
 nodes become kernel nodes (see `plain_kernels`), and edges that other edges imply are removed. It treats equal graphs
@@ -19,6 +20,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import driver as cu, native
 from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
 from torch_overlay._inductor.cudagraphs.graph_edit import Editor, Launch, PlainKernels
@@ -221,14 +223,17 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
         address = int(getattr(p, f"{side}Device"))
         if kind == cu.MEMORY_UNIFIED:
             kind = driver.memory_kind(address)
-        if kind != cu.MEMORY_DEVICE:
+        elif kind == cu.MEMORY_HOST:
+            address = int(getattr(p, f"{side}Host"))
+        on_host = kind == cu.MEMORY_HOST and offload_runtime.holds(address)
+        if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if side == 'dst' else 'from'} {where}"
             raise Refusal("host-memory", text, node=f"{index} (memcpy)")
         pitch, rows = int(getattr(p, f"{side}Pitch")), int(getattr(p, f"{side}Height"))
         x, y, z = (int(getattr(p, f"{side}{n}")) for n in ("XInBytes", "Y", "Z"))
-        sides.append((address + x + pitch * (y + rows * z), pitch, rows))
-    (dst, dst_pitch, dst_height), (src, src_pitch, src_height) = sides
+        sides.append((address + x + pitch * (y + rows * z), pitch, rows, on_host))
+    (dst, dst_pitch, dst_height, dst_on_host), (src, src_pitch, src_height, src_on_host) = sides
     return CopyNode(
         index=index,
         handle=handle,
@@ -241,6 +246,8 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
         dst_height=dst_height,
         src_pitch=src_pitch,
         src_height=src_height,
+        dst_on_host=dst_on_host,
+        src_on_host=src_on_host,
     )
 
 
@@ -305,6 +312,8 @@ def _replacement(driver: Driver, kernels: PlainKernels, index: int, handle: int,
         launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
     else:
         node = _copy_node(driver, index, handle)
+        if node.dst_on_host or node.src_on_host:
+            raise Refusal("host-memory", "a copy engine moves saved activations beside the kernels")
         lines = node.height * node.depth
         adjacent = node.depth <= 1 and node.dst_pitch == node.src_pitch == node.width
         if lines > 1 and not adjacent:

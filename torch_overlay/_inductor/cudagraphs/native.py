@@ -103,7 +103,7 @@ KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap wants it.
 PARAMETERS_AT = 128
 DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
-ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
+ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
 def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], words: Iterable[Word], regions: int) -> Any:
@@ -149,11 +149,16 @@ def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[i
         fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
         return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
     if isinstance(node, CopyNode):
-        source = (0, 0, 0, 0, ON_DEVICE, 0, node.src, 0, 0, node.src_pitch, node.src_height)
-        destination = (0, 0, 0, 0, ON_DEVICE, 0, node.dst, 0, 0, node.dst_pitch, node.dst_height)
+        source = (*_side(node.src, node.src_on_host), node.src_pitch, node.src_height)
+        destination = (*_side(node.dst, node.dst_on_host), node.dst_pitch, node.dst_height)
         extent = (node.width, node.height, node.depth)
         return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
     raise TypeError(f"{label} holds no parameter that can be patched")
+
+
+def _side(address: int, on_host: bool) -> tuple[int, ...]:
+    """One side of a CUDA_MEMCPY3D up to its pitch: where in the array, the kind of memory, and the address."""
+    return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
 
 
 def _place(node: Node, word: Word) -> int:

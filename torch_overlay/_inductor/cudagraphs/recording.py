@@ -27,7 +27,7 @@ It goes with the graph. A generator that was not asked leaves an allocation in u
 Note [Streams of a capture]
 A region is captured on a stream that nobody else knows, and so are its side streams: a stream that others could use in
 the meantime would take their launches into the graph. The table of stream objects of the running frame is exchanged
-for the time of the capture.
+for the time of the capture, and so are the copy streams of saved activations.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._dynamo import objects
+from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.graph_part import Part
@@ -428,11 +429,18 @@ def _streams(index: int) -> _Streams:
 @contextlib.contextmanager
 def _exchanged_streams(streams: _Streams) -> Iterator[None]:
     """Note [Streams of a capture]."""
+    names: dict[tuple[int, int], int] = {(-1, 0): 0}
+    copies = offload_runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
+    with copies, _exchanged_table(streams, names):
+        yield
+
+
+@contextlib.contextmanager
+def _exchanged_table(streams: _Streams, names: dict[tuple[int, int], int]) -> Iterator[None]:
     table = objects.current()
     if table is None:
         yield
         return
-    names: dict[tuple[int, int], int] = {}
     exchanged = []
     for index, found in enumerate(table):
         if type(found) is objects.Owned:

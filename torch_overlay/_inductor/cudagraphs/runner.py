@@ -4,9 +4,9 @@
     call 2   it is captured (`capture`), and the graph is launched
     call n   the graph is launched (`relaunch`)
 
-A key is made of the inputs that are no tensors of the device: sizes, numbers, scalars in host memory. Each key has a
-state of its own; the least recently used is dropped when there are too many. Seeds of attention are in no key, wherever
-they are: Note [Seeds of attention] of `seeds`.
+A key is made of the inputs that are no tensors of the device: sizes, numbers, scalars in host memory, the address of a
+slab of saved activations (`offload_runtime`). Each key has a state of its own; the least recently used is dropped when
+there are too many. Seeds of attention are in no key, wherever they are: Note [Seeds of attention] of `seeds`.
 
 Note [Alignment of inputs]
 Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
@@ -28,6 +28,7 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
+from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds, split
 from torch_overlay._inductor.cudagraphs.allocations import (
     namespace_of,
@@ -38,7 +39,7 @@ from torch_overlay._inductor.cudagraphs.allocations import (
     Watch,
 )
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
-from torch_overlay._inductor.cudagraphs.template import Refusal
+from torch_overlay._inductor.cudagraphs.template import CopyNode, Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
 
@@ -142,7 +143,8 @@ class Runner:
         others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
         scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
         numbers = [k for k in others if k not in scalars]
-        if large := [k for k in scalars if inputs[k].numel() > LARGEST_HOST_TENSOR]:
+        large = [k for k in scalars if inputs[k].numel() > LARGEST_HOST_TENSOR]
+        if large := [k for k in large if not offload_runtime.is_slab(inputs[k])]:
             message = f"input {large[0]} is a tensor of {inputs[large[0]].numel()} values in host memory"
             policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
             self.states[()] = refused = State()
@@ -215,9 +217,18 @@ class Runner:
                 inputs[:] = originals
                 return self.plain(inputs)
             assert state.relaunch is not None
-            if not clones:
+            untried = has_copies_never_launched(state.relaunch)
+            if not clones and not untried:
                 originals.clear()  # or this frame would hold what a launch in stages is to give back
-            result = state.relaunch.launch(inputs, originals or None)
+            try:
+                result = state.relaunch.launch(inputs, originals or None)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or not untried:
+                    raise
+                state.refused, state.relaunch = True, None
+                policy.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
+                inputs[:] = originals
+                return self.plain(inputs)
             for k, original, clone in clones:
                 if k in self.code.mutated_inputs:
                     copy_back(original, clone)
@@ -320,6 +331,14 @@ class Runner:
         return True
 
 
+def has_copies_never_launched(relaunch: Any) -> bool:
+    """A driver may refuse to point copies between device and host at other memory; the first launch finds out."""
+    if isinstance(relaunch, Verified):
+        return has_copies_never_launched(relaunch.relaunch)
+    copies = [node for node in relaunch.template.nodes if isinstance(node, CopyNode)]
+    return any(node.dst_on_host or node.src_on_host for node in copies) and not relaunch.totals[0]
+
+
 def address_of(value: Any) -> int:
     """0 for what is no plain tensor of the device."""
     return value.data_ptr() if capture.is_region(value) and value.layout is torch.strided else 0
@@ -339,7 +358,9 @@ def _key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequenc
 
 
 def _host_value(tensor: torch.Tensor) -> Any:
-    """A number in host memory is a part of the key, for the graph holds it."""
+    """A number in host memory is a part of the key, for the graph holds it. Of a slab, it holds the address."""
+    if tensor.numel() > LARGEST_HOST_TENSOR:
+        return (tensor.data_ptr(),)
     return tuple(tensor.flatten().tolist())
 
 

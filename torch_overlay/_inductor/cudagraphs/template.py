@@ -144,6 +144,8 @@ class CopyNode:
     src_pitch: int
     src_height: int
     name: str = "memcpy"
+    dst_on_host: bool = False  # pinned memory that stays where it is
+    src_on_host: bool = False
 
     @property
     def parameters(self) -> tuple[tuple[int, bytes], ...]:

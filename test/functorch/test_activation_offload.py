@@ -1,0 +1,958 @@
+"""Saved activations on the host: the plan, the placement of copies, the slabs, the generated code, and the values.
+
+The values are compared without a GPU, too: a graph pair is rewritten for the CPU and run by an interpreter, so that
+every store and load moves real bytes. `TestRaces` runs generated forwards and backwards on a machine model. `TestGpu`
+compares training with and without offload on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import re
+import sys
+import threading
+import unittest
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo.variables.streams
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import training_races
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._functorch import device_rates, offload_config, offload_graph, offload_log
+from torch_overlay._functorch.offload_plan import Again, Candidate, choose, Link, Model, Step
+from torch_overlay._inductor import offload_runtime
+from torch_overlay._inductor.cudagraphs import capture, native, runner
+from torch_overlay._inductor.cudagraphs.template import CopyNode
+from torch_overlay._inductor.offload_placement import Load, place_loads, place_waits, Store
+from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
+from torch_overlay._inductor.stream_runtime import Spec
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+FAST = Link(out=1e6, back=1e6, latency_us=0.0)  # bytes per us: a copy of 1 MB takes 1 us
+MB = 10**6
+
+
+# ---- the plan
+
+
+def chain(layers: int, us: float = 10.0, size: int = MB) -> Model:
+    """Layer i saves what it makes; the backward reads that in the reverse order."""
+    forward = [Step(f"f{i}", us, {f"a{i}": size}, frozenset({f"a{i - 1}"} if i else set())) for i in range(layers)]
+    backward = [Step(f"b{i}", us, {f"g{i}": size}, frozenset({f"a{i}", f"g{i + 1}"})) for i in reversed(range(layers))]
+    saved = {f"a{i}": size for i in range(layers)}
+    return Model(forward, backward, saved, ["g0"], [Candidate(name, size) for name in saved])
+
+
+class TestPlan(TestCase):
+    def test_peak_of_a_chain_is_all_that_it_saves_and_a_gradient(self) -> None:
+        self.assertEqual(chain(8).peak(()), 9 * MB)
+
+    def test_launched_graph_holds_what_goes_in_and_comes_out_from_its_begin_to_its_end(self) -> None:
+        model = chain(8)
+        graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
+        self.assertEqual(graphed.peak(()), 8 * MB + 3 * MB)  # the result, and two gradients on the way
+        self.assertEqual(graphed.peak(["a0"]), 10 * MB)
+        self.assertEqual(model.peak(["a0"]), 8 * MB)
+        self.assertEqual(choose(graphed, 8 * MB, FAST).peak, 8 * MB)
+
+    def test_nothing_is_chosen_where_the_peak_fits(self) -> None:
+        found = choose(chain(8), 9 * MB, FAST)
+        self.assertEqual((found.chosen, found.peak, found.exposed_us), ((), 9 * MB, 0.0))
+
+    def test_what_is_made_first_and_read_last_goes_first(self) -> None:
+        found = choose(chain(8), 6 * MB, FAST)
+        self.assertEqual(found.chosen, ("a0", "a1", "a2"))
+        self.assertEqual(found.peak, 6 * MB)
+        self.assertEqual(found.exposed_us, 0.0)
+
+    def test_no_more_is_chosen_than_the_budget_needs(self) -> None:
+        for budget in range(4, 10):
+            found = choose(chain(8), budget * MB, FAST)
+            self.assertEqual(len(found.chosen), 9 - budget, budget)
+
+    def test_what_frees_nothing_at_the_peak_stays(self) -> None:
+        model = chain(4)
+        # Two large temporaries make the peak in the last step of the backward, where only a0 is still needed.
+        steps = [*model.backward[:-1], dataclasses.replace(model.backward[-1], makes={"g0": MB, "t": 9 * MB})]
+        model = Model(model.forward, steps, model.saved, ["g0"], model.candidates)
+        self.assertEqual(choose(model, 5 * MB, FAST).chosen, ())
+        self.assertEqual(choose(model, 5 * MB, FAST).peak, model.peak(()))
+
+    def test_slow_link_exposes_time_and_the_plan_says_how_much(self) -> None:
+        slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)  # 100 us for what a step of 10 us makes
+        found = choose(chain(8), 6 * MB, slow)
+        self.assertLessEqual(found.peak, 6 * MB)
+        # Three copies take 300 us; the forward has 70 us left behind the first producer.
+        self.assertGreater(found.exposed_us, 200)
+        self.assertLess(found.hidden, 0.7)
+
+    def test_what_is_cheap_to_compute_again_is_not_copied_where_the_copy_would_show(self) -> None:
+        slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
+        model = chain(8)
+        again = Again(1.0, frozenset({"a0"}))
+        model.candidates = [dataclasses.replace(c, again=again if c.name == "a1" else None) for c in model.candidates]
+        found = choose(model, 6 * MB, slow)
+        self.assertEqual(found.recomputed, ("a1",))
+        self.assertNotIn("a1", found.chosen)
+        self.assertLessEqual(found.peak, 6 * MB)
+        self.assertEqual(found.recompute_us, 1.0)
+        self.assertEqual(choose(model, 6 * MB, FAST).recomputed, ())
+
+    def test_value_that_another_recomputation_reads_is_not_computed_again_itself(self) -> None:
+        slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
+        model = chain(8)
+        reads = {"a1": "a0", "a2": "a1"}
+        model.candidates = [
+            dataclasses.replace(c, again=Again(1.0, frozenset({reads[c.name]})) if c.name in reads else None)
+            for c in model.candidates
+        ]
+        self.assertEqual(len(choose(model, 6 * MB, slow).recomputed), 1)
+
+    def test_least_peak_is_what_can_be_had(self) -> None:
+        found = choose(chain(8), 0, FAST)
+        self.assertGreater(found.peak, 0)
+        self.assertEqual(found.least, chain(8).peak([f"a{i}" for i in range(8)]))
+
+    def test_what_the_user_asked_for_is_chosen_in_any_case(self) -> None:
+        model = chain(8)
+        model.candidates = [dataclasses.replace(c, must=c.name == "a5") for c in model.candidates]
+        self.assertEqual(choose(model, 100 * MB, FAST).chosen, ("a5",))
+
+    def test_small_tensors_of_one_layer_are_given_back_if_a_large_one_suffices(self) -> None:
+        sizes = {"big": 4 * MB, "small": MB // 100}
+        forward = [Step("f0", 10, {"small": sizes["small"]}), Step("f1", 10, {"big": sizes["big"]}), Step("f2", 50, {})]
+        backward = [
+            Step("b0", 50, {"t": MB}),
+            Step("b1", 10, {}, frozenset({"big"})),
+            Step("b2", 10, {}, frozenset({"small"})),
+        ]
+        model = Model(forward, backward, sizes, (), [Candidate(n, s) for n, s in sizes.items()])
+        self.assertEqual(choose(model, 5 * MB, FAST).chosen, ("small",))
+        self.assertEqual(choose(model, 9 * MB // 2, FAST).chosen, ("big",))
+
+
+class TestPlacement(TestCase):
+    def test_load_is_launched_as_early_as_the_budget_allows(self) -> None:
+        self.assertEqual(place_loads([8, 6, 4, 4, 4], [Load(4, 2)], 6), [2])
+        self.assertEqual(place_loads([4, 4, 4, 4, 4], [Load(4, 2)], 6), [0])
+
+    def test_load_without_room_is_launched_before_its_reader(self) -> None:
+        self.assertEqual(place_loads([9, 9, 9], [Load(2, 1)], 6), [2])
+
+    def test_bytes_in_flight_are_bounded(self) -> None:
+        live = [2] * 10
+        loads = [Load(i, 2) for i in range(3, 9)]
+        places = place_loads(live, loads, 6)
+        for step in range(10):
+            in_flight = sum(load.nbytes for load, p in zip(loads, places) if p <= step < load.first)
+            self.assertLessEqual(live[step] + in_flight, 6)
+
+    def test_loads_are_launched_in_the_order_of_their_readers(self) -> None:
+        places = place_loads([0] * 10, [Load(8, 1), Load(3, 1), Load(5, 4)], 4)
+        self.assertEqual(sorted(places), [places[1], places[2], places[0]])
+
+    def test_copy_that_has_ended_is_waited_for_at_once(self) -> None:
+        self.assertEqual(place_waits([1, 1, 1, 1], [Store(0, 1, 1, ends=2)], 100), [2])
+
+    def test_reader_is_behind_no_wait(self) -> None:
+        self.assertEqual(place_waits([1, 1, 1, 1], [Store(0, 2, 1, ends=1)], 100), [3])
+
+    def test_budget_makes_a_step_wait_for_the_oldest_copy(self) -> None:
+        live = [1, 2, 3, 4, 5]
+        stores = [Store(i, i, 1, ends=5) for i in range(5)]
+        self.assertEqual(place_waits(live, stores, 3), [3, 4, 5, 5, 5])
+
+    def test_planner_orders_an_operation_behind_a_copy_and_frees_there(self) -> None:
+        ops = [
+            Op("make", 0, writes=frozenset({"x"})),
+            Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), before=frozenset({"s0"})),
+            Op("next", 0, writes=frozenset({"y"})),
+            Op("last", 0, writes=frozenset({"z"}), behind=frozenset({"copy"})),
+        ]
+        plan = plan_streams(ops, [Buffer("x", 0), Buffer("y", 0), Buffer("z", 0)])
+        self.assertEqual(plan.release["x"], 3)
+        self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((1, 9),)), (1, ((3, 0),))])
+        free = plan_streams([dataclasses.replace(op, behind=frozenset()) for op in ops], [Buffer("x", 0)])
+        self.assertEqual(free.release["x"], 4)  # the exit
+
+
+class TestConfig(TestCase):
+    def test_what_is_understood(self) -> None:
+        parse = offload_config.parse
+        self.assertIsNone(parse(None))
+        self.assertEqual(parse("auto"), offload_config.Settings(None, strict=False))
+        self.assertEqual(parse({"budget_gb": 1.5}), offload_config.Settings(1_500_000_000))
+        self.assertEqual(parse("2"), offload_config.Settings(2_000_000_000))
+        self.assertEqual(
+            parse({"budget_gb": 1, "strict": False, "min_bytes": 0}), offload_config.Settings(10**9, False, 0)
+        )
+
+    def test_anything_else_is_one_clear_error(self) -> None:
+        for value in ({}, {"budget": 1}, {"budget_gb": -1}, {"budget_gb": float("nan")}, {"budget_gb": "1"}, 3, "much"):
+            with self.assertRaisesRegex(ValueError, r"activation_offload is .*; it must be None, \"auto\", or a dict"):
+                offload_config.parse(value)
+
+    def test_streams_are_needed(self) -> None:
+        with config.patch(activation_offload="auto", streams=False):
+            self.assertRaisesRegex(ValueError, r"needs \S+\.config\.streams", offload_config.settings)
+
+    def test_option_is_part_of_the_compile_cache_keys(self) -> None:
+        from torch_overlay._inductor.cache_key import config_digest
+
+        digests = set()
+        for value in (None, "auto", {"budget_gb": 1}, {"budget_gb": 2}, {"budget_gb": 2, "strict": False}):
+            with config.patch(activation_offload=value):
+                digests.add(config_digest())
+        self.assertEqual(len(digests), 5)
+
+
+# ---- slabs
+
+
+@contextlib.contextmanager
+def host_slabs(stream: Callable[[], Any] = lambda: "current") -> Iterator[None]:
+    """Slabs without a device: nothing is pinned. They are given up at the end."""
+    with (
+        mock.patch.object(offload_runtime, "_pin", lambda *args: 0),
+        mock.patch.object(offload_runtime, "_current_stream", lambda device: stream()),
+        mock.patch.object(offload_runtime, "_is_capturing", lambda: False),
+        mock.patch.multiple(offload_runtime, _free=[], _all={}, _kept=[]),
+    ):
+        yield
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.waited: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited.append(other)
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(offload_runtime.take_slab(4096, 0))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (slab,) = ctx.saved_tensors
+        offload_runtime.note_use(slab)
+        return grad * 2
+
+
+class TestSlabs(TestCase):
+    def test_slab_returns_when_the_backward_has_consumed_it(self) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with host_slabs():
+            for _ in range(3):
+                y = _Keep.apply(x).sum()
+                self.assertEqual(offload_runtime.live()["in_use"], 1)
+                y.backward()
+                self.assertEqual(offload_runtime.live(), {"slabs": 1, "in_use": 0, "bytes": 4096})
+
+    def test_retained_graph_keeps_its_slab(self) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with host_slabs():
+            y = _Keep.apply(x).sum()
+            y.backward(retain_graph=True)
+            self.assertEqual(offload_runtime.live()["in_use"], 1)
+            y.backward()
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+
+    def test_forward_whose_backward_never_runs_gives_its_slab_back(self) -> None:
+        x = torch.ones(3, requires_grad=True)
+        with host_slabs():
+            y = _Keep.apply(x)
+            del y
+            gc.collect()
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+
+    def test_forwards_that_are_alive_at_once_have_slabs_of_their_own(self) -> None:
+        with host_slabs():
+            slabs = [offload_runtime.take_slab(1024, 0) for _ in range(3)]
+            self.assertEqual(len({s.data_ptr() for s in slabs}), 3)
+            del slabs[1]
+            self.assertEqual(offload_runtime.live(), {"slabs": 3, "in_use": 2, "bytes": 3 * 1024})
+
+    def test_view_of_a_slab_keeps_it(self) -> None:
+        with host_slabs():
+            part = offload_runtime.take_slab(1024, 0)[512:].view(torch.float32)
+            self.assertEqual(offload_runtime.live()["in_use"], 1)
+            del part
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+
+    def test_slab_serves_a_little_less_but_not_much_less(self) -> None:
+        with host_slabs():
+            address = offload_runtime.take_slab(1200, 0).data_ptr()
+            self.assertEqual(offload_runtime.take_slab(1000, 0).data_ptr(), address)
+            self.assertNotEqual(offload_runtime.take_slab(100, 0).data_ptr(), address)
+
+    def test_same_stream_waits_for_nothing_another_one_for_the_last_reader(self) -> None:
+        a, b = FakeStream(), FakeStream()
+        now = [a]
+        with host_slabs(lambda: now[0]):
+            slab = offload_runtime.take_slab(64, 0)
+            offload_runtime.note_use(slab)
+            del slab
+            slab = offload_runtime.take_slab(64, 0)
+            self.assertEqual(a.waited, [])
+            del slab
+            now[0] = b
+            slab = offload_runtime.take_slab(64, 0)
+            self.assertEqual(b.waited, [a])
+            now[0] = a
+            offload_runtime.note_use(slab)  # a backward on another stream than its forward
+            self.assertEqual(a.waited, [b])
+
+    def test_slab_that_a_capture_took_never_returns(self) -> None:
+        with host_slabs():
+            with mock.patch.object(offload_runtime, "_is_capturing", lambda: True):
+                address = offload_runtime.take_slab(64, 0).data_ptr()
+            self.assertNotEqual(offload_runtime.take_slab(64, 0).data_ptr(), address)
+
+    def test_threads_take_different_slabs(self) -> None:
+        with host_slabs():
+            found: list[torch.Tensor] = []
+            threads = [
+                threading.Thread(target=lambda: found.append(offload_runtime.take_slab(64, 0))) for _ in range(8)
+            ]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            self.assertEqual(len({s.data_ptr() for s in found}), 8)
+
+    def test_memory_that_can_not_be_pinned(self) -> None:
+        with host_slabs(), mock.patch.object(offload_runtime, "_pin", lambda *args: 2):
+            with self.assertRaisesRegex(offload_runtime.OffloadError, r"could not be pinned \(CUDA error 2\)"):
+                offload_runtime.take_slab(64, 0)
+            with self.assertLogs(
+                "torch_overlay._inductor.offload_runtime".replace("torch_overlay", _package()), "WARNING"
+            ):
+                slab = offload_runtime.take_slab(64, 0, strict=False)
+            self.assertFalse(offload_runtime.holds(slab.data_ptr()))
+
+    def test_host_without_room_says_what_would_fit(self) -> None:
+        with (
+            host_slabs(),
+            mock.patch.object(offload_runtime, "available_bytes", lambda: 10**9),
+            self.assertRaisesRegex(offload_runtime.OffloadError, r"keeps 2.00 GB .* 900.00 MB would fit"),
+        ):
+            offload_runtime.check_host_memory(2 * 10**9)
+
+    def test_hooks_that_look_at_saved_tensors_are_refused_and_those_of_checkpointing_are_not(self) -> None:
+        with host_slabs():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+                self.assertRaisesRegex(offload_runtime.OffloadError, "saved-tensor hooks are active"),
+            ):
+                offload_runtime.take_slab(64, 0)
+            x = torch.ones(3, requires_grad=True)
+            checkpoint(_Keep.apply, x, use_reentrant=False).sum().backward()
+            self.assertEqual(x.grad, 2 * torch.ones(3))
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+
+    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+    def test_copies_keep_the_layout(self, dtype: torch.dtype) -> None:
+        with host_slabs():
+            slab = offload_runtime.take_slab(4096, 0)
+            for make in (lambda t: t, lambda t: t.transpose(0, 2), lambda t: t[1]):
+                source = make(torch.randn(3, 4, 5).mul(3).to(dtype))
+                offload_runtime.copy_out(slab, source, 1024)
+                target = torch.empty_strided(source.shape, source.stride(), dtype=dtype)
+                offload_runtime.copy_in(target, slab, 1024)
+                self.assertEqual(target, source)
+
+
+def _package() -> str:
+    return offload_runtime.__name__.partition("._inductor")[0]
+
+
+# ---- programs
+
+
+class Chain(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.sum()
+
+
+class Attention(nn.Module):
+    """Saves views of one matmul, outputs of a kernel with several, and a tensor that is also an output."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.width = width
+        self.qkv, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (t.view(2, -1, 4, self.width // 4).transpose(1, 2) for t in (q, k, v))
+        heads = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, -1, self.width)
+        y = self.out(heads)
+        return x + torch.sin(y) * F.gelu(y), y
+
+
+def dropout(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.sin(x) @ x.transpose(0, 1), 0.5).square().sum()
+
+
+def mixed_types(x: torch.Tensor) -> torch.Tensor:
+    y = torch.sin(x) @ x.transpose(0, 1)
+    z = (y > 0) * torch.exp(y.to(torch.float64) / 100).to(torch.float32)
+    return (z @ torch.cos(y)).sum()
+
+
+def on_a_side_stream(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    side = torch.cuda.Stream()
+    y = torch.sin(x @ w)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        a = torch.tanh(y @ w)
+    b = torch.sigmoid(y @ w @ w)
+    torch.cuda.current_stream().wait_stream(side)
+    return (a @ w + b).sum()
+
+
+def matmuls_to_the_host(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_matmul = op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_CPU_OFFLOAD if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+MATMULS_TO_THE_HOST = functools.partial(create_selective_checkpoint_contexts, matmuls_to_the_host)
+
+
+def everything(model: Model, budget: int, link: Link) -> Any:
+    model.candidates = [dataclasses.replace(c, must=True) for c in model.candidates]
+    return choose(model, budget, link)
+
+
+def recomputing(model: Model, budget: int, link: Link) -> Any:
+    """Every candidate leaves the device; what can be computed again, of others that can't, is."""
+    found = everything(model, budget, link)
+    again: dict[str, Candidate] = {}
+    for c in model.candidates:
+        read = {name for other in again.values() if other.again is not None for name in other.again.reads}
+        if c.again is not None and not c.again.reads & again.keys() and c.name not in read:
+            again[c.name] = c
+    chosen = tuple(name for name in found.chosen if name not in again)
+    return dataclasses.replace(found, chosen=chosen, recomputed=tuple(again))
+
+
+ALL = {"budget_gb": 100.0, "min_bytes": 0}
+RATES = device_rates.Rates(Link(1e4, 1e4, 1.0), 1e6, 1e6, False)
+
+
+@contextlib.contextmanager
+def offloading(option: Any = None, all_of_it: bool = False, by: Callable[..., Any] = everything) -> Iterator[list[Any]]:
+    """With the option; with `all_of_it`, every candidate goes to the host, or what `by` says. Yields the reports."""
+    found: list[Any] = []
+    undo = offload_log.subscribe(found.append)
+    chosen = mock.patch.object(offload_graph, "choose", by) if all_of_it else contextlib.nullcontext()
+    try:
+        with config.patch(activation_offload=ALL if all_of_it else option), chosen:
+            yield found
+    finally:
+        undo()
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Graphs of the CPU are rewritten as if it were a device."""
+    with (
+        mock.patch.object(offload_graph, "DEVICE_TYPE", "cpu"),
+        mock.patch.object(offload_graph, "rates", lambda index: RATES),
+        mock.patch.object(device_rates.Rates, "flops_of", lambda *args: 1e6),
+        host_slabs(),
+    ):
+        yield
+
+
+def interpret(fn: Callable[..., Any]) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="aot_eager_decomp_partition", fullgraph=True)
+
+
+def gradients(fn: Callable[..., Any], inputs: list[torch.Tensor], parameters: Sequence[torch.Tensor] = ()) -> list[Any]:
+    leaves = [*inputs, *parameters]
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(7)
+    outputs = torch.utils._pytree.tree_leaves(fn(*inputs))
+    sum(o.sum() for o in outputs).backward()
+    return [*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves)]
+
+
+class TestValues(TestCase):
+    def check(self, fn: Callable[..., Any], *inputs: torch.Tensor, parameters: Any = (), least: int = 1) -> Any:
+        given, parameters = [i.clone().requires_grad_() for i in inputs], list(parameters)
+        with on_the_cpu():
+            expected = gradients(interpret(fn), given, parameters)
+            with offloading(all_of_it=True) as reports:
+                compiled = interpret(fn)
+                for _ in range(2):
+                    self.assertEqual(gradients(compiled, given, parameters), expected, rtol=0, atol=0)
+            self.assertEqual(offload_runtime.live()["in_use"], 0)
+        (report,) = reports
+        self.assertGreaterEqual(len(report.rows), least)
+        return report
+
+    def test_chain(self) -> None:
+        model = Chain(32)
+        self.check(model, torch.randn(8, 32), parameters=model.parameters(), least=7)
+
+    def test_saved_views_are_made_again_from_their_base(self) -> None:
+        model = Attention()
+        report = self.check(model, torch.randn(2, 32, 64), parameters=model.parameters(), least=4)
+        self.assertIn("addmm", [row.name for row in report.rows])
+
+    def test_computed_again(self) -> None:
+        """With equal values: the same operations on the same inputs."""
+        for model, x, least in ((Chain(32), torch.randn(8, 32), 3), (Attention(), torch.randn(2, 32, 64), 0)):
+            parameters = list(model.parameters())
+            x.requires_grad_()
+            with on_the_cpu():
+                expected = gradients(interpret(model), [x], parameters)
+                with offloading(all_of_it=True, by=recomputing) as reports:
+                    self.assertEqual(gradients(interpret(model), [x], parameters), expected, rtol=0, atol=0)
+                self.assertEqual(offload_runtime.live()["in_use"], 0)
+            self.assertGreaterEqual(len(reports[0].choice.recomputed), least)
+
+    def test_what_the_caller_gets_stays(self) -> None:
+        def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = torch.sin(x) @ x
+            return y, torch.cos(y) @ torch.exp(x)
+
+        report = self.check(fn, torch.randn(16, 16))
+        self.assertNotIn("mm", [row.name for row in report.rows])
+
+    def test_random_numbers(self) -> None:
+        self.check(dropout, torch.randn(16, 16))
+
+    def test_types(self) -> None:
+        self.check(mixed_types, torch.randn(16, 16))
+
+    def test_two_forwards_alive_and_backwards_in_either_order(self) -> None:
+        model = Chain(32)
+        inputs = [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
+        with on_the_cpu():
+            expected = [gradients(model, [x])[1] for x in inputs]
+            with offloading(all_of_it=True):
+                compiled = interpret(model)
+                for order in ((0, 1), (1, 0)):
+                    losses = [compiled(x) for x in inputs]
+                    self.assertEqual(offload_runtime.live()["in_use"], 2)
+                    for i in order:
+                        inputs[i].grad = None
+                        losses[i].backward()
+                        self.assertEqual(inputs[i].grad, expected[i])
+            self.assertEqual(offload_runtime.live()["slabs"], 2)
+
+    def test_retained_graph_runs_twice(self) -> None:
+        model = Chain(32)
+        x = torch.randn(8, 32, requires_grad=True)
+        with on_the_cpu(), offloading(all_of_it=True), torch._functorch.config.patch(donated_buffer=False):
+            expected = gradients(model, [x])[1]
+            x.grad = None
+            loss = interpret(model)(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            self.assertEqual(x.grad, 2 * expected)
+
+    def test_no_grad_takes_no_slab(self) -> None:
+        with on_the_cpu(), offloading(all_of_it=True), torch.no_grad():
+            interpret(Chain(32))(torch.randn(8, 32))
+            self.assertEqual(offload_runtime.live()["slabs"], 0)
+
+    def test_dynamic_sizes_stay_and_the_rest_goes(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            v = torch.sin(w) @ w
+            return torch.cos(x @ v).sum() + torch.exp(v @ v).sum()
+
+        x, w = torch.randn(8, 16), torch.randn(16, 16, requires_grad=True)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        with on_the_cpu(), offloading(all_of_it=True) as reports:
+            compiled = interpret(fn)
+            for rows in (8, 11):
+                x = torch.randn(rows, 16)
+                torch._dynamo.mark_dynamic(x, 0)
+                w.grad = None
+                compiled(x, w).backward()
+                got, w.grad = w.grad, None
+                fn(x, w).backward()
+                self.assertEqual(got, w.grad)
+        self.assertEqual(len(reports), 1)
+
+    def test_checkpoint_policy_sends_what_it_names(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            def block(x: torch.Tensor) -> torch.Tensor:
+                return torch.sin(torch.sin(x @ w) @ w)
+
+            return checkpoint(block, x, use_reentrant=False, context_fn=MATMULS_TO_THE_HOST).sum()
+
+        x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+        with on_the_cpu(), offloading(None) as reports:
+            expected = gradients(fn, [x, w])
+            self.assertEqual(gradients(interpret(fn), [x, w]), expected)
+        (report,) = reports
+        self.assertEqual([row.name for row in report.rows], ["mm", "mm_1"])
+
+
+class TestDecision(TestCase):
+    def compile(self, option: Any) -> Any:
+        with simulated_gpu(), torch.device("cuda"):
+            model, x = Chain(), torch.randn(4096, 256)
+        with offloading(option):
+            return compile_only(model, x, backward=True, allow_error=True)
+
+    def test_budget_that_fits_changes_nothing(self) -> None:
+        plain, wide = self.compile(None), self.compile({"budget_gb": 1.0})
+        self.assertEqual(wide.calls(), plain.calls())
+        self.assertEqual(wide.offloads, [])
+
+    def test_budget_that_is_too_small_says_what_would_fit(self) -> None:
+        seen = self.compile({"budget_gb": 0.001, "min_bytes": 0})
+        found = re.search(
+            r"a budget of 1.00 MB is too small.* Set budget_gb in \S+ to ([\d.]+) or more", str(seen.error)
+        )
+        self.assertIsNotNone(found, seen.error)
+        assert found is not None
+        again = self.compile({"budget_gb": float(found[1]) + 1e-4, "min_bytes": 0})
+        self.assertIsNone(again.error)
+        self.assertEqual(len(again.offloads), 1)
+
+    def test_without_strict_training_goes_on_without_offload(self) -> None:
+        logger = offload_graph.__name__
+        with self.assertLogs(logger, "WARNING") as logs:
+            seen = self.compile({"budget_gb": 0.001, "min_bytes": 0, "strict": False})
+        self.assertIsNone(seen.error)
+        self.assertEqual(seen.offloads, [])
+        self.assertIn("Training goes on without offload", logs.output[0])
+
+    def test_small_tensors_stay(self) -> None:
+        seen = self.compile({"budget_gb": 0.03, "min_bytes": 1 << 30, "strict": False})
+        self.assertEqual(seen.offloads, [])
+
+    def test_plan_of_the_graph_and_of_the_schedule_agree(self) -> None:
+        """The peak that the choice is made by is the one that the final schedule has."""
+        from torch_overlay._inductor import offload_schedule
+
+        highest = []
+        place = offload_schedule.Schedule.place
+
+        def keep(schedule: Any) -> Any:
+            highest.append(max(schedule.live(set())))
+            return place(schedule)
+
+        with mock.patch.object(offload_schedule.Schedule, "place", keep):
+            seen = self.compile({"budget_gb": 0.024, "min_bytes": 0})
+        self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
+
+    def test_explain_table_knows_each_copy(self) -> None:
+        seen = self.compile({"budget_gb": 0.024, "min_bytes": 0})
+        forward, backward = (r.copies for r in seen.regions)
+        for row in seen.offloads[0].rows:
+            self.assertRegex(forward.text(row.name), r"^\d+ / (\d+|end) of \d+$")
+            self.assertRegex(backward.text(row.name), r"^\d+ / \d+ of \d+$")
+            self.assertIn("gelu", row.stack_trace)
+
+
+class TestWrapper(TestCase):
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.cos(torch.sin(x @ w) @ w).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True):
+            args = torch.randn(512, 512, device="cuda"), torch.randn(512, 512, device="cuda", requires_grad=True)
+            cls.seen = compile_only(fn, *args, backward=True)
+            cls.graphed = compile_only(fn, *args, backward=True, mode="reduce-overhead")
+
+    def lines(self, index: int) -> str:
+        wanted = (
+            r"take_slab|note_use|copy_(in|out)\(|\.(record|wait)\(|extern_kernels|\.run\(|set_stream|del buf|# reuse"
+        )
+        kept = [line.strip() for line in self.seen.calls(index).splitlines() if re.search(wanted, line)]
+        return re.sub(r"reinterpret_tensor\((\w+), [^)]*\)[^)]*\)[^)]*\)", r"\1", "\n".join(kept))
+
+    def test_store_stands_behind_its_producer_and_memory_is_freed_behind_a_wait(self) -> None:
+        text = self.lines(0)
+        first = re.search(
+            r"out=(\w+)\)\nev0.record\(stream0_raw\)\nev0.wait\(stream_out_raw\)\nset_stream\(stream_out\)\n"
+            r"copy_out\(buf0, \1, 0\)",
+            text,
+        )
+        self.assertIsNotNone(first, text)
+        self.assertEqual(text.count("copy_out("), 3)
+        self.assertNotIn("synchronize", text)
+
+    def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
+        text = self.seen.calls(1)
+        loads = re.findall(r"copy_in\((\w+), slab\w*, \d+\)\n *(ev\d+)\.record\(stream_in_raw\)", text)
+        self.assertEqual(len(loads), 3, text)
+        for buffer, event in loads:
+            allocated, launched, awaited = (
+                text.index(f"{buffer} = empty_strided_cuda"),
+                text.index(f"copy_in({buffer}"),
+                text.index(f"{event}.wait(stream0_raw)"),
+            )
+            self.assertLess(allocated, launched)
+            self.assertLess(launched, awaited)
+            switches = re.findall(r"set_stream\((\w+)\)", text[:allocated])
+            self.assertIn(switches[-1:], ([], ["stream0"]))
+
+    def test_slab_lives_until_the_copies_from_it_are_joined(self) -> None:
+        self.assertNotRegex(self.seen.calls(1), r"del slab")
+
+    def test_forward_joins_its_copies(self) -> None:
+        self.assertRegex(self.seen.calls(0), r"exit=\(\('wait', 'ev\d+', 'stream0'\),\)|ev\d+.wait\(stream0_raw\)")
+
+    def test_host_work_is_split_from_the_captured_partition(self) -> None:
+        text = self.graphed.calls()
+        for partition in re.findall(r"def partition_\d+\(args\):\n((?:    .*\n)*)", text):
+            self.assertNotRegex(partition, "take_slab|note_use")
+        self.assertEqual(len(re.findall(r"def partition_\d+", text)), 2)
+        self.assertEqual(text.count("copy_out("), 3)
+        self.assertEqual(text.count("copy_in("), 3)
+
+    def test_streams_are_those_of_the_copies(self) -> None:
+        self.assertIn("'stream_out': 900000", self.seen.calls(0))
+        self.assertIn("'stream_in': 900001", self.seen.calls(1))
+        self.assertNotIn("distinct", self.seen.calls())
+
+
+class TestRaces(TestCase):
+    def compile(self, fn: Any, make: Callable[[], Any], option: Any, by: Callable[..., Any]) -> Any:
+        with simulated_gpu():
+            with torch.device("cuda"):
+                model = fn() if isinstance(fn, type) else fn
+                args = make()
+            with offloading(option, option is None, by):
+                return compile_only(model, *args, backward=True)
+
+    def check(self, fn: Any, make: Callable[[], Any], option: Any = None, by: Callable[..., Any] = everything) -> Any:
+        seen = self.compile(fn, make, option, by)
+        forward, backward = [r for r in seen.regions if r.wrapper]
+        self.assertIn("copy_out(", forward.wrapper)
+        self.assertIn("copy_in(", backward.wrapper)
+        with simulated_gpu():
+            self.assertEqual(training_races.check_step(forward, backward, steps=3), [])
+        return forward, backward
+
+    def test_chain(self) -> None:
+        self.check(Chain, lambda: [torch.randn(512, 256)])
+
+    @parametrize("megabytes", [20, 22, 24, 26, 28, 30])
+    def test_chain_at_a_budget(self, megabytes: int) -> None:
+        option = {"budget_gb": megabytes / 1000, "min_bytes": 0}
+        with mock.patch.object(device_rates, "LINK", Link(1e6, 1e6, 0.1)):
+            self.check(Chain, lambda: [torch.randn(4096, 256)], option)
+
+    def test_attention(self) -> None:
+        self.check(Attention, lambda: [torch.randn(2, 128, 64)])
+
+    @parametrize("fn", [Chain, Attention])
+    def test_computed_again(self, fn: Any) -> None:
+        shape = (512, 256) if fn is Chain else (2, 128, 64)
+        self.check(fn, lambda: [torch.randn(*shape)], by=recomputing)
+
+    def test_dropout(self) -> None:
+        self.check(dropout, lambda: [torch.randn(256, 256, requires_grad=True)])
+
+    def test_with_streams_of_the_user(self) -> None:
+        with config.patch(fold_branches_below_us=0.0):
+            self.check(on_a_side_stream, lambda: [torch.randn(256, 256, requires_grad=True) for _ in range(2)])
+
+    def test_model_without_its_waits_is_found(self) -> None:
+        """The check can fail: each kind of order, taken out, is reported."""
+        forward, backward = self.check(Chain, lambda: [torch.randn(512, 256)])
+        for region, order in (
+            (forward, r"\n *ev\d+\.wait\(stream_out_raw\)"),
+            (backward, r"\n *ev\d+\.wait\(stream0_raw\)"),
+            (backward, r"\n *ev\d+\.wait\(stream_in_raw\)"),
+        ):
+            wrapper = region.wrapper
+            region.wrapper, count = re.subn(order, "", wrapper)
+            self.assertGreater(count, 0)
+            with simulated_gpu():
+                self.assertNotEqual(training_races.check_step(forward, backward, steps=3), [])
+            region.wrapper = wrapper
+
+
+class TestGraphs(TestCase):
+    """What relaunch makes of copies to and from slabs, without a device."""
+
+    def test_slab_is_a_part_of_the_key_by_its_address(self) -> None:
+        with host_slabs():
+            slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
+            key_of = runner._key_of([0], [1])
+            self.assertEqual(key_of([3, slabs[0]]), (3, (slabs[0].data_ptr(),)))
+            self.assertNotEqual(key_of([3, slabs[0]]), key_of([3, slabs[1]]))
+            self.assertEqual(key_of([3, torch.tensor([1, 2])]), (3, (1, 2)))
+
+    def test_other_large_tensors_of_the_host_are_refused_still(self) -> None:
+        with host_slabs():
+            self.assertTrue(offload_runtime.is_slab(offload_runtime.take_slab(1024, 0)))
+            self.assertFalse(offload_runtime.is_slab(torch.zeros(1024, dtype=torch.uint8)))
+
+    def test_copy_node_with_the_host_at_one_end_keeps_that_end(self) -> None:
+        import struct
+
+        node = CopyNode(0, 7, 0x7000_0000_0000, 0x7100_0000_0000, 64, 1, 1, 64, 1, 64, 1, dst_on_host=True)
+        _, _, _, _, block, _ = native._block(node, 0)
+        words = struct.unpack("<25Q", block)
+        self.assertEqual(words[:11], (0, 0, 0, 0, native.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
+        self.assertEqual(words[11:22], (0, 0, 0, 0, native.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
+        self.assertEqual(words.index(0x7100_0000_0000) * 8, native.SOURCE_OF_COPY)
+
+    def test_driver_that_will_not_patch_a_copy_is_found_out_at_the_first_launch(self) -> None:
+        copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
+        for nodes, launches, expected in (((copy,), 0, True), ((copy,), 3, False), ((), 0, False)):
+            relaunch = mock.Mock(totals=(launches, 0))
+            relaunch.launcher.template.nodes = nodes
+            self.assertEqual(runner.has_copies_never_launched(relaunch), expected)
+
+    def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:
+        def spec(streams: dict[str, Any], exit: Any) -> Spec:
+            return Spec(0, streams, 2, (), exit, (), {}, (), (), ())
+
+        joins = spec(
+            {"stream0": "cuda:0", "stream_out": 900000}, (("record", "ev0", "stream_out"), ("wait", "ev0", "stream0"))
+        )
+        hands_back = spec(
+            {"stream0": "cuda:0", "stream1": 1}, (("record", "ev0", "stream0"), ("wait_exit", "ev0", "stream1"))
+        )
+        self.assertFalse(capture._orders_others(joins))
+        self.assertTrue(capture._orders_others(hands_back))
+
+    def test_copy_streams_are_exchanged_for_a_capture(self) -> None:
+        given: list[int] = []
+        with offload_runtime.exchanged(lambda number: given.append(number) or "captured"):
+            self.assertEqual(offload_runtime.copy_stream(900001), "captured")
+        self.assertEqual(given, [900001])
+
+
+# ---- with a GPU
+
+
+gpu_only = unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+
+
+@gpu_only
+class TestGpu(TestCase):
+    def tearDown(self) -> None:
+        torch._dynamo.reset()
+        gc.collect()
+        offload_runtime.release_free()
+        super().tearDown()
+
+    def step(self, option: Any, mode: str | None, steps: int = 6, frames: int = 1) -> tuple[list[Any], int, Any]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.GELU()) for _ in range(8))).cuda()
+        inputs = [torch.randn(8192, 1024, device="cuda") for _ in range(3)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offloading(option) as reports:
+            compiled = torch.compile(lambda x: model(x).square().mean(), mode=mode, fullgraph=True)
+            seen: list[Any] = []
+            for i in range(steps):
+                if i == steps // 2:
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                losses = [compiled(inputs[(i + k) % 3]) for k in range(frames)]
+                for loss in reversed(losses):
+                    loss.backward()
+                if i == steps - 1:
+                    seen += [p.grad.clone() for p in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                seen.append([loss.item() for loss in losses])
+        return seen, torch.cuda.max_memory_allocated(), [r for r in reports if hasattr(r, "choice")]
+
+    @parametrize("mode", ["default", "reduce-overhead"])
+    @parametrize("frames", [1, 2])
+    def test_losses_and_gradients_are_equal_and_the_peak_is_lower(self, mode: str, frames: int) -> None:
+        wanted = None if mode == "default" else mode
+        before = set(runner.refusals())
+        expected, plain, _ = self.step(None, wanted, frames=frames)
+        found, lower, reports = self.step({"budget_gb": 0.35}, wanted, frames=frames)
+        self.assertEqual(found, expected, rtol=0, atol=0)
+        self.assertEqual(len(reports), 1)
+        if frames == 1:
+            self.assertLess(lower, plain - reports[0].choice.nbytes // 2)
+        self.assertEqual(offload_runtime.live()["in_use"], 0)
+        self.assertEqual(set(runner.refusals()) - before, set())
+
+    def test_slow_device_work_does_not_let_a_slab_be_overwritten(self) -> None:
+        """The host is far ahead of the device for many steps."""
+        expected, _, _ = self.step(None, None, steps=20)
+        found, _, _ = self.step({"budget_gb": 0.3}, None, steps=20)
+        self.assertEqual(found, expected, rtol=0, atol=0)
+
+    def test_retained_graph(self) -> None:
+        torch.manual_seed(0)
+        model = Chain(1024).cuda()
+        x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
+        with offloading({"budget_gb": 0.1, "min_bytes": 0}), torch._functorch.config.patch(donated_buffer=False):
+            loss = torch.compile(model)(x)
+            loss.backward(retain_graph=True)
+            first = x.grad.clone()
+            loss.backward()
+        self.assertEqual(x.grad, 2 * first)
+
+    def test_another_stream_for_each_step(self) -> None:
+        torch.manual_seed(0)
+        model = Chain(1024).cuda()
+        x = torch.randn(4096, 1024, device="cuda")
+        with offloading({"budget_gb": 0.1, "min_bytes": 0}):
+            compiled = torch.compile(model)
+            expected = None
+            torch.cuda.synchronize()
+            for _ in range(6):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    model.zero_grad()
+                    compiled(x).backward()
+                    grads = [p.grad.clone() for p in model.parameters()]
+                torch.cuda.synchronize()
+                expected = expected or grads
+                self.assertEqual(grads, expected, rtol=0, atol=0)
+
+
+instantiate_parametrized_tests(TestSlabs)
+instantiate_parametrized_tests(TestRaces)
+instantiate_parametrized_tests(TestGpu)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,403 @@
+"""Saved activations on the host: reads the partitioned graphs for the plan, and rewrites them as it says.
+
+The partitioner has made a forward and a backward. What it saves and nobody else holds is a candidate: the tensor that
+an operation made, whole and dense, of static size, on the ambient stream. What is saved of it may be views; they are
+made again in the backward. `offload_plan` chooses. Then
+
+    forward     the slab is taken first; each chosen tensor is stored in it; the slab is saved in place of them all
+    backward    the slab is its input; each tensor is loaded where it is first needed, or computed again from others
+
+Where copies are launched is decided later, on Inductor's final schedule (`_inductor.offload_schedule`), by the budget,
+which travels on the nodes as `custom["offload_budget"]`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from dataclasses import dataclass, field
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from torch_overlay import config
+from torch_overlay._functorch import offload_log, offload_ops
+from torch_overlay._functorch.device_rates import Rates, rates
+from torch_overlay._functorch.offload_plan import Again, Candidate, Choice, choose, Model, Step
+from torch_overlay._functorch.offload_policies import MUST, OFFLOAD
+from torch_overlay._functorch.offload_reader import (
+    ALSO_POINTWISE,
+    is_dense,
+    is_pointwise,
+    is_static,
+    nbytes,
+    Reader,
+    root,
+    source,
+    tensor_of,
+)
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, node_stream
+
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
+
+    from torch_overlay._functorch.offload_config import Settings
+
+log = logging.getLogger(__name__)
+
+DEVICE_TYPE = "cuda"
+MOST_RECOMPUTED = 24  # nodes, to make one value again
+LAUNCH_US = 5.0
+
+
+# ---- the graphs
+
+
+@dataclass
+class Saved:
+    """A tensor of the forward, and the nodes of it that are saved."""
+
+    node: Node
+    members: list[Node] = field(default_factory=list)
+
+    @property
+    def value(self) -> torch.Tensor:
+        value = tensor_of(self.node)
+        assert value is not None
+        return value
+
+
+class Pair:
+    """A forward and a backward after the partitioner. The first `count` outputs of the forward are the caller's."""
+
+    def __init__(self, forward: GraphModule, backward: GraphModule, count: int) -> None:
+        self.forward, self.backward, self.count = forward, backward, count
+        (self.output,) = forward.graph.find_nodes(op="output")
+        self.outputs: tuple[Any, ...] = tuple(self.output.args[0])  # type: ignore[arg-type]
+        self.inputs = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
+        results = {root(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
+        mutated = {root(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
+        self.saved: dict[Node, Saved] = {}
+        self.refused: dict[Node, str] = {}
+        for node in self.outputs[count:]:
+            value = tensor_of(node)
+            if value is None or value.device.type != DEVICE_TYPE or node.name not in self.inputs:
+                continue
+            owner = root(node)
+            if owner.op == "call_function":
+                self.saved.setdefault(owner, Saved(owner)).members.append(node)
+        for owner, saved in list(self.saved.items()):
+            if (why := self.why_not(saved, results, mutated)) is not None:
+                self.refused[owner] = why
+        self.device = next((s.value.device for o, s in self.saved.items() if o not in self.refused), None)
+        for owner, saved in self.saved.items():
+            if owner not in self.refused and saved.value.device != self.device:
+                self.refused[owner] = "it is on another device"
+
+    def why_not(self, saved: Saved, results: set[Node], mutated: set[Node]) -> str | None:
+        value = tensor_of(saved.node)
+        if saved.node in results:
+            return "the caller gets it, or a view of it"
+        if value is None or type(value) is not torch._subclasses.FakeTensor or value.layout is not torch.strided:
+            return "it is not a plain tensor"
+        if not all(is_static(t) for m in (saved.node, *saved.members) if (t := tensor_of(m)) is not None):
+            return "its size is dynamic"
+        if not is_dense(value):
+            return "it is not dense, or part of other memory"
+        if saved.node in mutated:
+            return "it is written in place"
+        if any(node_stream(n) for n in (saved.node, *saved.members)):
+            return "it is computed on a side stream"
+        if not all(self.inputs[m.name].users for m in saved.members):
+            return "the backward doesn't read it"
+        return None
+
+    def candidates(self, least: int, known: Rates) -> list[Candidate]:
+        found = []
+        for owner, saved in self.saved.items():
+            asked = any(OFFLOAD in n.meta for n in (owner, *saved.members))
+            if owner not in self.refused and (asked or nbytes(saved.value) >= least):
+                again = None if asked else self.again(saved, known)
+                found.append(Candidate(owner.name, nbytes(saved.value), asked, again))
+        return found
+
+    # -- computing again
+
+    def is_at_hand(self, node: Node) -> bool:
+        """The backward has it: as an input, or because what it is a view of is saved."""
+        return node.name in self.inputs or node in self.saved
+
+    def recipe(self, node: Node) -> list[Node] | None:
+        """The nodes that make a saved value of what is at hand, in order; None if they aren't all cheap."""
+        found: dict[Node, None] = {}
+
+        def visit(current: Node) -> bool:
+            if current in found or current is not node and self.is_at_hand(current):
+                return True
+            if current.op != "call_function" or node_stream(current) or len(found) >= MOST_RECOMPUTED:
+                return False
+            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or source(current) is not None):
+                return False
+            if not all(map(visit, current.all_input_nodes)):
+                return False
+            found[current] = None
+            return True
+
+        return list(found) if visit(node) else None
+
+    def again(self, saved: Saved, known: Rates) -> Again | None:
+        recipe = self.recipe(saved.node)
+        if recipe is None or not all(is_static(t) for n in recipe if (t := tensor_of(n)) is not None):
+            return None
+        inside = set(recipe)
+        read = {root(a) for n in recipe for a in n.all_input_nodes if a not in inside}
+        moved = nbytes(saved.value) + sum(nbytes(t) for n in read if (t := tensor_of(n)) is not None)
+        return Again(moved / known.bytes + LAUNCH_US, frozenset(n.name for n in read if n in self.saved))
+
+    def model(self, candidates: list[Candidate], known: Rates) -> Model:
+        assert self.device is not None
+        kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {root(n) for n in self.saved}
+        forward = Reader(self.forward.graph, kept | {root(n) for n in kept}, known, self.device)
+        names = {m.name: owner.name for owner, saved in self.saved.items() for m in saved.members}
+        (output,) = self.backward.graph.find_nodes(op="output")
+        gradients = {root(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)}
+        backward = Reader(self.backward.graph, gradients, known, self.device)
+        steps = [Step(s.name, s.us, s.makes, frozenset(names.get(r, r) for r in s.reads)) for s in backward.steps]
+        results = {root(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
+        saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}
+        at_once = holds_memory_at_once()
+        return Model(forward.steps, steps, saved, results | {n.name for n in gradients}, candidates, at_once)
+
+    # -- rewriting
+
+    def rewrite(self, choice: Choice, budget: int, strict: bool) -> int:
+        """Bytes of the slab. `strict` says whether it must be pinned."""
+        from torch_overlay._inductor.offload_runtime import ALIGNMENT
+
+        by_name = {owner.name: saved for owner, saved in self.saved.items()}
+        picked = [by_name[name] for name in choice.chosen]
+        again = [by_name[name] for name in choice.recomputed]
+        offsets = list(itertools.accumulate((-(-nbytes(s.value) // ALIGNMENT) * ALIGNMENT for s in picked), initial=0))
+        assert self.device is not None
+        slab = self.store(picked, offsets, self.device.index or 0, budget, strict)
+        self.drop_outputs({m for saved in (*picked, *again) for m in saved.members}, slab)
+        made = self.load(picked, offsets, slab, budget)
+        self.compute_again(again, made)
+        for saved in (*picked, *again):
+            for member in saved.members:
+                self.backward.graph.erase_node(self.inputs[member.name])
+        stable_topological_sort(self.backward.graph)
+        for module in (self.forward, self.backward):
+            module.graph.lint()
+            module.recompile()
+        return offsets[-1]
+
+    def store(self, picked: list[Saved], offsets: list[int], device: int, budget: int, strict: bool) -> Node:
+        graph = self.forward.graph
+        first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        with graph.inserting_before(first):
+            slab = graph.call_function(offload_ops.SLAB, (offsets[-1], device, strict))
+        mode = picked[0].value.fake_mode  # type: ignore[attr-defined]
+        with mode:
+            slab.meta["val"] = torch.empty(offsets[-1], dtype=torch.uint8)
+        for saved, offset in zip(picked, offsets):
+            with graph.inserting_before(_behind(saved.node)):
+                node = graph.call_function(offload_ops.STORE, (slab, saved.node, offset))
+            node.meta["val"] = None
+            _place(node, offload_ops.copy_out_stream(device), saved.node, budget)
+        return slab
+
+    def drop_outputs(self, members: set[Node], slab: Node) -> None:
+        """The slab takes the place of the first of them; what is behind it keeps its order."""
+        self.place_of_slab = self._first_saved(members)
+        outputs, described = [], []
+        desc = self.output.meta.get("desc", ())
+        desc = list(desc) if len(desc) == len(self.outputs) else [None] * len(self.outputs)
+        for i, value in enumerate(self.outputs):
+            is_moved = i >= self.count and value in members
+            if i == self.place_of_slab:
+                outputs.append(slab)
+                described.append(desc[i])
+            if not is_moved:
+                outputs.append(value)
+                described.append(desc[i])
+        self.output.args = (tuple(outputs),)
+        if None not in described:
+            self.output.meta["desc"] = described
+
+    def _first_saved(self, members: set[Node]) -> int:
+        return next(i for i, value in enumerate(self.outputs) if i >= self.count and value in members)
+
+    def load(self, picked: list[Saved], offsets: list[int], slab: Node, budget: int) -> dict[Node, Node]:
+        """What stands in the backward for nodes of the forward."""
+        graph = self.backward.graph
+        replaced = self.outputs[self.place_of_slab]
+        made: dict[Node, Node] = {}
+        with graph.inserting_before(self.inputs[replaced.name]):
+            handle = graph.placeholder(slab.name)
+        handle.meta["val"] = slab.meta["val"]
+        position = {n: i for i, n in enumerate(graph.nodes)}
+        first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        with graph.inserting_before(first):
+            graph.call_function(offload_ops.IN_USE, (handle,)).meta["val"] = None
+        for saved, offset in zip(picked, offsets):
+            value = saved.value
+            users = [u for m in saved.members for u in self.inputs[m.name].users]
+            where = min(users, key=position.__getitem__)
+            arguments = (handle, offset, list(value.shape), list(value.stride()), value.dtype, value.device)
+            with graph.inserting_before(where):
+                node = graph.call_function(offload_ops.LOAD, arguments, name=f"{saved.node.name}_loaded")
+                node.meta["val"] = value
+                _place(node, offload_ops.copy_in_stream(value.device.index or 0), saved.node, budget)
+                made[saved.node] = node
+                for member in saved.members:
+                    self.inputs[member.name].replace_all_uses_with(_copied(graph, member, made))
+        return made
+
+    def compute_again(self, again: list[Saved], made: dict[Node, Node]) -> None:
+        graph = self.backward.graph
+        position = {n: i for i, n in enumerate(graph.nodes)}
+        names = {m.name for saved in again for m in saved.members}
+        for saved in again:
+            users = [u for m in saved.members for u in self.inputs[m.name].users]
+            with graph.inserting_before(min(users, key=position.__getitem__)):
+                for node in self.recipe(saved.node) or ():
+                    for argument in node.all_input_nodes:
+                        if argument.name in self.inputs and argument.name not in names:
+                            made.setdefault(argument, self.inputs[argument.name])
+                    _copied(graph, node, made)
+                for member in saved.members:
+                    self.inputs[member.name].replace_all_uses_with(_copied(graph, member, made))
+
+
+def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
+    """A node of the forward in the backward, with those that lead to it; its place in the user's streams is not the
+    forward's."""
+    if node not in made:
+        for argument in node.all_input_nodes:
+            _copied(graph, argument, made)
+        made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta = {key: value for key, value in node.meta.items() if key not in ("recompute", OFFLOAD)}
+        custom = {k: v for k, v in node.meta.get("custom", {}).items() if not k.startswith("stream")}
+        made[node].meta["custom"] = custom
+    return made[node]
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _behind(node: Node) -> Node:
+    """The node that follows, with selections of the same output passed over."""
+    following = node.next
+    while following.target is operator.getitem and following.args[0] is node:
+        following = following.next
+    return following
+
+
+def _place(node: Node, stream: int, saved: Node, budget: int) -> None:
+    for key in ("stack_trace", "nn_module_stack", "original_aten"):
+        if key in saved.meta:
+            node.meta[key] = saved.meta[key]
+    custom = {"stream": stream, AFTER: ("s0",), BEFORE: ("s0",)}
+    node.meta["custom"] = {**custom, offload_ops.BUDGET: budget, offload_ops.VALUE: saved.name}
+
+
+def holds_memory_at_once() -> bool:
+    """CUDA graphs are asked for: a launch has the memory of all that it is given and makes, until it has ended."""
+    return bool(inductor_config.triton.cudagraphs) and config.cudagraphs != "off"
+
+
+# ---- the decision
+
+
+def offload(forward: GraphModule, backward: GraphModule, count: int, wanted: Settings | None) -> None:
+    """Rewrites the graphs if the option or a checkpoint policy asks for it; raises OffloadError where the option's
+    budget can't be met and is strict."""
+    pair = Pair(forward, backward, count)
+    least = wanted.min_bytes if wanted is not None else 1 << 62
+    known = rates(pair.device.index or 0) if pair.device is not None else None
+    candidates = pair.candidates(least, known) if known is not None else []
+    for owner, why in pair.refused.items():
+        if any(n.meta.get(OFFLOAD) == MUST for n in (owner, *pair.saved[owner].members)):
+            log.warning("%s stays on the device, though its checkpoint policy is MUST_CPU_OFFLOAD: %s", owner, why)
+    if known is None or wanted is None and not candidates:
+        return
+    budget = _budget(wanted, forward, backward, pair)
+    choice = choose(pair.model(candidates, known), budget, known.link)
+    if wanted is not None and choice.peak > budget and not _tolerates(wanted, choice, budget, pair):
+        return
+    if not choice.chosen:
+        return
+    from torch_overlay._inductor.offload_runtime import check_host_memory, OffloadError
+
+    try:
+        check_host_memory(choice.nbytes)
+    except OffloadError as error:
+        if wanted is None or wanted.strict:
+            raise
+        log.warning("%s Training goes on without offload.", error)
+        return
+    limit = max(budget, choice.peak) if wanted is not None else choice.peak
+    size = pair.rewrite(choice, limit, wanted is None or wanted.strict)
+    offload_log.publish(_report(pair, choice, budget, size, known))
+
+
+def _budget(wanted: Settings | None, forward: GraphModule, backward: GraphModule, pair: Pair) -> int:
+    if wanted is None:
+        return 1 << 62  # what policies ask for, and no more
+    if wanted.budget is not None:
+        return wanted.budget
+    return free_bytes(pair.device, _parameter_bytes(backward))
+
+
+def _parameter_bytes(backward: GraphModule) -> int:
+    """What the gradients weigh: as much again, twice, is what an optimizer may add after the first step."""
+    (output,) = backward.graph.find_nodes(op="output")
+    values = [tensor_of(n) for n in torch.utils._pytree.tree_leaves(output.args[0])]
+    return sum(nbytes(v) for v in values if v is not None)
+
+
+def free_bytes(device: torch.device | None, reserve: int) -> int:
+    """What the device has free, with what the allocator holds and nobody uses; less a tenth, and less the reserve for
+    an optimizer's state if there is none yet."""
+    free, total = torch.cuda.mem_get_info(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    allowed = min(free + unused, int(total * fraction) - torch.cuda.memory_allocated(device))
+    return max(0, int(0.9 * allowed) - 2 * reserve)
+
+
+def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> bool:
+    """True to offload what can be, though it is not enough."""
+    from torch_overlay._inductor.offload_runtime import OffloadError, size_text
+
+    reasons = sorted({why for why in pair.refused.values()})
+    rest = f" Not offloaded: {len(pair.refused)} saved tensors ({'; '.join(reasons)})." if reasons else ""
+    text = (
+        f"torch_overlay: a budget of {size_text(budget)} is too small for this function: with every saved activation "
+        f"that can go to the host there, its forward and backward hold {size_text(choice.least)} at their peak "
+        f"({size_text(choice.peak_before)} without offload).{rest} Set budget_gb in "
+        f"torch_overlay.config.activation_offload to {choice.least / 1e9:.4g} or more, or make the batch smaller."
+    )
+    if wanted.budget is None:  # "auto": as far as it goes
+        log.warning("%s As much as can be is offloaded.", text)
+        return True
+    if wanted.strict:
+        raise OffloadError(text)
+    log.warning("%s Training goes on without offload.", text)
+    return False
+
+
+def _report(pair: Pair, choice: Choice, budget: int, size: int, known: Rates) -> offload_log.Report:
+    by_name = {owner.name: saved for owner, saved in pair.saved.items()}
+    rows = []
+    for name in choice.chosen:
+        node = by_name[name].node
+        rows.append(offload_log.Row(name, nbytes(by_name[name].value), str(node.meta.get("stack_trace") or "")))
+    return offload_log.Report(tuple(rows), choice, budget, size, known)

@@ -1,0 +1,81 @@
+"""What was offloaded: tools and tests see each decision as it is made, and `TORCH_LOGS="+torch_overlay"` prints it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch_overlay._functorch.device_rates import Rates
+    from torch_overlay._functorch.offload_plan import Choice
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str  # of the node
+    nbytes: int
+    stack_trace: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One forward and its backward."""
+
+    rows: tuple[Row, ...]
+    choice: Choice
+    budget: int
+    slab_bytes: int
+    rates: Rates
+
+    def summary(self) -> str:
+        choice, link = self.choice, self.rates.link
+        kind = "measured" if self.rates.measured else "estimated"
+        again = f", {len(choice.recomputed)} are computed again" if choice.recomputed else ""
+        return (
+            f"{len(self.rows)} saved tensors, {choice.nbytes / 1e6:.1f} MB, wait on the host{again}; the peak of "
+            f"forward and backward is {choice.peak / 1e6:.1f} MB by the plan, without offload "
+            f"{choice.peak_before / 1e6:.1f} MB. "
+            f"Link ({kind}): {link.out / 1e3:.1f} GB/s to the host, {link.back / 1e3:.1f} GB/s from it; "
+            f"{100 * choice.hidden:.0f} % of the copies' time is hidden behind {choice.step_us / 1e3:.2f} ms of compute"
+        )
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one compiled graph: (node, the step that it is launched before, the step that waits for it).
+
+    A step is an operation of the final schedule, copies left out; `steps` is how many there are. A copy to the host
+    that no step waits for is waited for when the graph has run.
+    """
+
+    is_backward: bool
+    steps: int
+    rows: tuple[tuple[str, int, int], ...]
+
+    def text(self, name: str) -> str:
+        for known, launched, awaited in self.rows:
+            if known == name:
+                return f"{launched} / {awaited if awaited < self.steps else 'end'} of {self.steps}"
+        return ""
+
+
+_observers: list[Callable[[Report | Copies], None]] = []
+
+
+def subscribe(observer: Callable[[Report | Copies], None]) -> Callable[[], None]:
+    """Call `observer` with everything that is published from now on; the result ends that."""
+    _observers.append(observer)
+    return lambda: _observers.remove(observer)
+
+
+def publish(found: Report | Copies) -> None:
+    if isinstance(found, Report):
+        log.info("%s", found.summary())
+    for observer in tuple(_observers):
+        observer(found)

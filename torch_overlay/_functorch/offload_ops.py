@@ -1,0 +1,109 @@
+"""Copies of saved activations to the host and back, as operations of an FX graph.
+
+    forward     slab = offload.slab(bytes, device, strict)     host memory for this call; it is saved for the backward
+                offload.store(slab, x, offset)                 on the device's copy-out stream
+    backward    offload.in_use(slab)                           the host notes on which stream the backward runs
+                x = offload.load(slab, offset, size, stride, dtype, device)      on the copy-in stream
+
+A slab is one tensor of bytes for all that a forward saves on the host. Nothing here waits: a store or load is a node on
+a stream of its own, and the stream planner orders it like any other (Note [Streams are placement, dependencies are
+order]). Inductor generates direct calls for these operations (`_inductor.offload_codegen`); the bodies below serve
+interpreters of the graph.
+
+Streams are named by registry index, as streams of the user are; the copy streams of a device have numbers that no frame
+reaches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._library.custom_ops import custom_op
+from torch.fx.node import has_side_effect
+
+
+COPY_STREAMS = 900_000
+"""The copy streams of device d are this + 2 d (to the host) and this + 2 d + 1 (from the host)."""
+
+
+BUDGET = "offload_budget"  # in `custom` of stores and loads: bytes
+VALUE = "offload_value"  # ... the name of the forward's node
+
+
+def copy_out_stream(device_index: int) -> int:
+    return COPY_STREAMS + 2 * device_index
+
+
+def copy_in_stream(device_index: int) -> int:
+    return COPY_STREAMS + 2 * device_index + 1
+
+
+def is_copy_stream(stream: int) -> bool:
+    return COPY_STREAMS <= stream < 1_000_000
+
+
+@custom_op("streams_offload::slab", mutates_args=())
+def slab(nbytes: int, device_index: int, strict: bool) -> torch.Tensor:
+    """Pinned host memory of `nbytes` bytes, as uint8, for the saved activations of one call. Without `strict`, memory
+    that can't be pinned will do."""
+    from torch_overlay._inductor.offload_runtime import take_slab
+
+    return take_slab(nbytes, device_index, strict)
+
+
+@slab.register_fake
+def _(nbytes: int, device_index: int, strict: bool) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@custom_op("streams_offload::store", mutates_args=("slab",))
+def store(slab: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    """Copies a dense tensor into the slab, `offset` bytes from its start, in the order of the current stream."""
+    from torch_overlay._inductor.offload_runtime import copy_out
+
+    copy_out(slab, source, offset)
+
+
+@store.register_fake
+def _(slab: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    return None
+
+
+@custom_op("streams_offload::in_use", mutates_args=())
+def in_use(slab: torch.Tensor) -> None:
+    """The slab is about to be read on the current stream, and on streams that join it."""
+    from torch_overlay._inductor.offload_runtime import note_use
+
+    note_use(slab)
+
+
+@in_use.register_fake
+def _(slab: torch.Tensor) -> None:
+    return None
+
+
+@custom_op("streams_offload::load", mutates_args=())
+def load(
+    slab: torch.Tensor, offset: int, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of the device with what `store` put there, in the order of the current stream."""
+    from torch_overlay._inductor.offload_runtime import copy_in
+
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    copy_in(made, slab, offset)
+    return made
+
+
+@load.register_fake
+def _(
+    slab: torch.Tensor, offset: int, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+SLAB = torch.ops.streams_offload.slab.default
+STORE = torch.ops.streams_offload.store.default
+IN_USE = torch.ops.streams_offload.in_use.default
+LOAD = torch.ops.streams_offload.load.default
+OPERATIONS = (SLAB, STORE, IN_USE, LOAD)
+
+has_side_effect(IN_USE)

@@ -1,0 +1,174 @@
+"""FX graphs as the steps of an offload plan.
+
+What is in memory is estimated as Inductor will have it: a pointwise operation that only others of its kind read is
+fused away, and its readers read what it read. A step takes the time of its memory traffic or of its arithmetic,
+whichever is longer, at the rates of the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from torch_overlay._functorch.offload_plan import Step
+from torch_overlay._functorch.stream_placement import is_view
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.fx import Graph, Node
+
+    from torch_overlay._functorch.device_rates import Rates
+
+log = logging.getLogger(__name__)
+
+MOST_READS, MOST_READS_OF_SHARED = 8, 4  # Inductor materializes what reads more, and has one reader, or several
+ALSO_POINTWISE = (
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.constant_pad_nd.default,
+)
+
+
+# ---- nodes
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def is_static(value: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
+
+
+def nbytes(value: torch.Tensor) -> int:
+    count = value.element_size()
+    for size in value.shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        count *= 1 if hint is None else int(hint)
+    return count
+
+
+def source(node: Node) -> Node | None:
+    """What a view is a view of; None for what has memory of its own."""
+    if node.op != "call_function":
+        return None
+    if is_view(node):
+        first = node.args[0] if node.args else None
+        return first if isinstance(first, torch.fx.Node) else None
+    if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node) and is_view(node.args[0]):
+        return source(node.args[0])
+    return None
+
+
+def root(node: Node) -> Node:
+    while (found := source(node)) is not None:
+        node = found
+    return node
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Its elements fill the memory between the first and the last, in some order."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
+    return value.numel() > 0 and extent == value.numel() and value.untyped_storage().nbytes() == nbytes(value)
+
+
+# ---- what the plan needs to know
+
+
+class Reader:
+    """One graph as the plan's steps."""
+
+    def __init__(self, graph: Graph, kept: set[Node], known: Rates, device: torch.device) -> None:
+        self.graph, self.kept, self.rates, self.device = graph, kept, known, device
+        self.inlined: dict[Node, frozenset[str]] = {}  # what is fused away, and what its readers read in its place
+        self.steps: list[Step] = []
+        for node in graph.nodes:
+            if node.op == "call_function" and source(node) is None:
+                self.add(node)
+
+    def reads(self, node: Node) -> frozenset[str]:
+        found: set[str] = set()
+        for argument in node.all_input_nodes:
+            owner = root(argument)
+            found |= self.inlined.get(owner, {owner.name})
+        return frozenset(found)
+
+    def add(self, node: Node) -> None:
+        reads, value = self.reads(node), tensor_of(node)
+        if value is not None and node not in self.kept and self.is_inlined(node, reads):
+            self.inlined[node] = reads
+            return
+        made = {node.name: nbytes(value)} if value is not None and value.device == self.device else {}
+        self.steps.append(Step(node.name, self.us(node, value), made, reads))
+
+    def is_inlined(self, node: Node, reads: frozenset[str]) -> bool:
+        creates = not node.all_input_nodes and not _is_library_call(node)
+        if not creates and node.target not in ALSO_POINTWISE and not is_pointwise(node):
+            return False
+        readers = set(_readers(node))
+        if len(reads) > (MOST_READS if len(readers) < 2 else MOST_READS_OF_SHARED):
+            return False
+        return not any(map(_is_library_call, readers))
+
+    def us(self, node: Node, value: torch.Tensor | None) -> float:
+        if node.target is operator.getitem:
+            return 0.0
+        moved = sum(nbytes(t) for n in {root(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
+        results = node.meta.get("val")
+        found = [t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+        moved += sum(map(nbytes, found))
+        time = moved / self.rates.bytes
+        if (flops := _flops(node)) and found:
+            time = max(time, flops / self.rates.flops_of(self.device.index or 0, found[0].element_size()))
+        return time
+
+
+def is_pointwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def _is_library_call(node: Node) -> bool:
+    """A kernel that reads its inputs from memory: nothing is fused into it."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function" and target is not operator.getitem
+    return target.overloadpacket in flop_registry or target.namespace not in ("aten", "prims")
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        if source(user) is not None:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _static(value: Any) -> Any:
+    """The same with hints for sizes: to compute with symbols would make guards."""
+    return torch.utils._pytree.tree_map(_hinted, value)
+
+
+def _hinted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_hinted(n) for n in value.shape], dtype=value.dtype, device="meta")
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
+def _flops(node: Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: _static(n.meta.get("val")))  # type: ignore[misc]
+    try:
+        return int(formula(*args, **kwargs, out_val=_static(node.meta.get("val"))))
+    except Exception as error:  # a formula for other arguments: the time of its memory traffic remains
+        log.debug("no count of operations for %s: %s", node, error)
+        return 0

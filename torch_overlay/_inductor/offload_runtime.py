@@ -1,0 +1,295 @@
+"""Pinned slabs and copy streams: what generated code with offloaded activations calls at run time.
+
+    buf0 = take_slab(nbytes, device_index, strict)
+    copy_out(buf0, buf7, offset)
+    note_use(primals_0)
+    copy_in(buf3, primals_0, offset)
+
+Note [Lifetime of a slab]
+1. A slab is host memory that is pinned once and kept by the process. A call of a forward takes a free one that fits;
+   several forwards that are alive at once have one each.
+2. What the forward saves is a tensor over the slab. When the last reference to its storage goes (autograd has dropped
+   what it saved, the backward has ended), the slab returns to the pool. `retain_graph=True` keeps the reference.
+3. By then the host has launched every copy from the slab, but the device may not have done them. All of them are joined
+   into the stream that the backward ran on, before the backward returned (`note_use` remembers that stream). So whoever
+   takes the slab next on the same stream comes after them; on another stream, it waits for that one, on the device.
+4. A slab that a capture of the user's took has its address in the user's graph: it never returns.
+
+The host waits nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import threading
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._functorch.offload_ops import COPY_STREAMS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 512  # of what lies in a slab; the copy engines like it, and any dtype is aligned
+
+
+class OffloadError(RuntimeError):
+    """Activations can't be offloaded as `torch_overlay.config.activation_offload` asks."""
+
+
+# ---- copy streams
+
+
+class _Captured(threading.local):
+    stream: Callable[[int], Any] | None = None
+
+
+_captured = _Captured()
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def copy_stream(number: int) -> Any:
+    """The copy stream with that number: one per direction and device, for all graphs. In a capture of ours, one that
+    only captures use."""
+    if _captured.stream is not None:
+        return _captured.stream(number)
+    found = _streams.get(number)
+    if found is None:
+        found = _streams[number] = torch.cuda.Stream((number - COPY_STREAMS) // 2, priority=-1)
+    return found
+
+
+@contextlib.contextmanager
+def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
+    """For the time of a capture, this thread's copy streams are what `stream` returns."""
+    before, _captured.stream = _captured.stream, stream
+    try:
+        yield
+    finally:
+        _captured.stream = before
+
+
+# ---- slabs
+
+
+class _Slab:
+    """Pinned memory of so many bytes; `used_on` is the stream that is ordered behind its last copies, or will be."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = _host_memory(nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.pinned = False
+        self.used_on: Any = None
+        self.device_index = 0
+
+    def tensor(self, nbytes: int, on_release: Callable[[_Slab], None] | None) -> torch.Tensor:
+        """A tensor over the first bytes of the memory. When its storage goes, `on_release` is called."""
+        view = (ctypes.c_char * nbytes).from_address(self.address)
+        if on_release is not None:
+            finalizer: Any = weakref.finalize(view, on_release, self)
+            finalizer.atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _host_memory(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes its time by the page
+    return memory
+
+
+_lock = threading.RLock()
+_free: list[_Slab] = []
+_all: dict[int, _Slab] = {}  # by address
+_kept: list[_Slab] = []
+LARGEST_WASTE = 1.5  # a slab serves calls that need less than it has, down to this part
+
+
+def available_bytes() -> int | None:
+    """Host memory that can still be had, by the kernel's account and that of the process's control group."""
+    found = []
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError), open(limit) as most, open(used) as now:
+            found.append(int(most.read()) - int(now.read()))
+    return max(min(found), 0) if found else None
+
+
+def _fitting(nbytes: int) -> _Slab | None:
+    """The smallest free slab that is large enough, and not much larger."""
+    fit = [slab for slab in _free if nbytes <= slab.nbytes <= LARGEST_WASTE * nbytes]
+    return min(fit, key=lambda slab: slab.nbytes) if fit else None
+
+
+def check_host_memory(nbytes: int) -> None:
+    """Raises OffloadError if a slab of that size can't be had."""
+    with _lock:
+        if _fitting(nbytes) is not None:
+            return
+        free = sum(slab.nbytes for slab in _free)
+    available = available_bytes()
+    room = int(0.9 * (available + free)) if available is not None else nbytes
+    if nbytes > room:
+        raise OffloadError(
+            f"torch_overlay: the plan keeps {size_text(nbytes)} of saved activations in pinned host memory, and "
+            f"{size_text(room)} would fit into what the host has left. Raise budget_gb in "
+            f"torch_overlay.config.activation_offload by {(nbytes - room) / 1e9:.4g} or more, or free host memory."
+        )
+
+
+def size_text(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _make_slab(nbytes: int, strict: bool) -> _Slab:
+    check_host_memory(nbytes)
+    available = available_bytes()
+    if available is not None and nbytes > 0.9 * available:
+        release_free()
+    slab = _Slab(nbytes)
+    if code := _pin(slab.address, nbytes):
+        text = (
+            f"torch_overlay: {size_text(nbytes)} of host memory for saved activations could not be pinned (CUDA error "
+            f"{code}). Raise budget_gb in torch_overlay.config.activation_offload, or the limit of locked memory "
+            "(ulimit -l)."
+        )
+        if strict:
+            raise OffloadError(text)
+        log.warning("%s Copies to memory that isn't pinned keep the host waiting.", text)
+        return slab
+    slab.pinned = True
+    log.info("pinned a slab of %s for saved activations", size_text(nbytes))
+    return slab
+
+
+def _pin(address: int, nbytes: int) -> int:
+    """0, or the error of the CUDA runtime."""
+    runtime: Any = torch.cuda.cudart()
+    return int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
+
+
+def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
+    """A slab for one call of a forward, free of copies that the current stream isn't ordered behind."""
+    if _has_hooks():
+        raise OffloadError(
+            "torch_overlay: saved-tensor hooks are active around a function that was compiled with "
+            "torch_overlay.config.activation_offload; a hook would read host memory before the device has written it. "
+            "Call the function outside of the hooks, or compile it with activation_offload = None."
+        )
+    with _lock:
+        slab = _fitting(nbytes)
+        if slab is not None:
+            _free.remove(slab)
+    if slab is None:
+        slab = _make_slab(nbytes, strict)
+        with _lock:
+            _all[slab.address] = slab
+    current = _current_stream(device_index)
+    if slab.used_on is not None and slab.used_on != current:
+        current.wait_stream(slab.used_on)
+    slab.used_on, slab.device_index = current, device_index
+    if _is_capturing():
+        _kept.append(slab)
+        return slab.tensor(nbytes, None)
+    return slab.tensor(nbytes, _give_back)
+
+
+def _current_stream(device_index: int) -> Any:
+    return torch.cuda.current_stream(device_index)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _has_hooks() -> bool:
+    """Checkpointing's hooks don't look at what they hold."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+
+
+def _give_back(slab: _Slab) -> None:
+    with _lock:
+        _free.append(slab)
+
+
+def slab_of(tensor: torch.Tensor) -> _Slab | None:
+    return _all.get(tensor.data_ptr())
+
+
+def is_slab(value: object) -> bool:
+    """Is it the tensor of a slab that is in use? Its address stays as it is."""
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.data_ptr() in _all
+
+
+def holds(address: int) -> bool:
+    """Does the address lie in pinned memory of ours?"""
+    with _lock:
+        return any(0 <= address - start < slab.nbytes and slab.pinned for start, slab in _all.items())
+
+
+def note_use(slab: torch.Tensor) -> None:
+    """Loads from the slab are about to be launched, and will be joined into the current stream."""
+    found = slab_of(slab)
+    if found is None:
+        return
+    current = _current_stream(found.device_index)
+    if found.used_on is not None and found.used_on != current:
+        current.wait_stream(found.used_on)  # where it was written
+    found.used_on = current
+
+
+def live() -> dict[str, int]:
+    """Slabs in the process, slabs in use, and their bytes."""
+    with _lock:
+        return {"slabs": len(_all), "in_use": len(_all) - len(_free), "bytes": sum(s.nbytes for s in _all.values())}
+
+
+def release_free() -> None:
+    """Gives the pinned memory of slabs that nobody uses back to the system. Waits for the device."""
+    with _lock:
+        slabs = list(_free)
+        _free.clear()
+        for slab in slabs:
+            del _all[slab.address]
+    if slabs:
+        torch.cuda.synchronize()
+    runtime: Any = torch.cuda.cudart()
+    for slab in slabs:
+        runtime.cudaHostUnregister(slab.address)
+
+
+# ---- copies
+
+
+def _lines(slab: torch.Tensor, tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of the slab and the dense tensor, each as its elements lie in memory."""
+    count = tensor.numel()
+    part = slab[offset : offset + count * tensor.element_size()].view(tensor.dtype)
+    return part, tensor.as_strided((count,), (1,))
+
+
+def copy_out(slab: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    part, line = _lines(slab, source, offset)
+    part.copy_(line, non_blocking=True)
+
+
+def copy_in(target: torch.Tensor, slab: torch.Tensor, offset: int) -> None:
+    part, line = _lines(slab, target, offset)
+    line.copy_(part, non_blocking=True)
+
+
+__all__ = ["OffloadError", "copy_in", "copy_out", "copy_stream", "note_use", "take_slab"]

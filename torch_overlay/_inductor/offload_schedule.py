@@ -1,0 +1,242 @@
+"""Copies of saved activations on Inductor's final schedule.
+
+After fusion and reordering it is known which buffers there are, and when. Here stores are moved behind the operation
+that makes their tensor, loads to where `offload_placement` says, and operations are told which stores they wait for,
+so that the planner (`stream_planner`) can give memory back behind them: `Op.behind`. The slab is taken, and its use
+noted, before everything else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.virtualized import V
+
+from torch_overlay import config
+from torch_overlay._functorch import offload_log, offload_ops
+from torch_overlay._functorch.offload_graph import holds_memory_at_once
+from torch_overlay._functorch.offload_ops import BUDGET, VALUE
+from torch_overlay._inductor.offload_codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.offload_placement import Load, place_loads, place_waits, Store
+from torch_overlay._inductor.stream_idle import _device_us
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+MARGIN = 1.5  # a copy may take so much longer than it should before somebody waits for it
+
+
+def overload_of(node: BaseSchedulerNode) -> Any:
+    return getattr(node.node, "op_overload", None)
+
+
+def is_load(node: BaseSchedulerNode) -> bool:
+    return isinstance(node.node, LoadKernel)
+
+
+def is_store(node: BaseSchedulerNode) -> bool:
+    return isinstance(node.node, StoreKernel)
+
+
+def is_copy(node: BaseSchedulerNode) -> bool:
+    return is_load(node) or is_store(node)
+
+
+def _is_first(node: BaseSchedulerNode) -> bool:
+    return overload_of(node) in (offload_ops.SLAB, offload_ops.IN_USE)
+
+
+class Schedule:
+    """The steps of a schedule without its copies, and the copies."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        nodes = scheduler.nodes
+        self.first = [n for n in nodes if _is_first(n)]
+        self.stores = [n for n in nodes if is_store(n)]
+        self.loads = [n for n in nodes if is_load(n)]
+        self.steps = [n for n in nodes if not (is_copy(n) or _is_first(n))]
+        self.made: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self.first_read: dict[str, int] = {}
+        for i, node in enumerate(self.steps):
+            for output in node.get_outputs():
+                self.made.setdefault(self.real(output.get_name()), i)
+                for name in output.get_aliases():
+                    self.touch(self.real(name), i)
+            for dependency in node.read_writes.reads:
+                self.touch(self.real(dependency.name), i)
+        for name in V.graph.get_output_names():
+            self.last[self.real(name)] = len(self.steps)
+        budgets = [
+            origin.meta["custom"][BUDGET]
+            for node in (*self.stores, *self.loads)
+            for origin in node.node.get_origins()  # type: ignore[union-attr]
+            if BUDGET in (origin.meta.get("custom") or {})
+        ]
+        self.at_once = holds_memory_at_once()
+        self.placed: list[tuple[str, int, int]] = []
+        self.budget: int = min(budgets, default=1 << 62)
+
+    def real(self, name: str) -> str:
+        return self.scheduler.mutation_real_name.get(name, name)
+
+    def touch(self, name: str, step: int) -> None:
+        self.first_read.setdefault(name, step)
+        self.last[name] = max(self.last.get(name, step), step)
+
+    def source(self, store: BaseSchedulerNode) -> str:
+        """The buffer that a store copies."""
+        (name,) = {
+            real
+            for d in store.read_writes.reads
+            if (device := _device(real := self.real(d.name))) is not None and device.type != "cpu"
+        }
+        return name
+
+    def live(self, away: set[str]) -> list[int]:
+        """Bytes in memory at each step; what is in `away` stays to the end."""
+        changes = [0] * (len(self.steps) + 2)
+        end = len(self.steps)
+        for name, step in self.made.items():
+            size = _bytes(name)
+            if size:
+                last = end if name in away else self.last.get(name, step)
+                changes[0 if self.at_once and self.last.get(name) == end else step] += size
+                changes[min(last, end) + 1] -= size
+        for name in V.graph.graph_inputs:
+            if V.graph.is_backward and not name.startswith(("primals", "tangents")) and (size := _bytes(name)):
+                changes[0] += size
+                changes[(end if self.at_once else min(self.last.get(name, 0), end)) + 1] -= size
+        for load in self.loads:
+            name = _output(load)
+            if name in self.first_read:
+                changes[self.first_read[name]] += _bytes(name)
+                changes[min(self.last[name], end) + 1] -= _bytes(name)
+        found, now = [], 0
+        for change in changes[:end]:
+            now += change
+            found.append(now)
+        return found
+
+    # -- the new order
+
+    def place(self) -> tuple[list[BaseSchedulerNode], dict[BaseSchedulerNode, list[str]]]:
+        """The nodes in their new order, and the stores that nodes wait for."""
+        before: list[list[BaseSchedulerNode]] = [[] for _ in range(len(self.steps) + 1)]
+        behind = self.place_stores(before)
+        self.place_loads(before)
+        order = list(self.first)
+        for i, copies in enumerate(before):
+            order += copies
+            order += self.steps[i : i + 1]
+        return order, behind
+
+    def place_stores(self, before: list[list[BaseSchedulerNode]]) -> dict[BaseSchedulerNode, list[str]]:
+        sources = [self.source(n) for n in self.stores]
+        made = [self.made.get(name, -1) for name in sources]
+        ends = self.copies_end(sources, made)
+        stores = [
+            Store(made[i], max(made[i], min(self.last.get(name, made[i]), len(self.steps) - 1)), _bytes(name), ends[i])
+            for i, name in enumerate(sources)
+        ]
+        places = place_waits(self.live(set(sources)), stores, self.budget)
+        behind: dict[BaseSchedulerNode, list[str]] = {}
+        for node, at, place in sorted(zip(self.stores, made, places), key=lambda item: item[1]):
+            before[at + 1].append(node)
+            while place < len(self.steps) and not self.launches(self.steps[place]):
+                place += 1
+            self.placed.append((_saved_name(node), at + 1, place))
+            if place < len(self.steps):
+                behind.setdefault(self.steps[place], []).append(node.get_name())
+        return behind
+
+    def launches(self, node: BaseSchedulerNode) -> bool:
+        """A kernel on the ambient stream: it can wait."""
+        from torch_overlay._inductor.stream_schedule import user_stream
+
+        device = node.get_device()
+        is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
+        return is_kernel and not isinstance(node.node, ir.MultiOutput) and not user_stream(self.scheduler, node)
+
+    def copies_end(self, sources: list[str], made: list[int]) -> list[int]:
+        """For each store, a step by which it has ended, with a margin."""
+        from torch_overlay._functorch.device_rates import rates
+
+        if not sources:
+            return []
+        device = _device(sources[0])
+        link = rates((device.index if device is not None else None) or 0).link
+        clock, starts = 0.0, []
+        for node in self.steps:
+            starts.append(clock)
+            clock += _device_us(node) or 0.0
+        starts.append(clock)
+        ends = [len(self.steps)] * len(sources)
+        done = 0.0
+        for i in sorted(range(len(sources)), key=made.__getitem__):
+            done = max(done, starts[made[i] + 1]) + MARGIN * (link.latency_us + _bytes(sources[i]) / link.out)
+            ends[i] = next((k for k in range(made[i] + 1, len(self.steps)) if starts[k] >= done), len(self.steps))
+        return ends
+
+    def place_loads(self, before: list[list[BaseSchedulerNode]]) -> None:
+        names = list(map(_output, self.loads))
+        loads = [Load(self.first_read.get(name, len(self.steps)), _bytes(name)) for name in names]
+        places = place_loads(self.live(set()), loads, self.budget)
+        for place, _, node in sorted(zip(places, (load.first for load in loads), self.loads), key=lambda t: t[:2]):
+            before[place].append(node)
+            self.placed.append((_saved_name(node), place, self.first_read.get(_output(node), len(self.steps))))
+
+
+def _output(load: BaseSchedulerNode) -> str:
+    return load.get_outputs()[0].get_name()
+
+
+def _saved_name(copy: BaseSchedulerNode) -> str:
+    """The node of the forward whose value is copied."""
+    for origin in copy.node.get_origins():  # type: ignore[union-attr]
+        if origin.target is offload_ops.STORE:
+            return origin.args[1].name
+        if origin.target is offload_ops.LOAD:
+            return origin.meta["custom"][VALUE]
+    return ""
+
+
+def _device(name: str) -> Any:
+    buffer: Any = V.graph.try_get_buffer(name)
+    return buffer.get_device() if buffer is not None else None
+
+
+def _bytes(name: str) -> int:
+    """Of device memory that the buffer owns."""
+    buffer: Any = V.graph.try_get_buffer(name)
+    device = buffer.get_device() if buffer is not None else None
+    if device is None or device.type == "cpu":
+        return 0
+    layout = getattr(buffer, "layout", None)
+    if layout is not None and not isinstance(layout, (ir.FixedLayout, ir.FlexibleLayout)):
+        return 0
+    if isinstance(layout, ir.NonOwningLayout) or not hasattr(buffer, "get_size"):
+        return 0
+    count = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
+    return count * buffer.get_dtype().itemsize
+
+
+def slabs_of(scheduler: Any) -> set[str]:
+    """Inputs of a backward that are slabs. They live until the region has been left, and its copies are joined."""
+    return {d.name for n in scheduler.nodes if is_load(n) for d in n.read_writes.reads} & set(V.graph.graph_inputs)
+
+
+def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
+    """Seam: the last moment at which the schedule may change."""
+    if config.streams and any(is_copy(n) for n in scheduler.nodes):
+        schedule = Schedule(scheduler)
+        scheduler.nodes, scheduler._overlay_behind = schedule.place()
+        offload_log.publish(offload_log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
+        scheduler._overlay_slabs = slabs_of(scheduler)
+    original(scheduler)
