@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import form
+from torch_overlay._inductor.stream_memory import account
 from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 
 
@@ -21,6 +22,9 @@ sys.path.insert(0, str(form.ROOT / "examples"))
 import moe_experts
 import offloaded_transformer
 import prefetch_loop
+import train_moe_experts
+import train_prefetch_loop
+import train_two_batches
 import transformer_side_branch
 
 
@@ -31,18 +35,21 @@ class ExampleTest(unittest.TestCase):
     result: Compiled
     plan: Plan
 
+    backward = False
+
     @classmethod
     def setUpClass(cls) -> None:
         with simulated_gpu():
             function, args = cls.example.make()
-            cls.result = compile_only(function, *args, fullgraph=False)
-        cls.plan = cls.result.plans[0]
+            cls.result = compile_only(function, *args, fullgraph=False, backward=cls.backward)
+        cls.plan = cls.result.plans[-1]
 
     def operations(self, stream: int) -> int:
         return sum(op.stream == stream for op in self.plan.ops)
 
     def run_as_script(self) -> str:
-        code = f"import runpy; runpy.run_path({self.example.__file__!r}, run_name='__main__')"
+        code = f"import runpy, sys; sys.path.insert(0, {str(form.ROOT / 'examples')!r})\n"
+        code += f"runpy.run_path({self.example.__file__!r}, run_name='__main__')"
         result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         return result.stdout
@@ -136,6 +143,97 @@ class TestTransformerSideBranch(ExampleTest):
     @form.overlay_only
     def test_script_prints_the_plan(self) -> None:
         self.assertIn("waits before", self.run_as_script())
+
+
+class TrainingTest(ExampleTest):
+    """Of a training example; `plan` is its backward's."""
+
+    backward = True
+
+    def assert_regions(self) -> None:
+        self.assertEqual(self.result.graph_breaks, [])
+        self.assertEqual([r.kind for r in self.result.regions], ["forward", "backward"])
+        self.assertEqual(len(self.result.plans), 2)
+
+    def joins(self) -> set[int]:
+        """Streams that the current one waits for at the backward's exit or before its last operation."""
+        return {event.stream for event in self.plan.events for _, stream in event.waits if stream == 0}
+
+
+class TestTrainPrefetchLoop(TrainingTest):
+    example = train_prefetch_loop
+
+    def test_model_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assert_regions()
+
+    def test_auxiliary_loss_and_its_gradients_run_on_the_side_stream(self) -> None:
+        for plan in self.result.plans:
+            self.assertGreater(sum(op.stream == 1 for op in plan.ops), 1)
+        self.assertIn(1, self.joins())
+
+    def test_copies_are_a_step_ahead_and_asynchronous(self) -> None:
+        with simulated_gpu() as gpu:
+            batches = [(torch.randn(4, 3).pin_memory(), torch.zeros(4).pin_memory()) for _ in range(3)]
+            prefetcher = train_prefetch_loop.Prefetcher(batches, overlapped=True)
+            copies: list[object] = []
+            real = prefetcher.copy
+            prefetcher.copy = lambda batch: copies.append(batch) or real(batch)  # type: ignore[method-assign]
+            seen = [len(copies) for _ in prefetcher]
+            log = [line for line in gpu.device_log if "wait" in line]
+        self.assertEqual(seen, [2, 3, 3])
+        self.assertEqual(len(log), 3)
+
+    @form.overlay_only
+    def test_script_prints_both_plans(self) -> None:
+        self.assertEqual(self.run_as_script().count("waits before"), 2)
+
+
+class TestTrainTwoBatches(TrainingTest):
+    example = train_two_batches
+
+    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assert_regions()
+
+    def test_halves_do_not_wait_for_each_other_in_the_forward(self) -> None:
+        waits = {(event.stream, stream) for event in self.result.plans[0].events for _, stream in event.waits}
+        self.assertEqual([pair for pair in waits if 0 not in pair], [])
+
+    def test_both_halves_have_their_own_backward(self) -> None:
+        self.assertEqual(self.operations(1), self.operations(2))
+        self.assertGreater(self.operations(1), 20)
+        self.assertEqual(self.joins(), {1, 2})
+
+    @form.overlay_only
+    def test_script_prints_both_plans(self) -> None:
+        self.assertEqual(self.run_as_script().count("waits before"), 2)
+
+
+class TestTrainMoeExperts(TrainingTest):
+    example = train_moe_experts
+
+    def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
+        self.assert_regions()
+
+    def test_every_expert_s_gradients_are_computed_on_its_stream(self) -> None:
+        experts = range(1, moe_experts.EXPERTS + 1)
+        self.assertEqual({s for s in self.plan.streams if s}, set(experts))
+        self.assertEqual(len({self.operations(stream) for stream in experts}), 1)
+        self.assertEqual(self.joins(), set(experts))
+
+    def test_experts_do_not_wait_for_each_other(self) -> None:
+        waits = {(event.stream, stream) for event in self.plan.events for _, stream in event.waits}
+        self.assertEqual([pair for pair in waits if 0 not in pair], [])
+
+    def test_streams_cost_little_memory(self) -> None:
+        for plan in self.result.plans:
+            memory = account(plan)
+            self.assertLess(memory.peak, 1.05 * memory.peak_on_one_stream)
+
+    @form.overlay_only
+    def test_script_prints_the_plan_and_its_memory(self) -> None:
+        text = self.run_as_script()
+        self.assertIn("waits before", text)
+        self.assertIn("at the peak", text)
 
 
 class TestOffloadedTransformer(unittest.TestCase):

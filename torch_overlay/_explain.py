@@ -9,7 +9,8 @@ that is printed is then known from compiling, and what the program itself prints
 
 Printed are, for each piece of code that Dynamo compiled: graph breaks with reason and line; the streams in use; each
 node of the graph with its stream and line; the plan, that is the order of launches with what is waited for before and
-recorded after each; and how many events that takes against those that the user wrote. Regions that asked for a CUDA
+recorded after each; how much memory is alive at the peak, and which buffers live longer than on one stream, and why;
+and how many events that takes against those that the user wrote. Regions that asked for a CUDA
 graph and got none come last, with the reason: it is found when a region is called for the second time, on a GPU.
 """
 
@@ -26,6 +27,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor import stream_memory
 from torch_overlay._inductor.cudagraphs import policy
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
@@ -191,6 +193,8 @@ class Report:
         for plan in region.plans:
             self._line(f"{region.kind} plan")
             self._text(plan.table())
+            for line in stream_memory.describe(plan):
+                self._line(line)
         if self._wrappers and region.wrapper is not None:
             from torch_overlay.testing._text import call_bodies
 

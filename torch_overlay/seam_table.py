@@ -174,6 +174,15 @@ SEAMS: tuple[Seam, ...] = (
         why="A saved tensor that shares memory with another one, or that a side stream's memory holds, is not donated.",
         ends="upstream compares saved tensors with each other, and the patch is merged",
     ),
+    Seam(
+        target="torch._functorch.compile_utils:fx_graph_cse",
+        impl="torch_overlay._functorch.stream_twins:common_subexpressions",
+        kind="wrap",
+        patch="aot-stream-placement",
+        fingerprint="3eefabf196b0dd91",
+        why="Equal operations on two streams are one where it is decided what is saved, and two where they run.",
+        ends="the patch is merged",
+    ),
     # ---- inductor-stream-planner
     Seam(
         target="torch._inductor.graph:GraphLowering.run_node",
@@ -485,6 +494,42 @@ SEAMS: tuple[Seam, ...] = (
         why="A backward has its forward's objects for as long as it runs; upstream leaves them in the table for ever.",
         upstream="pytorch#186025",
         ends="upstream's table is per call",
+    ),
+    Seam(
+        target="torch.autograd.function:BackwardCFunction._compiled_autograd_key",
+        impl="torch_overlay._dynamo.compiled_backward:autograd_key",
+        kind="wrap",
+        patch="dynamo-stream-objects",
+        fingerprint="8a2fab0847241879",
+        why="The only moment at which compiled autograd asks each node of a backward: its streams are known there.",
+        ends="compiled autograd keeps the streams of what it traces",
+    ),
+    Seam(
+        target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.proxy_call_aot_backward",
+        impl="torch_overlay._dynamo.compiled_backward:copy_backward",
+        kind="wrap",
+        patch="dynamo-stream-objects",
+        fingerprint="44549c18e045649f",
+        why="Operations copied from a backward graph keep their streams; upstream loses them.",
+        ends="compiled autograd keeps the streams of what it traces",
+    ),
+    Seam(
+        target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.end_capture",
+        impl="torch_overlay._dynamo.compiled_backward:end_capture",
+        kind="wrap",
+        patch="dynamo-stream-objects",
+        fingerprint="3934ec81dc18b3b4",
+        why="The graph says which stream each operation runs on, and a call brings the streams.",
+        ends="compiled autograd keeps the streams of what it traces",
+    ),
+    Seam(
+        target="torch._dynamo.utils:GmWrapper.forward",
+        impl="torch_overlay._dynamo.compiled_backward:run_wrapped_graph",
+        kind="wrap",
+        patch="dynamo-stream-objects",
+        fingerprint="fcdc1eab30693cec",
+        why="Streams of a graph's nodes get lost where the graph is wrapped because an input is a list.",
+        ends="AOTAutograd traces a wrapped graph as it traces one that isn't",
     ),
     # ---- dynamo-streams
     Seam(

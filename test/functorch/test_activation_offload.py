@@ -840,7 +840,7 @@ class TestGraphs(TestCase):
         copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
         for nodes, launches, expected in (((copy,), 0, True), ((copy,), 3, False), ((), 0, False)):
             relaunch = mock.Mock(totals=(launches, 0))
-            relaunch.launcher.template.nodes = nodes
+            relaunch.template.nodes = nodes
             self.assertEqual(runner.has_copies_never_launched(relaunch), expected)
 
     def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:

@@ -26,27 +26,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import training_races
 
 import form  # noqa: F401
+import wrapper_races
 from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import objects
-from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
+from torch_overlay._dynamo import compiled_backward, objects
+from torch_overlay._inductor.stream_planner import Buffer, ENTRY, Op, plan_streams
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
-WRITTEN = [p.name for p in PROGRAMS if p.group == "training"]
+WRITTEN = [p.name for p in PROGRAMS if p.group.startswith("training")]
 DRAWN = [p.name for p in PROGRAMS if p.group == "random_training"]
-PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.group == "training" for mode in p.modes]
+PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.name in WRITTEN for mode in p.modes]
 
 # Other frames, or the caller, order what these leave unjoined: one wrapper can't show that.
-SYMBOLIC = ("train_dynamic_shapes", "train_compiled_autograd")
+SYMBOLIC = ("train_dynamic_shapes",)
+TRACED = tuple(n for n in WRITTEN if n.startswith("train_compiled_autograd"))  # backwards without a region of their own
 NO_STREAMS = ("train_stream_made_inside",)
 LAUNCHES = ("train_user_kernels",)  # eager launches the user's kernels for real
-DEAD_BRANCHES = ("train_random_00",)  # nobody reads what its side streams compute
-# They compute one value on two streams, which the partitioner sees as two.
-TWICE = ("train_random_04", "train_random_51")
-JOINED_OUTSIDE = ("train_moving_average", "train_graph_break_in_block")
+DEAD_BRANCHES = ("train_random_00", "train_random_17")  # nobody reads what its side streams compute; it has no block
+JOINED_OUTSIDE = ("train_moving_average", "train_graph_break_in_block", "train_stream_across_graph_break")
 
 
 def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
@@ -59,7 +59,7 @@ def run_step(name: str, mode: str | None, sleeps: bool, fold: bool) -> tuple[Com
     torch._dynamo.reset()
     threshold = config.fold_branches_below_us if fold else 0.0
     program = by_name(name)
-    with simulated_gpu(), observe() as seen, config.patch(fold_branches_below_us=threshold):
+    with simulated_gpu(program.devices), observe() as seen, config.patch(fold_branches_below_us=threshold):
         returned = _returned(program, program.instance(program.compiler(mode), sleeps))
     return seen, returned
 
@@ -72,8 +72,9 @@ def _returned(program: Program, instance: Instance) -> list[str]:
 
 @functools.cache
 def returned_in_eager(name: str) -> list[str]:
-    with simulated_gpu():
-        return _returned(by_name(name), by_name(name).instance())
+    program = by_name(name)
+    with simulated_gpu(program.devices):
+        return _returned(program, program.instance())
 
 
 def region(seen: Compiled, kind: str) -> Any:
@@ -97,12 +98,12 @@ class TestPrograms(TestCase):
             compile(r.wrapper, "wrapper", "exec")
             self.assertNotRegex(r.wrapper, r"with stream|_get_stream_by_index|control_deps|torch\.ops\.streams")
             if r.kind == "backward":
-                self.assertNotRegex(r.graph, r"streams\.")
+                self.assertNotRegex(r.graph, r"streams\.(?!record_stream)")
         self.check_races(name, seen)
 
     def check_races(self, name: str, seen: Compiled) -> None:
         forwards, backwards = ([r for r in seen.regions if r.kind == k] for k in ("forward", "backward"))
-        if name in JOINED_OUTSIDE or by_name(name).dynamic:
+        if name in JOINED_OUTSIDE or by_name(name).dynamic or by_name(name).devices > 1:  # the model knows one device
             return
         for forward in forwards:
             for backward in backwards:
@@ -152,7 +153,7 @@ class TestPrograms(TestCase):
 class TestOracle(TestCase):
     """What compiled code is compared with must not race itself."""
 
-    @simulated_gpu()
+    @simulated_gpu(2)
     def test_oracle_runs_on_the_current_stream_alone(self) -> None:
         """In eager `train_views` frees a side stream's memory while the ambient stream still reads it, and in
         `train_autocast` one stream reads the cast of a weight that another one is still writing.
@@ -186,34 +187,28 @@ class TestPlacement(TestCase):
         self.assertExpectedInline(
             self.backward("train_two_branches"),
             """\
-primals_1: f32[64, 64]
-primals_2: f32[64, 64]
-primals_3: f32[64, 64]
 relu: f32[64, 64]
 relu_1: f32[64, 64]
+permute_1: f32[64, 64]
+permute_3: f32[64, 64]
+permute_4: f32[64, 64]
 tangents_1: f32[]
 expand: f32[64, 64] = aten.expand.default(tangents_1, [64, 64])
 permute: f32[64, 64] = aten.permute.default(relu_1, [1, 0])
 mm_4: f32[64, 64] = aten.mm.default(permute, expand)
-permute_1: f32[64, 64] = aten.permute.default(primals_1, [1, 0])
 mm_5: f32[64, 64] = aten.mm.default(expand, permute_1)
 le: b8[64, 64] = aten.le.Scalar(relu_1, 0)
 where: f32[64, 64] = aten.where.self(le, full_default, mm_5)
 permute_2: f32[64, 64] = aten.permute.default(relu, [1, 0])  # stream 1
 mm_6: f32[64, 64] = aten.mm.default(permute_2, expand)  # stream 1
-permute_3: f32[64, 64] = aten.permute.default(primals_2, [1, 0])  # stream 1
 mm_7: f32[64, 64] = aten.mm.default(expand, permute_3)  # stream 1
 le_1: b8[64, 64] = aten.le.Scalar(relu, 0)  # stream 1
 where_1: f32[64, 64] = aten.where.self(le_1, full_default_1, mm_7)  # stream 1
-permute_4: f32[64, 64] = aten.permute.default(primals_3, [1, 0])
 mm_8: f32[64, 64] = aten.mm.default(permute_4, where)
-permute_5: f32[64, 64] = aten.permute.default(primals_2, [1, 0])
-mm_9: f32[64, 64] = aten.mm.default(where, permute_5)
+mm_9: f32[64, 64] = aten.mm.default(where, permute_3)
 add_1: f32[64, 64] = aten.add.Tensor(mm_6, mm_8)
-permute_6: f32[64, 64] = aten.permute.default(primals_3, [1, 0])  # stream 1
-mm_10: f32[64, 64] = aten.mm.default(permute_6, where_1)  # stream 1
-permute_7: f32[64, 64] = aten.permute.default(primals_1, [1, 0])  # stream 1
-mm_11: f32[64, 64] = aten.mm.default(where_1, permute_7)  # stream 1
+mm_10: f32[64, 64] = aten.mm.default(permute_4, where_1)  # stream 1
+mm_11: f32[64, 64] = aten.mm.default(where_1, permute_1)  # stream 1
 add_2: f32[64, 64] = aten.add.Tensor(mm_9, mm_11)
 add_3: f32[64, 64] = aten.add.Tensor(mm_4, mm_10)
 return (add_3, add_1, add_2)
@@ -354,15 +349,47 @@ class TestBoundary(TestCase):
             text, r"if not torch\.cuda\.is_current_stream_capturing\(\): buf\d\.record_stream\(stream0\)\n"
         )
 
-    def test_the_check_sees_gradients_that_the_allocator_knows_nothing_of(self) -> None:
+    def test_activations_of_a_branch_are_given_back_as_the_branch_goes_on(self) -> None:
+        """They are its stream's memory, which the forward's code knows. As memory that may be the ambient stream's they
+        would stay to the exit, where that stream is ordered behind the branch.
+        """
+        backward = region(compile_step("train_saved_chain"), "backward")
+        (plan,) = backward.plans
+        saved = [b for b in plan.buffers if not b.fresh and b.lender == 1]
+        self.assertEqual([b.stream for b in saved], [1] * len(saved))
+        self.assertGreater(len(saved), 2)
+        self.assertEqual([b.name for b in saved if b.name in plan.release], [])
+
+    def test_activations_of_a_forward_that_may_run_on_one_stream_may_be_the_ambient_stream_s(self) -> None:
+        """On an idle device (threshold set), and captured (mode)."""
+        for mode, fold in ((None, True), ("reduce-overhead", False)):
+            backward = region(compile_step("train_saved_chain", mode, fold=fold), "backward")
+            saved = [b for plan in backward.plans for b in plan.buffers if not b.fresh and b.lender == 1]
+            self.assertTrue(saved)
+            self.assertEqual({b.stream for b in saved}, {0})
+
+    def test_gradient_that_is_a_saved_value_is_known_to_the_allocator(self) -> None:
         for mode in (None, "reduce-overhead"):
-            seen = compile_step("train_gradient_memory", mode)
-            forward, backward = region(seen, "forward"), region(seen, "backward")
-            backward.wrapper, count = re.subn(r"\n.*record_stream.*", "", backward.wrapper)
-            self.assertEqual(count, 1)
-            with simulated_gpu():
-                races = training_races.check_step(forward, backward)
-            self.assertRegex("".join(races), r"gradient \d is memory of object1")
+            text = region(compile_step("train_saved_value_as_gradient", mode), "backward").wrapper
+            condition = "" if mode is None else "if not torch.cuda.is_current_stream_capturing(): "
+            self.assertRegex(text, rf"\n *{re.escape(condition)}mul\.record_stream\(stream0\)\n")
+
+    def test_gradient_that_is_a_saved_value_is_joined(self) -> None:
+        """The backward computes nothing, and the forward leaves the side stream unjoined."""
+        backward = region(compile_step("train_saved_value_as_unjoined_gradient"), "backward")
+        (plan,) = backward.plans
+        self.assertEqual([(e.stream, e.waits) for e in plan.events], [(1, ((len(plan.ops), 0),))], plan.table())
+
+    def test_the_check_sees_gradients_that_the_allocator_knows_nothing_of(self) -> None:
+        for name in ("train_gradient_memory", "train_saved_value_as_gradient"):
+            for mode in (None, "reduce-overhead"):
+                seen = compile_step(name, mode)
+                forward, backward = region(seen, "forward"), region(seen, "backward")
+                backward.wrapper, count = re.subn(r"\n.*record_stream.*", "", backward.wrapper)
+                self.assertEqual(count, 1)
+                with simulated_gpu():
+                    races = training_races.check_step(forward, backward)
+                self.assertRegex("".join(races), r"gradient \d is memory of object1")
 
     def test_forward_does_not_wait_for_its_saved_tensors(self) -> None:
         """What is saved is read by the backward on its own stream; the forward joins what the user joins, no more."""
@@ -394,13 +421,19 @@ class TestOverlap(TestCase):
                     )
 
 
+OTHER_DEVICE = ("train_on_second_device",)  # its current stream is a stream like others in a frame of the first device
+LENT = ("train_saved_value_as_gradient", "train_saved_value_as_unjoined_gradient")  # nothing is left without streams
+NOT_COMPARED = (*SYMBOLIC, *TRACED, *NO_STREAMS, *OTHER_DEVICE, *LENT)
+COMPARED = [n for n in (*WRITTEN, *DRAWN) if n not in NOT_COMPARED]
+
+
 class TestPartition(TestCase):
     """Streams don't change what is saved and what is computed again."""
 
     def saved_bytes(self, name: str, streams: bool) -> int:
         program = by_name(name)
         torch._dynamo.reset()
-        with simulated_gpu(), observe() as seen:
+        with simulated_gpu(program.devices), observe() as seen:
             if streams:
                 instance = program.instance(program.compiler(None))
             else:
@@ -418,9 +451,37 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", [n for n in (*WRITTEN, *DRAWN[::4]) if n not in (*SYMBOLIC, *NO_STREAMS, *TWICE)])
+    @parametrize("name", COMPARED)
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
+
+    @simulated_gpu()
+    def test_operation_of_two_streams_is_saved_once_and_stays_on_both(self) -> None:
+        """Both branches take `exp(x)`; in the program without streams there is one."""
+        torch._dynamo.reset()
+        sides = [torch.cuda.Stream() for _ in range(2)]
+        weights = [torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2)]
+
+        def forward(x):
+            results = []
+            for side, weight in zip(sides, weights):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    results.append((x @ x).exp() @ weight)
+                torch.cuda.current_stream().wait_stream(side)
+            return (results[0] * results[1]).sum()
+
+        with observe() as seen, config.patch(fold_branches_below_us=0.0):
+            torch.compile(forward, fullgraph=True)(torch.randn(64, 64, device="cuda")).backward()
+        forward_region, backward_region = region(seen, "forward"), region(seen, "backward")
+        for op in ("exp", "mm"):
+            streams = re.findall(rf"aten\.{op}\.default\((?!permute).*# stream (\d)", forward_region.graph)
+            self.assertEqual(sorted(set(streams)), ["1", "2"], forward_region.graph)
+        saved = training_races.saved_names(forward_region, backward_region)
+        texts = [n.text for n in forward_region.nodes if n.text.partition(":")[0] in saved]
+        self.assertEqual(sum("aten.exp" in t or "permute.default(exp" in t for t in texts), 1, texts)
+        with simulated_gpu():
+            self.assertEqual(training_races.check_step(forward_region, backward_region), [])
 
 
 def _saved_bytes(forward: Any, backward: Any) -> int:
@@ -567,11 +628,182 @@ class TestTable(TestCase):
         self.assertEqual(calls, [f"{ids[1]} waits for {ids[0]}", "backward", f"{ids[0]} waits for {ids[1]}"])
 
 
+class TestCompiledAutograd(TestCase):
+    """Backwards that compiled autograd traces: Note [Placement under compiled autograd]."""
+
+    def traced(self, name: str, mode: str | None = None) -> list[Any]:
+        found = [r for r in compile_step(name, mode).regions if r.kind == "inference"]
+        self.assertTrue(found)
+        return found
+
+    def make(self, side: torch.Stream, weight: torch.Tensor) -> Any:
+        def forward(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                a = x @ weight
+            torch.cuda.current_stream().wait_stream(side)
+            return (a * x).sum()
+
+        return torch.compile(forward, fullgraph=True)
+
+    def enabled(self) -> Any:
+        return torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True), dynamic=False)
+
+    def test_operations_keep_the_streams_of_the_backward_that_they_come_from(self) -> None:
+        for r in self.traced("train_compiled_autograd_of_two_branches"):
+            placed = re.findall(r"aten\.(?!full)(\w+)\S*\(.*# stream (\d)$", r.graph, re.MULTILINE)
+            branch = ["permute", "mm", "mm", "le", "where", "permute", "mm"]
+            self.assertEqual(placed, [(op, "1") for op in branch], r.graph)
+
+    @parametrize("name", TRACED)
+    def test_no_race(self, name: str) -> None:
+        for r in self.traced(name):
+            with simulated_gpu():
+                self.assertEqual(wrapper_races.check(r.wrapper), [], r.wrapper)
+
+    def test_current_stream_waits_for_those_that_saved_values_are_in_the_memory_of(self) -> None:
+        (r,) = self.traced("train_compiled_autograd_of_saved_memory")
+        (entry,) = [e for e in r.plans[0].events if e.after == ENTRY and e.stream == 1]
+        self.assertEqual([stream for _, stream in entry.waits], [0])
+        (value,) = re.findall(r"streams\.record_stream\.default\((\w+), 0\)", r.graph)
+        self.assertRegex(r.graph, rf"mul\.Tensor\(\w+, {value}\)\n")
+
+    def test_gradient_is_known_to_the_allocator(self) -> None:
+        for mode, condition in (None, ""), ("reduce-overhead", "if not torch.cuda.is_current_stream_capturing(): "):
+            (r,) = self.traced("train_compiled_autograd_of_gradient_memory", mode)
+            self.assertRegex(r.wrapper, rf"\n *{re.escape(condition)}buf\d\.record_stream\(stream0\)\n")
+
+    @simulated_gpu()
+    def test_each_call_has_the_streams_of_its_own_forwards(self) -> None:
+        """One graph serves all calls; it must not keep the streams that it was traced with."""
+        torch._dynamo.reset()
+        sides = [torch.cuda.Stream() for _ in range(3)]
+        weight = torch.randn(8, 8, device="cuda", requires_grad=True)
+        x = torch.randn(8, 8, device="cuda")
+        found: list[list[int]] = []
+        enter = objects.enter
+
+        def keep(*table: Any) -> Any:
+            found.append([s.stream_id for s in table if isinstance(s, torch.Stream)])
+            return enter(*table)
+
+        functions = [self.make(side, weight) for side in sides]
+        for turn in ((0, 1), (1, 2), (2, 0)):
+            loss = functions[turn[0]](x) + functions[turn[1]](x)
+            found.clear()
+            with mock.patch.object(objects, "enter", keep), self.enabled():
+                loss.backward()
+            # The backward's graph: the current stream, and one for each of its forwards, the last first.
+            self.assertIn([0, sides[turn[1]].stream_id, sides[turn[0]].stream_id], found)
+
+    @simulated_gpu()
+    def test_call_under_another_stream_than_the_forward_s(self) -> None:
+        torch._dynamo.reset()
+        forward, other = torch.cuda.Stream(), torch.cuda.Stream()
+        weight = torch.randn(8, 8, device="cuda", requires_grad=True)
+        with torch.cuda.stream(forward):
+            loss = self.make(torch.cuda.Stream(), weight)(torch.randn(8, 8, device="cuda"))
+        calls: list[tuple[int, int]] = []
+
+        def wait(self: Any, stream: Any) -> None:
+            calls.append((self.stream_id, stream.stream_id))
+
+        with torch.cuda.stream(other), self.enabled(), mock.patch.object(torch.cuda.Stream, "wait_stream", wait):
+            loss.backward(torch.ones_like(loss))
+        self.assertEqual(calls, [(other.stream_id, forward.stream_id), (forward.stream_id, other.stream_id)])
+
+    @simulated_gpu()
+    def test_backward_that_fails_while_it_is_traced_leaves_the_next_one_its_streams(self) -> None:
+        torch._dynamo.reset()
+        weight = torch.randn(8, 8, device="cuda", requires_grad=True)
+        x = torch.randn(8, 8, device="cuda")
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        run_one, run_two = self.make(one, weight), self.make(two, weight)
+        failure = mock.patch.object(compiled_backward, "mark", side_effect=RuntimeError("the trace fails"))
+        with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
+            (run_one(x) + run_one(x)).backward()
+        seen = []
+        real = compiled_backward._run
+
+        def keep(call: Any, gm: Any, needed: Any) -> Any:
+            tables = compiled_backward._queue()
+            seen.extend(tables[-n.from_end].objects[n.index].stream_id for n in needed)
+            return real(call, gm, needed)
+
+        with mock.patch.object(compiled_backward, "_run", keep), self.enabled():
+            run_two(x).backward()
+        self.assertEqual(seen, [two.stream_id])
+        self.assertEqual(compiled_backward._queue(), [])
+
+    @simulated_gpu()
+    def test_configuration_flag(self) -> None:
+        """`torch._dynamo.config.compiled_autograd`, and a backward inside of the compiled function."""
+        torch._dynamo.reset()
+        side = torch.cuda.Stream()
+        weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+        def step(x):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                a = x @ weight
+            torch.cuda.current_stream().wait_stream(side)
+            (a * x).sum().backward()
+
+        with torch._dynamo.config.patch(compiled_autograd=True), observe() as seen:
+            torch.compile(step)(torch.randn(64, 64, device="cuda"))
+        self.assertIn("# stream 1", seen.regions[-1].graph)
+        self.assertEqual([r.kind for r in seen.regions], ["forward", "inference"])
+
+    @simulated_gpu()
+    def test_stream_operations_of_a_custom_backward(self) -> None:
+        """They name objects by the forward's numbers, which are others in this graph."""
+        torch._dynamo.reset()
+        first, side = torch.cuda.Stream(), torch.cuda.Stream()
+        done = torch.cuda.Event()
+
+        class Marked(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                gradient = gradient * 2
+                done.record(side)
+                return gradient
+
+        weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+
+        def forward(x):
+            for stream in (first, side):
+                stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(first):
+                y = x @ weight
+            with torch.cuda.stream(side):
+                z = Marked.apply(x @ weight)
+            for stream in (first, side):
+                torch.cuda.current_stream().wait_stream(stream)
+            return (y + z).sum()
+
+        loss = torch.compile(forward, fullgraph=True)(torch.randn(64, 64, device="cuda"))
+        with observe() as seen, self.enabled():
+            loss.backward()
+        (frame,) = seen.frames
+        names = {i.index: i.kind for i in frame.objects}
+        (event, stream) = re.findall(r"streams\.record_event\.default\((\d+), (\d+)\)", seen.regions[0].graph)[0]
+        self.assertEqual((names[int(event)], names[int(stream)]), ("event", "stream"))
+        marked = re.search(r"aten\.mul\.Tensor\(.*, 2\)  # stream (\d)", seen.regions[0].graph)
+        assert marked is not None
+        self.assertEqual(marked[1], stream)
+
+
 @unittest.skipUnless(gpu.devices(), "needs a GPU")
 class TestGpu(TestCase):
     """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 
     def check(self, name: str, mode: str, sleeps: bool) -> None:
+        if by_name(name).devices > gpu.devices():
+            self.skipTest(f"needs {by_name(name).devices} GPUs")
         with config.patch(fold_branches_below_us=0.0):
             gpu.check(by_name(name), mode_of(mode), sleeps=sleeps)
 
@@ -586,6 +818,7 @@ class TestGpu(TestCase):
 
 instantiate_parametrized_tests(TestPrograms)
 instantiate_parametrized_tests(TestPartition)
+instantiate_parametrized_tests(TestCompiledAutograd)
 instantiate_parametrized_tests(TestGpu)
 
 

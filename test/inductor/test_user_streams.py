@@ -708,6 +708,18 @@ free buf2 (stream 1) after exit
 """,
         )
 
+    def test_record_stream_of_the_user_survives_where_no_graph_is_captured(self) -> None:
+        """Under reduce-overhead a region runs as it is the first time, and whenever it gets no graph."""
+        counts = []
+        for mode in (None, "reduce-overhead"):
+            text = compiled("record_stream_on_intermediate", mode).wrappers[0]
+            counts.append(sorted(re.findall(r"(\w+)\.record_stream\((stream\d)", text)))
+        self.assertEqual(len(counts[0]), 3)
+        self.assertEqual([stream for _, stream in counts[0]], [stream for _, stream in counts[1]])
+        with config.patch(cudagraphs="trees"):
+            text = compiled("record_stream_on_intermediate", "reduce-overhead").wrappers[0]
+        self.assertEqual(re.findall(r"(\w+)\.record_stream\(", text), ["arg0_1_orig"])  # the trees' pool is theirs
+
     def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
         program = by_name("fork_join")
         refusal = self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper")

@@ -5,6 +5,9 @@
 - hazards: what upstream's users reported, each named after what went wrong
 - memory: whose memory a block is, and when it may be freed
 - training: steps with a forward, a backward and what stands around them; their names begin with `train_`
+- training_hazards: the hazards above in training
+- training_idioms: hooks, optimizers, checkpoints, precision, transforms and threads around such steps
+- training_compiled_autograd: training whose backward compiled autograd traces
 - random_training: such steps drawn at random
 - compute: kinds of computation that reach the device in their own way, and larger programs
 """
@@ -16,6 +19,9 @@ from stream_programs import (  # noqa: F401  (they register their programs)
     memory,
     random_training,
     training,
+    training_compiled_autograd,
+    training_hazards,
+    training_idioms,
     waiting,
 )
 from stream_programs._program import by_name, Instance, Program, PROGRAMS

@@ -1248,6 +1248,38 @@ def train_saved_memory(k: Kit) -> Any:
     return step
 
 
+@training("a branch saves one value a layer in its stream's memory, which the backward gives back layer by layer")
+def train_saved_chain(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    weights = trained(k, 4)
+
+    def branch(x):
+        for weight in weights:
+            x = (sleep(x) @ weight).clamp(-1, 1)
+        return x
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = branch(x)
+        b = branch(x.t()) * 2
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weights[0], float("nan"))
+        return loss.detach(), take_gradients(x, *weights)
+
+    return step
+
+
 @training("freed memory of both streams is overwritten between forward and backward")
 def train_memory_between(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
@@ -1337,33 +1369,6 @@ def train_in_another_thread(k: Kit) -> Any:
         thread.start()
         thread.join()
         return loss.detach(), seen, take_gradients(mine, theirs, weight)
-
-    return step
-
-
-@training("compiled autograd traces the backward, whose streams have other numbers in that graph", modes=(None,))
-def train_compiled_autograd(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
-    first, second = trained(k, 2)
-
-    def forward(x):
-        fork(side)
-        with torch.cuda.stream(side):
-            a = sleep(x @ first).relu()
-        join(side)
-        return (a @ second).sum()
-
-    forward = k.compile(forward)
-
-    def step(x):
-        x = leaf(x)
-        loss = forward(x)
-        if k.compiler is None:
-            loss.backward()
-        else:
-            with torch._dynamo.compiled_autograd._enable(k.compiler):
-                loss.backward()
-        return loss.detach(), take_gradients(x, first, second)
 
     return step
 

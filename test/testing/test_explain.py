@@ -108,6 +108,11 @@ class Explain(TestCase):
         )
         self.assertIn("records after", text)
 
+    def test_memory_is_accounted_for(self):
+        report = self.explain(f"{self.path}:branch")
+        self.assertRegex(report, r"Memory: [\d.]+ \w+ at the peak, [\d.\w ]+ (as|more than) .*on one stream")
+        self.assertNotIn("Memory:", self.explain(f"{self.path}:alone"))
+
     def test_function_without_parameters(self):
         text = self.explain(f"{self.path}:alone")
         self.assertIn("all on the current stream", text)

@@ -74,6 +74,7 @@ def peak_memory(fn: Callable[[], Any]) -> float:
     for _ in range(3):
         fn()
     torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # the allocator takes back what other streams have used, now that they are done
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     fn()
@@ -372,6 +373,32 @@ def training(mode: str | None = None) -> Measurement:
     return result
 
 
+def training_memory() -> Measurement:
+    """Peak memory of a step, streams or none: the two branches, with activations large enough to count; and experts."""
+    branches = TwoBranches()
+    branches.rounds = 50
+    branches.x = torch.rand(1 << 20, device="cuda")
+    branches.first, branches.second = (
+        [torch.rand_like(branches.x).requires_grad_() for _ in range(10)] for _ in range(2)
+    )
+    result = {}
+    for name, forward in (("one stream", branches.one_stream), ("two streams", branches.two_streams)):
+        call = compiled(forward)
+        result[name] = peak_memory(lambda call=call: branches.step(call))
+    e = Experts()
+    e.requires_grad_()
+    x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def step(forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        forward(x).float().square().mean().backward()
+        e.zero_grad()
+
+    for name, forward in (("experts, one stream", e.one_stream), ("experts, eight streams", e.eight_streams)):
+        call = compiled(forward)
+        result[name] = peak_memory(lambda call=call: step(call))
+    return result
+
+
 # ---- compile time of a program without streams
 
 
@@ -405,6 +432,7 @@ ROWS: dict[str, Callable[[], Measurement]] = {
     "experts memory": experts_memory,
     "training": training,
     "training graphed": lambda: training("reduce-overhead"),
+    "training memory": training_memory,
     "compile time": compile_time,
 }
 

@@ -71,6 +71,13 @@ ROWS = [
         lambda r: r["two streams"] / r["one stream"],
     ),
     Row(
+        "training memory",
+        "peak memory of a training step, on streams / on one: two branches, eight experts; the larger",
+        1.05,
+        lambda r: max(r["two streams"] / r["one stream"], r["experts, eight streams"] / r["experts, one stream"]),
+        unit="bytes",
+    ),
+    Row(
         "compile time",
         "compile time of GPT-2 small / stock",
         1.03,

@@ -14,11 +14,10 @@ the backward is owed and owes follows from what autograd's engine does:
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
   the value.
 - The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
-  the plan treats the memory as belonging to that stream and to the ambient one: small branches may have been folded
-  into the ambient stream after the forward and the backward were parted (`stream_folding`).
+  the plan treats the memory as belonging to that stream and to the ambient one, unless the generated forward says whose
+  it is (`stream_saved`).
 
-The partitioner takes no notice of streams, so what is saved is what is saved without them, but for values that two
-streams compute each for itself; of those one is saved.
+The partitioner takes no notice of streams, so what is saved is what is saved without them (`stream_twins`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,15 @@ from torch_overlay._functorch.stream_placement import (
     BEFORE,
     is_backward,
     is_view,
+    KEPT,
     LEAVE,
     MEMORY,
     node_stream,
     ORDER,
+    OWNED,
     REQUIRES,
 )
+from torch_overlay._functorch.stream_twins import split_twins
 
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def place_saved(forward: Graph, backward: Graph) -> None:
     """Whose memory a saved value is, and what its readers wait for."""
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
     for value in backward.find_nodes(op="placeholder"):
-        annotate(value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, REQUIRES, ORDER, MEMORY)))
+        annotate(value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, REQUIRES, ORDER, MEMORY, OWNED, KEPT)))
         saved = computed.get(value.name)
         writer = _writer(saved) if saved is not None else None
         if writer is None or writer.op != "call_function" or node_stream(writer) == AMBIENT:
@@ -115,6 +117,7 @@ def place_saved(forward: Graph, backward: Graph) -> None:
             annotate(value, **{MEMORY: stream})
         if writer is None or writer.op != "call_function":
             continue
+        annotate(value, **{KEPT: True})
         promised = writer.meta.get("custom", {}).get(BEFORE) or ()
         for reader in _readers(value):
             if node_stream(reader) != stream and f"s{node_stream(reader)}" not in promised:
@@ -122,55 +125,43 @@ def place_saved(forward: Graph, backward: Graph) -> None:
                 annotate(reader, **{AFTER: tuple(sorted({*known, f"s{stream}"}))})
 
 
-def _value_numbers(graph: Graph) -> dict[Node, int]:
-    """Equal numbers for nodes that compute the same value, on whatever streams."""
-    numbers: dict[Node, int] = {}
-    known: dict[Any, int] = {}
-    for node in graph.nodes:
-        number = numbers[node] = len(numbers)
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or node.is_impure():
-            continue
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            continue
-        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"value {numbers[n]}")  # type: ignore[arg-type]
-        numbers[node] = known.setdefault((target, repr(arguments)), number)
-    return numbers
-
-
-def save_once(forward: Graph, backward: Graph, count: int) -> None:
-    """A value that two streams compute each for itself, as the cast of a shared weight is, is saved once. The first
-    `count` outputs of the forward are not saved ones.
+def lend_saved_gradients(forward: Graph, backward: Graph) -> None:
+    """A gradient that is a saved value itself leaves with the memory that it came with. The ambient stream reads it,
+    which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
+    computes nothing has none.)
     """
-    output = next(iter(forward.find_nodes(op="output")))
-    inputs = {n.name: n for n in backward.find_nodes(op="placeholder")}
-    numbers = _value_numbers(forward)
-    outputs: Any = output.args[0]
-    kept, first = list(range(count)), {}
-    for i, value in enumerate(outputs[count:], count):
-        is_computed = isinstance(value, torch.fx.Node) and value.op == "call_function" and value.name in inputs
-        twin = first.setdefault(numbers[value], value) if is_computed else value
-        if twin is value:
-            kept.append(i)
-        else:
-            inputs[value.name].replace_all_uses_with(inputs[twin.name])
-            backward.erase_node(inputs[value.name])
-    if len(kept) < len(outputs):
-        output.args = (tuple(outputs[i] for i in kept),)
-        if len(output.meta.get("desc", ())) == len(outputs):
-            output.meta["desc"] = [output.meta["desc"][i] for i in kept]
+    computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
+    output = next(iter(backward.find_nodes(op="output")))
+    unordered = set()
+    for value in dict.fromkeys(_writer(v) for v in output.all_input_nodes):
+        stream = value.meta.get("custom", {}).get(MEMORY)
+        if value.op != "placeholder" or not stream:
+            continue
+        with backward.inserting_before(output):
+            lend = backward.call_function(torch.ops.streams.record_stream.default, (value, AMBIENT))
+        lend.meta["partitioner_tag"] = "must_be_in_backward"
+        if "s0" not in (_writer(computed[value.name]).meta.get("custom", {}).get(BEFORE) or ()):
+            unordered.add(f"s{stream}")
+            annotate(lend, **{LEAVE: ((AMBIENT, tuple(sorted(unordered))),)})
 
 
-def place_parts(forward: GraphModule, backward: GraphModule, count: int) -> None:
+def place_parts(forward: GraphModule, backward: GraphModule) -> None:
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
     if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
         return
-    save_once(forward.graph, backward.graph, count)
+    split_twins(forward.graph, of_backward=False)
+    split_twins(backward.graph, of_backward=True)
     place_computed_early(forward.graph)
     place_recomputed(backward.graph)
     place_saved(forward.graph, backward.graph)
+    lend_saved_gradients(forward.graph, backward.graph)
     forward.recompile()
     backward.recompile()
+    context = torch._guards.TracingContext.try_get()
+    if context is not None:
+        output = next(iter(forward.graph.find_nodes(op="output")))
+        names = [v.name if isinstance(v, torch.fx.Node) else "" for v in output.args[0]]  # type: ignore[union-attr]
+        context.overlay_saved = names, backward.graph  # type: ignore[attr-defined]
 
 
 # ---- seams
@@ -186,7 +177,7 @@ def partition(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     note_offload_policies(args[0].graph)
     forward, backward, count = original(*args, **kwargs)
     if config.streams:
-        place_parts(forward, backward, count)
+        place_parts(forward, backward)
     offload_saved(forward, backward, count)
     return forward, backward, count
 

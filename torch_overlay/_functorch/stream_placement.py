@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
+OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
+KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 AMBIENT = 0
 

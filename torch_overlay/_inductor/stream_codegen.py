@@ -22,15 +22,18 @@ import textwrap
 from typing import Any, TYPE_CHECKING
 
 import torch._inductor.config as inductor_config
+from torch._dynamo import compiled_autograd
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
+from torch_overlay import config
 from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor import offload_codegen, plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
 from torch_overlay._inductor.stream_reuse import IfSpread, share_when_following
+from torch_overlay._inductor.stream_saved import settle_owners
 from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_devices
 
 
@@ -330,6 +333,8 @@ class RegionEmitter:
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
         self.write_boundary_waits(last)
         self.lend_gradients()
+        if not (self.region.enclosed or self.follows):
+            settle_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
         self.wrapper.writeline(EndRegion(self))
 
@@ -339,7 +344,7 @@ class RegionEmitter:
         stream to stream; here it does not see that the gradient moves. What is to be captured is also run as it is:
         the first time, and whenever no graph is to be had.
         """
-        if V.graph.name is not None or not V.graph.is_backward:
+        if V.graph.name is not None or not (V.graph.is_backward or compiled_autograd.in_compiled_autograd_region):
             return
         real = self.scheduler.mutation_real_name
         names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
@@ -348,10 +353,13 @@ class RegionEmitter:
             if stream is None or name in V.graph.graph_inputs or ambient_device(stream) is not None:
                 continue
             device: Any = V.graph.get_buffer(name).get_device()
-            lend = f"{name}.record_stream({self.stream(ambient_stream(device.index or 0))})"
-            # Memory of a captured graph isn't the allocator's to hand on.
-            captures = inductor_config.triton.cudagraphs
-            self.write(f"if not torch.cuda.is_current_stream_capturing(): {lend}" if captures else lend)
+            self.lend(name, ambient_stream(device.index or 0))
+
+    def lend(self, name: str, stream: int) -> None:
+        """Tell the allocator that the stream uses a block. Memory of a captured graph isn't its to hand on."""
+        text = f"{name}.record_stream({self.stream(stream)})"
+        captures = inductor_config.triton.cudagraphs
+        self.write(f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text)
 
     def release(self, here: int) -> None:
         due = [free for at, free in self.pending if at <= here]
@@ -447,11 +455,12 @@ class RegionEmitter:
             self.write(f"{self.stream(stream)}.synchronize()")
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
-            if inductor_config.triton.cudagraphs and tensor not in V.graph.graph_inputs:
-                return True  # memory of a captured graph's pool, which the allocator doesn't hand to others
+            is_input = tensor in V.graph.graph_inputs
+            if not is_input and inductor_config.triton.cudagraphs and config.cudagraphs == "trees":
+                return True  # memory of the trees' pool, which the allocator doesn't hand to others
             if tensor in self.wrapper._alignment_orig_saved:
                 tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
-            self.write(f"{tensor}.record_stream({self.stream(stream)})")
+            self.lend(tensor, stream)
         else:
             return False
         return True

@@ -74,7 +74,8 @@ class Buffer:
     `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
     write; the rest came in as an input and is given back. `views` are the names under which parts of it are written
     one by one. `lender` is another stream whose memory a block that came in may be: the block is given back when both
-    streams are ordered behind every access, and with `settles` the lender is at the exit in any case.
+    streams are ordered behind every access, and with `settles` the lender is at the exit in any case. `size` is in
+    bytes; what `leaves` is handed to the caller. These two are for the account of memory (`stream_memory`).
     """
 
     name: str
@@ -83,6 +84,8 @@ class Buffer:
     views: frozenset[str] = frozenset()
     lender: int | None = None
     settles: bool = False
+    size: int = 0
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ class Plan:
     `release[buffer]` is the operation after whose waits the buffer's own stream is ordered behind every access;
     `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
     last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
-    there, because the user never asked for it: they are given back as eager gives them back.
+    there, because the user never asked for it: they are given back as eager gives them back. `uses` are the operations
+    that touch a buffer.
     """
 
     ops: tuple[Op, ...]
@@ -124,6 +128,8 @@ class Plan:
     release: Mapping[str, int] = field(default_factory=dict)
     unordered_at_exit: frozenset[str] = frozenset()
     memory: Mapping[str, int] = field(default_factory=dict)
+    buffers: tuple[Buffer, ...] = ()
+    uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def num_waits(self) -> int:
@@ -413,7 +419,14 @@ class _Planner:
             for index, ((after, stream), waits) in enumerate(sorted(self.waits.items(), key=lambda item: item[0]))
         )
         return Plan(
-            self.ops, events, tuple(self.boundary_waits), release, unordered, {b.name: b.stream for b in self.buffers}
+            self.ops,
+            events,
+            tuple(self.boundary_waits),
+            release,
+            unordered,
+            memory={b.name: b.stream for b in self.buffers},
+            buffers=self.buffers,
+            uses={b.name: frozenset(self.uses(b)) for b in self.buffers},
         )
 
 

@@ -12,6 +12,7 @@ copy to the host, `.item()`) runs on its stream.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
@@ -22,7 +23,16 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload_ops import is_copy_stream
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, MEMORY, REQUIRES
+from torch_overlay._functorch.stream_placement import (
+    AFTER,
+    BEFORE,
+    is_view,
+    KEPT,
+    LEAVE,
+    MEMORY,
+    OWNED,
+    REQUIRES,
+)
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
 
@@ -139,11 +149,10 @@ class RegionReader:
         self.private = set() if V.graph.is_backward else {f"s{stream}" for stream in private_streams()}
         # Saved values whose memory may be a side stream's
         graph: Any = V.graph.module.graph
-        self.lenders: dict[str, int] = {
-            str(n.target): stream
-            for n in graph.find_nodes(op="placeholder")
-            if (stream := (n.meta.get("custom") or {}).get(MEMORY)) is not None
-        }
+        inputs = {str(n.target): n.meta.get("custom") or {} for n in graph.find_nodes(op="placeholder")}
+        self.lenders: dict[str, int] = {name: c[MEMORY] for name, c in inputs.items() if c.get(MEMORY) is not None}
+        self.owned = {name for name, c in inputs.items() if c.get(OWNED)}
+        self.kept = {name for name, c in inputs.items() if c.get(KEPT)}
 
     # -- names
 
@@ -184,7 +193,9 @@ class RegionReader:
     def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
         """Tokens of the operation; None if no pass has kept any for it."""
         found: set[str] | None = None
-        for origin in self.own_origins(node):
+        own = self.own_origins(node)
+        # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
+        for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
             tokens = origin.meta.get("custom", {}).get(key)
             if tokens is not None:
                 found = (found or set()) | self.renumbered(tokens)
@@ -324,6 +335,15 @@ class RegionReader:
             waits=waits,
         )
 
+    def size_of(self, name: str) -> int:
+        """Bytes of the memory that a buffer is allocated with."""
+        buffer: Any = V.graph.try_get_buffer(name)
+        layout = getattr(buffer, "layout", None)
+        if not isinstance(layout, ir.Layout):
+            return 0
+        count = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
+        return int(count) * layout.dtype.itemsize
+
     def buffers(self) -> list[Buffer]:
         found: list[Buffer] = []
         views: dict[str, set[str]] = {}
@@ -335,7 +355,15 @@ class RegionReader:
                 device = self.device_of(name)
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
                 stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
-                found.append(Buffer(name, stream, views=frozenset(views.get(name, ()))))
+                found.append(
+                    Buffer(
+                        name,
+                        stream,
+                        views=frozenset(views.get(name, ())),
+                        size=self.size_of(name),
+                        leaves=name in self.output_memory,
+                    )
+                )
         local = {b.name for b in found}
         for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):
             device = self.device_of(name)
@@ -343,7 +371,15 @@ class RegionReader:
                 lender = self.lenders.get(name)
                 settles = lender is not None and not self.enclosed
                 found.append(
-                    Buffer(name, ambient_stream(device.index or 0), fresh=False, lender=lender, settles=settles)
+                    Buffer(
+                        name,
+                        lender if lender is not None and name in self.owned else ambient_stream(device.index or 0),
+                        fresh=False,
+                        lender=lender,
+                        settles=settles,
+                        size=self.size_of(name) if name in self.kept else 0,
+                        leaves=name in self.output_memory,
+                    )
                 )
         return found
 

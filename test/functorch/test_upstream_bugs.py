@@ -1,0 +1,70 @@
+"""Silent bugs of stock PyTorch in backwards with streams are gone, and the tests that say so fail on stock.
+
+The numbers are those of the project's list of upstream's silent bugs. Others of the list have their tests where they
+belong: S2 (memory reused across streams) in `test_user_streams.py`, S6 (cache keys) in `test_cache_key.py`, S7
+(objects kept alive) in `test_streams.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import upstream_bugs
+
+import form
+
+
+NAMES = [check.__name__ for check in upstream_bugs.CHECKS]
+
+
+@functools.cache
+def found_on_stock() -> dict[str, list[str]]:
+    """What the checks find without the overlay, in a process of its own."""
+    path = str(Path(upstream_bugs.__file__))
+    code = f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
+    result = form.run_python(code, env={"TORCH_OVERLAY_DISABLE": "1"})
+    if result.returncode:
+        raise RuntimeError(result.stderr[-3000:])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+class TestUpstreamBugs(TestCase):
+    @parametrize("name", NAMES)
+    def test_with_the_overlay(self, name: str) -> None:
+        self.assertEqual(getattr(upstream_bugs, name)(), [])
+
+    @form.overlay_only
+    def test_on_stock_backwards_run_on_the_streams_of_the_first_frame(self) -> None:
+        (first, second) = found_on_stock()["stale_streams"]  # of three
+        self.assertRegex(first, r"the backward on stream \d+ ran on \d+")
+        self.assertEqual(first.split()[-1], second.split()[-1])
+
+    @form.overlay_only
+    def test_on_stock_a_saved_buffer_with_two_names_is_written_over(self) -> None:
+        self.assertRegex(
+            "; ".join(found_on_stock()["donated_twins"]), r"\w+ is written over, and \w+ is the same memory"
+        )
+
+    @form.overlay_only
+    def test_on_stock_gradients_are_not_joined(self) -> None:
+        self.assertEqual(found_on_stock()["unjoined_gradients"], ["the current stream waits for nothing after it"])
+
+    @form.overlay_only
+    def test_on_stock_the_current_stream_has_many_numbers(self) -> None:
+        self.assertGreater(len(found_on_stock()["streams_by_other_numbers"]), 1)
+
+
+instantiate_parametrized_tests(TestUpstreamBugs)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,164 @@
+"""Silent bugs of stock PyTorch 2.15.0 in the backward of a forward with streams, each as a check.
+
+A check compiles a small training step on a simulated GPU and returns what is wrong with it, in words; with the overlay
+that is nothing. On stock most training steps with streams don't compile at all, and the silent bugs are behind the
+loud ones: `mend` repairs two of those, so that the checks can say on stock what they are for. Run as a script, the
+module prints what each check finds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form  # noqa: F401
+from torch_overlay.testing import Compiled, observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def mend() -> None:
+    """Let stock compile the two branches: its memory timeline asserts that each saved tensor has a reader that isn't an
+    ordering edge, and its search for free places asks every node for a value.
+    """
+    import torch._functorch._aot_autograd.streams as streams
+    import torch._inductor.memory as memory
+
+    freeable, device = memory.get_freeable_input_buf, streams.get_device
+
+    def with_readers(*args: Any) -> Any:
+        return {name: b for name, b in freeable(*args).items() if b.mpi_buffer.succ_nodes}
+
+    def device_or_current(node: Any) -> torch.device:
+        return device(node) if isinstance(node.meta.get("val"), torch.Tensor) else torch.device("cuda", 0)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "get_freeable_input_buf", None) is freeable:
+            module.get_freeable_input_buf = with_readers  # type: ignore[attr-defined]
+    streams.get_device = device_or_current
+
+
+def _square(n: int = 64) -> torch.Tensor:
+    return torch.randn(n, n, device="cuda", requires_grad=True)
+
+
+def _layer_on(side: torch.Stream, backend: Any = "inductor") -> Callable[..., Any]:
+    """All of it is on the side stream, and joined in the end. Stock compiles this one."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(side):
+            y = (x @ x).relu() @ x
+        torch.cuda.current_stream().wait_stream(side)
+        return y
+
+    return torch.compile(forward, backend=backend)
+
+
+def _two_branches() -> Compiled:
+    side = torch.cuda.Stream()
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = (x @ weight).relu()
+        b = (x * 2).relu()
+        torch.cuda.current_stream().wait_stream(side)
+        return (a * b).sum()
+
+    torch._dynamo.reset()
+    with observe() as seen:
+        torch.compile(forward)(_square(), _square()).backward()
+    return seen
+
+
+def _wrapper(seen: Compiled, kind: str) -> str:
+    (found,) = [r.wrapper for r in seen.regions if r.kind == kind]
+    assert found is not None
+    return found
+
+
+@simulated_gpu()
+def stale_streams() -> list[str]:
+    """S1: each backward runs on the streams of the first frame that the process compiled."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+    torch._dynamo.reset()
+    found: list[int] = []
+
+    def run_forward(gm: Any, _: Any) -> Any:
+        return make_boxed_func(gm)
+
+    def run_backward(gm: Any, _: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            found.append(get_external_object_by_index(1).stream_id)  # type: ignore[attr-defined]
+            values, args[:] = list(args), []
+            return gm(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    sides = [torch.cuda.Stream() for _ in range(3)]
+    backend = aot_autograd(fw_compiler=run_forward, bw_compiler=run_backward)
+    losses = [_layer_on(side, backend)(_square()).sum() for side in sides]
+    for loss in losses:
+        loss.backward()
+    return [f"the backward on stream {s.stream_id} ran on {f}" for s, f in zip(sides, found) if s.stream_id != f]
+
+
+@simulated_gpu()
+def donated_twins() -> list[str]:
+    """S3: a buffer that is saved under two names is written over before it is read by its second one."""
+    seen = _two_branches()
+    outputs = re.findall(r"\n +return \((.*?),? *\)", _wrapper(seen, "forward"))[-1]
+    names = [n.strip() for n in re.split(r",(?![^(]*\))", outputs)]
+    backward = _wrapper(seen, "backward")
+    (inputs,) = re.findall(r"\n +(.*?) = args\n", backward)
+    saved = [n.strip() for n in inputs.split(",") if n.strip() and "tangents" not in n]
+    memory = dict(zip(saved, names[-len(saved) :]))
+    written = re.findall(r" = (\w+); del \w+  # reuse", backward)
+    return [
+        f"{name} is written over, and {other} is the same memory"
+        for name in written
+        for other in saved
+        if other != name and name in memory and memory[other] == memory[name]
+    ]
+
+
+@simulated_gpu()
+def unjoined_gradients() -> list[str]:
+    """S4: nobody waits for a gradient that a side stream computes."""
+    torch._dynamo.reset()
+    with observe() as seen:
+        _layer_on(torch.cuda.Stream())(_square()).sum().backward()
+    text = _wrapper(seen, "backward")
+    last = max(text.rfind(launch) for launch in ("with stream1:", "set_stream(stream1)", "stream=stream1_raw"))
+    waits = r"wait_event\.default\(\d+, 0\)|wait_stream\.default\(0, \d+\)|ev\d+\.wait\(stream0_raw\)"
+    return [] if re.search(waits, text[last:]) else ["the current stream waits for nothing after it"]
+
+
+@simulated_gpu()
+def streams_by_other_numbers() -> list[str]:
+    """S5: the current stream is registered anew for each synchronisation, and a capture refreshes number 0 alone."""
+    text = _wrapper(_two_branches(), "backward")
+    named = re.findall(r"(?:record_event|wait_event|sync_dealloc)\.default\(\d+, (\d+)", text)
+    named += re.findall(r"'stream\d+': (\d+)", text)
+    return [f"stream {number} of a program with streams 0 and 1" for number in sorted(set(named) - {"0", "1"})]
+
+
+CHECKS = (stale_streams, donated_twins, unjoined_gradients, streams_by_other_numbers)
+
+
+if __name__ == "__main__":
+    mend()
+    print(json.dumps({check.__name__: check() for check in CHECKS}))

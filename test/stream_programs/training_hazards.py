@@ -1,0 +1,657 @@
+"""What upstream's users reported, in training: each is named after what went wrong.
+
+The caller reads what was mutated right after the call that mutates it, and losses and gradients right after `backward`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stream_programs._program import Kit, matrices, tensors, whole_numbers
+from stream_programs.training import current, fork, join, leaf, take_gradients, trained, training
+
+
+# ---- mutation at the user's joins
+
+
+def _mutates(k: Kit, joined: Any) -> Any:
+    """A step whose forward mutates its second argument on a side stream, long after it has launched all the rest."""
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x, cache):
+        fork(side)
+        with torch.cuda.stream(side):
+            cache.add_(sleep(sleep(cache)).sign())
+        y = (x @ weight).sum()
+        joined(side)
+        return y
+
+    forward = k.compile(forward)
+
+    def step(x, cache):
+        loss = forward(x, cache)
+        seen = cache.clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(weight)
+
+    return step
+
+
+@training(
+    "the write-back of a mutation comes after the user's join: the caller reads the old value (#197416)", matrices(2)
+)
+def train_mutation_joined_by_wait_stream(k: Kit) -> Any:
+    return _mutates(k, join)
+
+
+@training("the same, joined by an event (#177576, #177580)", matrices(2))
+def train_mutation_joined_by_event(k: Kit) -> Any:
+    done = torch.cuda.Event()
+
+    def join_by_event(side):
+        done.record(side)
+        done.wait()
+
+    return _mutates(k, join_by_event)
+
+
+@training("the same, joined by the host", matrices(2))
+def train_mutation_joined_by_synchronize(k: Kit) -> Any:
+    return _mutates(k, lambda side: side.synchronize())
+
+
+class _Counter(nn.Module):
+    """A buffer and a parameter without gradient, both mutated in forward."""
+
+    def __init__(self, k: Kit) -> None:
+        super().__init__()
+        self.side, self.sleep = k.stream(), k.sleep
+        self.weight = nn.Parameter(k.parameter(64, 64))
+        self.average = nn.Parameter(k.parameter(64, 64), requires_grad=False)
+        self.register_buffer("count", torch.zeros(64, 64, device="cuda"))
+
+    def forward(self, x):
+        fork(self.side)
+        with torch.cuda.stream(self.side):
+            self.count.add_(self.sleep(x).sign())
+            self.average.mul_(0).add_(self.sleep(self.weight.detach()))
+        y = (x @ self.weight).relu()
+        join(self.side)
+        return (y * self.average).sum()
+
+
+@training("a buffer and a parameter of a module are mutated on a side stream (#197416)")
+def train_mutated_buffer_and_parameter(k: Kit) -> Any:
+    module = _Counter(k)
+    forward = k.compile(module)
+
+    def step(x):
+        module.count.zero_()
+        loss = forward(x)
+        seen = module.count.clone(), module.average.detach().clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(module.weight)
+
+    return step
+
+
+@training(
+    "a KV cache updated in place, then a forked layer with private events: refused, or a race (#195573)",
+    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
+)
+def train_kv_cache_then_forked_layer(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    gate_weight, weight = trained(k, 2, 16, 16)
+
+    def forward(cache, token):
+        begin, end = torch.cuda.Event(), torch.cuda.Event()
+        cache[:, 5:6].copy_(sleep(token))
+        begin.record()
+        with torch.cuda.stream(side):
+            begin.wait()
+            gate = (sleep(token) @ gate_weight).clamp(-1, 1)
+            end.record()
+        scores = ((cache @ weight) * token).sum(-1, keepdim=True)
+        end.wait()
+        return (scores * gate).sum()
+
+    forward = k.compile(forward)
+
+    def step(cache, token):
+        loss = forward(cache, token)
+        seen = cache.clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(gate_weight, weight)
+
+    return step
+
+
+@training(
+    "the KV cache is updated on the side stream itself, and the layer reads it behind a private event (#195573)",
+    tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
+)
+def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2, 16, 16)
+
+    def forward(cache, token):
+        written = torch.cuda.Event()
+        fork(side)
+        with torch.cuda.stream(side):
+            cache[:, 3:4].copy_(sleep(token) * 2)
+            written.record()
+        query = (token @ first).clamp(-1, 1)
+        written.wait()
+        return ((cache @ second) * query).sum()
+
+    forward = k.compile(forward)
+
+    def step(cache, token):
+        loss = forward(cache, token)
+        seen = cache.clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(first, second)
+
+    return step
+
+
+@training("an input read on one stream and then mutated on another: the backward needs what it was before", matrices(2))
+def train_input_read_then_mutated(k: Kit) -> Any:
+    reader, writer, sleep = k.stream(), k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x, cache):
+        fork(reader)
+        with torch.cuda.stream(reader):
+            a = (sleep(cache) * 2) * weight
+        writer.wait_stream(reader)
+        with torch.cuda.stream(writer):
+            cache.mul_(3)
+        join(writer)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x, cache):
+        loss = forward(x, cache)
+        seen = cache.clone()
+        loss.backward()
+        return loss.detach(), seen, take_gradients(weight)
+
+    return step
+
+
+@training("an operator that works in place overtakes the other stream's reader (sglang #29142)", matrices(2))
+def train_in_place_operator_and_second_reader(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x, y):
+        hidden = (x @ first).clamp(-2, 2)
+        fork(side)
+        with torch.cuda.stream(side):
+            shared = sleep(hidden) @ second
+        join(side)
+        total = hidden.detach().clone()
+        torch.ops.overlay_test.add_to(total, sleep(y))
+        return (shared + hidden * total).sum()
+
+    forward = k.compile(forward)
+
+    def step(x, y):
+        loss = forward(x, y)
+        loss.backward()
+        return loss.detach(), take_gradients(first, second)
+
+    return step
+
+
+# ---- events and waits
+
+
+@training("one event, two streams that wait for it: the second one's wait comes too late (#193409)")
+def train_two_consumers_of_one_event(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        begin = torch.cuda.Event()
+        y = sleep(x).clamp(-1, 1)
+        begin.record()
+        with torch.cuda.stream(one):
+            begin.wait()
+            a = y @ first
+        with torch.cuda.stream(two):
+            begin.wait()
+            b = sleep(y) @ second
+        join(one, two)
+        return (a * 2 + b.relu()).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("wait_stream has only numbers for arguments and is scheduled first (#185546)")
+def train_wait_stream_is_not_first(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        before = sleep(x @ first).clamp(-2, 2)
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(before) @ second
+        independent = x * 3
+        join(side)
+        return (a + before + independent).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the host waits in the middle of the forward, which is no barrier in the compiler (#189096)")
+def train_host_waits_inside(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = (sleep(x) @ first).clamp(-2, 2)
+        side.synchronize()
+        return (a @ second + x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("the stream is made current by set_stream, which is ignored (#109848)")
+def train_set_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        before = current()
+        fork(side)
+        torch.cuda.set_stream(side)
+        a = sleep(x @ first).relu()
+        torch.cuda.set_stream(before)
+        b = x @ second
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("stream(None) is an error (#196193)")
+def train_stream_none(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side), torch.cuda.stream(None):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("a stream in a local variable becomes a context at a graph break (#187472, #183504)", fullgraph=False)
+def train_stream_across_graph_break(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        mine = side
+        fork(mine)
+        with torch.cuda.stream(mine):
+            a = sleep(x @ first).relu()
+        torch._dynamo.graph_break()
+        with torch.cuda.stream(mine):
+            b = sleep(a) @ second
+        join(mine)
+        return (b * x).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+# ---- memory, fusion and passes
+
+
+@training("a diamond: both arms read one buffer, which the backward writes again too early (#178549)")
+def train_diamond(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    weights = trained(k, 3)
+
+    def forward(x):
+        top = (x @ weights[0]).relu()
+        fork(one, two)
+        with torch.cuda.stream(one):
+            a = (sleep(top) @ weights[1]).relu()
+        with torch.cuda.stream(two):
+            b = top @ weights[2]
+        join(one, two)
+        return (a - b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, *weights)
+
+    return step
+
+
+@training("a pointwise producer of one stream is computed inside a kernel of another (#177324)")
+def train_producer_not_inlined(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x * weight).clamp(-2, 2) * 2 + 1
+        join(side)
+        b = a * 3 - x
+        fork(side)
+        with torch.cuda.stream(side):
+            c = b.clamp(-4, 4) + a
+        join(side)
+        return (c - 1).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training(
+    "softmax in front of a matmul loses its stream in the pattern replacement (#189095)",
+    tensors(whole_numbers(64, 512), whole_numbers(512, 64)),
+    tolerance=1e-3,
+)
+def train_softmax_then_matmul(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x, y):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = torch.softmax(sleep(x), -1) @ y
+        b = x[:, :64] @ weight
+        join(side)
+        return (a * b).sum() / 256
+
+    forward = k.compile(forward)
+
+    def step(x, y):
+        x, y = leaf(x), leaf(y)
+        loss = forward(x, y)
+        loss.backward()
+        return loss.detach(), take_gradients(x, y, weight)
+
+    return step
+
+
+def _sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
+    offset = 1 if generator.initial_seed() % 3 == 2 else 0
+    base = torch.randint(-2, 3, (64 * 64 + 4,), generator=generator).float().to(device)
+    return base[offset : offset + 64 * 64].view(64, 64)
+
+
+@training(
+    "a misaligned input is saved and read by several streams in forward and backward (#187224)",
+    tensors(_sometimes_misaligned),
+)
+def train_misaligned_input(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(one, two)
+        with torch.cuda.stream(one):
+            a = sleep(x) @ first
+        with torch.cuda.stream(two):
+            b = sleep(x) * second
+        c = x.sum(0)
+        join(one, two)
+        return (a + b + c).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(first, second)
+
+    return step
+
+
+@training("a gradient that comes in misaligned is read by two streams", matrices(1))
+def train_misaligned_gradient(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ first).relu()
+        b = x @ second
+        join(side)
+        return a + b
+
+    forward = k.compile(forward)
+
+    def step(x):
+        y = forward(x)
+        gradients = torch.cat([x.new_zeros(1), x.reshape(-1)])
+        for offset in (0, 1):
+            y.backward(gradients[offset : offset + 4096].view(64, 64), retain_graph=not offset)
+        return y.detach(), take_gradients(first, second)
+
+    return step
+
+
+@training("Tensor.record_stream on a saved value and on an input is an error, or lost (ai-toolkit #1012)")
+def train_record_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        h = (x @ first).relu()
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(h) @ second
+            h.record_stream(side)
+            x.record_stream(side)
+        join(side)
+        a.record_stream(current())
+        return (a * h).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(first, second)
+
+    return step
+
+
+class _Kept(torch.autograd.Function):
+    """Its gradient is what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        kept = y * 2
+        ctx.save_for_backward(kept)
+        return (x * kept).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (kept,) = ctx.saved_tensors
+        return kept, None
+
+
+@training("a gradient that is a saved value in a side stream's memory is freed while the current stream reads it")
+def train_saved_value_as_gradient(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            loss = _Kept.apply(weight, x @ x)
+        join(side)
+        return loss
+
+    forward = k.compile(forward)
+
+    def step(x):
+        forward(x).backward()
+        (gradient,) = take_gradients(weight)
+        seen = sleep(gradient) * 2
+        del gradient
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return seen
+
+    return step
+
+
+@training("the same, and the forward leaves it to the caller to join the side stream")
+def train_saved_value_as_unjoined_gradient(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            return _Kept.apply(weight, sleep(x @ x))
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward(torch.ones(loss.shape, device="cuda"))
+        return take_gradients(weight)
+
+    return step
+
+
+@training("the current stream is entered in a hook that packs saved tensors (prime-rl #3458)", fullgraph=False)
+def train_current_stream_in_pack_hook(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x @ weight).relu()
+        join(side)
+        return (a * x).sum()
+
+    forward = k.compile(forward)
+
+    def pack(t):
+        with torch.cuda.stream(current()):
+            return t * 1
+
+    def step(x):
+        x = leaf(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training(
+    "on cuda:1 the raw handle overwrites the user's stream of the same name (#182084)",
+    tensors(lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    devices=2,
+)
+def train_on_second_device(k: Kit) -> Any:
+    with torch.cuda.device(1):
+        side = k.stream(device="cuda:1")
+    sleep = k.sleep
+    weight = k.parameter(64, 64).to("cuda:1").requires_grad_()
+
+    def forward(x):
+        with torch.cuda.device(1):
+            fork(side)
+            with torch.cuda.stream(side):
+                a = sleep(x @ weight).relu()
+            b = x * 2
+            join(side)
+            return (a * b).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step

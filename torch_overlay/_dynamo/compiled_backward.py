@@ -1,0 +1,305 @@
+"""Streams of a backward that compiled autograd traces.
+
+Note [Placement under compiled autograd]
+Compiled autograd makes one graph of a whole backward pass, into which it copies the backward graphs that AOTAutograd
+made, and calls it on the stream of whoever called `backward`. The engine, which knows streams, is not asked. So the
+graph says itself what the engine would do, in terms of eager code, before Dynamo reads it:
+
+- A copied operation is placed by `set_stream` on the stream that it had in its own graph; hooks, sums and accumulation
+  of gradients stay on the current one.
+- The side streams wait for the current one at the beginning and at the end, and the current one for them at the end.
+  At the beginning it waits for those alone whose memory holds saved values.
+- A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd
+  drops it at its last use. (Gradients are lent in generated code: `stream_codegen.lend_gradients`.)
+
+Which stream that is, is known at each call only: the same graph serves all calls of the same functions. At each
+backward autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
+of stream objects (`objects.Snapshot`) is queued; a call of the graph takes the queue and puts the streams into
+attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue
+count from its end, because a backward that failed while it was traced leaves what it queued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.fx.traceback
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+
+from torch_overlay import config
+from torch_overlay._dynamo import objects
+from torch_overlay._functorch.stream_placement import (
+    AFTER,
+    AMBIENT,
+    annotate,
+    BACKWARD,
+    BEFORE,
+    is_stream_op,
+    is_view,
+    LEAVE,
+    MEMORY,
+    node_stream,
+    ORDER,
+    REQUIRES,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.fx import Graph, GraphModule, Node
+
+KEY = "overlay_compiled_backward"  # in `meta`: an `_Object`, the stream that a copied operation runs on
+EVENTS = "overlay_compiled_backward_events"  # of an operation: events that it waits for; of a stream's, its arguments
+SAVED = (
+    "overlay_compiled_backward_memory"  # in `meta` of a saved value: an `_Object`, the stream whose memory it may be
+)
+
+
+class _Thread(threading.local):
+    queue: list[objects.Snapshot] | None = None
+
+
+_thread = _Thread()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """A stream or event: the table at this position from the queue's end, and the number in that table."""
+
+    from_end: int
+    index: int
+
+    @property
+    def name(self) -> str:
+        return f"backward_{self.from_end}_object_{self.index}"
+
+
+def _queue() -> list[objects.Snapshot]:
+    if _thread.queue is None:
+        _thread.queue = []
+    return _thread.queue
+
+
+# ---- while the graph is made
+
+
+def mark(copies: Sequence[Node], from_end: int) -> None:
+    """Keep what operations copied from one backward graph say of streams and events; Dynamo numbers them anew."""
+    for node in copies:
+        if stream := node_stream(node):
+            node.meta[KEY] = _Object(from_end, stream)
+        tokens = node.meta.get("custom", {}).get(AFTER) or ()
+        events = [_Object(from_end, int(t[1:])) for t in tokens if t[0] == "e" and "." not in t]
+        if events:
+            node.meta[EVENTS] = events
+        if is_stream_op(node):
+            node.meta[EVENTS] = [_Object(from_end, a) if isinstance(a, int) else a for a in node.args]
+        # The new graph has no forward and no engine: what was said of either doesn't hold in it.
+        node.meta.pop("partitioner_tag", None)
+        node.meta.pop(BACKWARD, None)
+        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, REQUIRES, ORDER)))
+
+
+def _readers(value: Node) -> list[Node]:
+    found = []
+    for user in value.users:
+        found += [user, *(_readers(user) if is_view(user) else [])]
+    return found
+
+
+class _Writer:
+    """Writes the stream program of one graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm, self.graph = gm, gm.graph
+        self.nodes = list(self.graph.nodes)
+        self.begin = next(n for n in self.nodes if n.op != "placeholder")
+        self.fetched: dict[_Object, Node] = {}
+        self.sides = list(dict.fromkeys(n.meta[KEY] for n in self.nodes if KEY in n.meta))
+        self.lenders = list(dict.fromkeys(n.meta[SAVED] for n in self.nodes if SAVED in n.meta))
+        with self.graph.inserting_before(self.begin):
+            self.current = self.graph.call_function(torch.cuda.current_stream)
+
+    def fetch(self, found: _Object | None) -> Node:
+        if found is None or found.index == AMBIENT:
+            return self.current
+        if found not in self.fetched:
+            setattr(self.gm, found.name, None)
+            with self.graph.inserting_before(self.begin):
+                self.fetched[found] = self.graph.create_node("get_attr", found.name)
+        return self.fetched[found]
+
+    def call(self, method: str, *args: Any) -> None:
+        self.graph.call_method(method, tuple(self.fetch(a) if isinstance(a, _Object) else a for a in args))
+
+    def write(self) -> tuple[_Object, ...]:
+        with self.graph.inserting_before(self.begin):
+            for lender in self.lenders:
+                self.call("wait_stream", self.current, lender)
+            for side in self.sides:
+                self.call("wait_stream", side, self.current)
+        self.place()
+        self.lend()
+        (output,) = self.graph.find_nodes(op="output")
+        with self.graph.inserting_before(output):
+            for side in self.sides:
+                self.call("wait_stream", self.current, side)
+            for side in self.sides:
+                self.call("wait_stream", side, self.current)
+        return tuple(self.fetched)
+
+    def place(self) -> None:
+        here: _Object | None = None
+        for node in self.nodes:
+            if node.op not in ("call_function", "call_method", "call_module", "output"):
+                continue
+            there = node.meta.get(KEY)
+            with self.graph.inserting_before(node):
+                if is_stream_op(node):
+                    self.rewrite(node)
+                    continue
+                if there != here:
+                    self.graph.call_function(torch.cuda.set_stream, (self.fetch(there),))
+                here = there
+                for event in node.meta.get(EVENTS, ()):
+                    self.call("wait_event", self.fetch(there), event)
+
+    def rewrite(self, node: Node) -> None:
+        """An operation of the user's on streams and events, which a backward of theirs holds."""
+        first, *others = node.meta[EVENTS]
+        streams = torch.ops.streams
+        if node.target is streams.record_event.default:
+            self.call("record", first, *others)
+        elif node.target is streams.wait_event.default:
+            self.call("wait_event", others[0], first)
+        elif node.target in (streams.wait_stream.default, streams.record_stream.default):
+            method = "wait_stream" if node.target is streams.wait_stream.default else "record_stream"
+            self.call(method, first, *others)
+        elif node.target in (streams.synchronize_event.default, streams.synchronize_stream.default):
+            self.call("synchronize", first)
+        elif node.target is streams.synchronize_device.default:
+            return
+        else:
+            raise NotImplementedError(
+                f"compiled autograd: {node.target} in the backward of a compiled function. Ask streams and events from "
+                "a hook, or run this backward without compiled autograd."
+            )
+        self.graph.erase_node(node)
+
+    def lend(self) -> None:
+        for value in self.nodes:
+            lender = value.meta.get(SAVED)
+            if lender is None:
+                continue
+            streams = dict.fromkeys(r.meta.get(KEY) for r in _readers(value) if r.op != "output")
+            streams.pop(lender, None)
+            with self.graph.inserting_after(value):
+                for stream in streams:
+                    self.call("record_stream", value, self.fetch(stream))
+
+
+def write_stream_program(gm: GraphModule) -> tuple[_Object, ...]:
+    """Put the stream program into compiled autograd's graph; what a call of the graph must bring."""
+    if not any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS)):
+        return ()
+    needed = _Writer(gm).write()
+    gm.recompile()
+    return needed
+
+
+# ---- when a backward runs
+
+
+def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[torch.cuda.Stream]:
+    """The streams that the forwards were called on, but for the current one."""
+    streams = [t.objects[0] for t in tables]
+    found = {s.cuda_stream: s for s in streams if isinstance(s, torch.cuda.Stream)}
+    found.pop(here.cuda_stream, None)  # type: ignore[attr-defined]
+    return list(found.values())
+
+
+def _run(call: Callable[[], Any], gm: GraphModule, needed: Sequence[_Object]) -> Any:
+    tables, _thread.queue = _queue(), None
+    if not tables:
+        return call()
+    for found in needed:
+        setattr(gm, found.name, tables[-found.from_end].objects[found.index])
+    # The forwards wrote what they saved on their own streams, and their memory may belong to them.
+    here = objects.ambient()
+    others = _callers(tables, here)
+    for other in others:
+        here.wait_stream(other)
+    try:
+        return call()
+    finally:
+        for other in others:
+            other.wait_stream(here)
+        for found in needed:
+            setattr(gm, found.name, None)
+
+
+# ---- seams
+
+
+def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
+    table = getattr(node, "_external_objects", None)
+    if isinstance(table, objects.Snapshot):
+        queue = _queue()
+        queue[:] = [*(t for t in queue if t is not table), table]
+    return original(node)
+
+
+def copy_backward(
+    original: Callable[..., Any], compiler: Any, inputs: Any, saved: Any, tensors: Any, pctx: Any, ctx: Any, *rest: Any
+) -> Any:
+    """Around the copying of one backward graph into compiled autograd's."""
+    table = getattr(ctx, "_external_objects", None)
+    graph: Graph = compiler.fx_tracer.graph
+    before = len(graph.nodes)
+    result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
+    if not (config.streams and isinstance(table, objects.Snapshot)):
+        return result
+    from torch._dynamo.compiled_autograd import extract_bw_module
+
+    from_end = next(i for i, t in enumerate(reversed(_queue()), 1) if t is table)
+    function = ctx._forward_cls
+    copies = {n.name: n for n in list(graph.nodes)[before:]}
+    mark(list(copies.values()), from_end)
+    times = compiler.aot_id_counter[function._aot_id] - 1
+    prefix = f"aot{function._aot_id}" + (f"_{times}" if times else "")
+    for value in extract_bw_module(function).graph.find_nodes(op="placeholder"):
+        stream = value.meta.get("custom", {}).get(MEMORY)
+        if stream:
+            copies[f"{prefix}_{value.name}"].meta[SAVED] = _Object(from_end, stream)
+    return result
+
+
+def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> Any:
+    """Around the end of the capture, which hands the graph to the compiler."""
+    compile_graph, found = compiler.compiler_fn, []
+
+    def compile_placed(gm: GraphModule) -> Any:
+        found.append((gm, write_stream_program(gm) if config.streams else ()))
+        return compile_graph(gm)
+
+    compiler.compiler_fn = compile_placed
+    try:
+        run, compiled = original(compiler, outputs)
+    finally:
+        compiler.compiler_fn = compile_graph
+    ((gm, needed),) = found
+    return lambda *args: _run(lambda: run(*args), gm, needed), compiled
+
+
+def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and what
+    is wrapped is run without looking at the metadata of its nodes.
+    """
+    if not config.streams or not any(node_stream(n) for n in module.gm.graph.nodes):
+        return original(module, *args)
+    with torch.fx.traceback.preserve_node_meta():
+        return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))

@@ -1,0 +1,102 @@
+"""The same operation on two streams: two in the graph that runs, one in the graph that is partitioned.
+
+Users let two branches begin with the same operation, or the compiler does it for them: under autocast each branch casts
+the weight that both read. The branches stay independent, so such twins are not merged in the code that runs. But what
+the backward saves and what it computes again is decided on the joint graph, by the number of readers and the distance
+to the backward of each value, and twins change both. There they are merged, as they are in the same program without
+streams: the partitioner's own elimination of common subexpressions is made to take no notice of streams. A merged
+operation remembers the streams that its twins were on. When the graph has been parted, it is divided again among its
+readers, in the half where it came from; of what the other half saves or computes again there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay import config
+from torch_overlay._functorch.stream_placement import annotate, is_backward, node_stream
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Graph, Node
+
+TWINS = "overlay_twins"  # in `meta`: stream of a twin that was merged into this node -> that twin's `custom`
+_CUSTOM = "overlay_custom"  # in `meta`, while twins are merged: the node's `custom`
+
+
+def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
+    """Note on each node of `after` the streams of the nodes of `before` that were merged into it."""
+    kept = {node.name: node for node in after.nodes}
+    known: dict[Any, Node] = {}
+    names: dict[Node, str] = {}
+    for node in before.nodes:
+        operands = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"value {names[n]}")  # type: ignore[arg-type]
+        value = (node.target, repr(operands), key(node))
+        if node.name in kept:
+            names[node] = node.name
+            known.setdefault(value, kept[node.name])
+            continue
+        survivor = known.get(value)
+        names[node] = node.name if survivor is None else survivor.name
+        custom = node.meta.get(_CUSTOM) or {}
+        stream = custom.get("stream") or 0
+        if survivor is not None and stream != node_stream(survivor):
+            survivor.meta[TWINS] = {stream: custom, **survivor.meta.get(TWINS, {})}
+
+
+def split_twins(graph: Graph, of_backward: bool) -> None:
+    """Divide merged operations among their readers: each reads the one on its own stream."""
+    made: dict[tuple[Node, int], Node] = {}
+
+    def is_divided(node: Node) -> bool:
+        return node.op == "call_function" and is_backward(node) == of_backward
+
+    def on_stream(node: Node, stream: int) -> Node:
+        twins = node.meta.get(TWINS, {})
+        if stream not in twins or stream == node_stream(node) or not is_divided(node):
+            return node
+        found = made.get((node, stream))
+        if found is None:
+            with graph.inserting_after(node):
+                found = made[node, stream] = graph.node_copy(node, lambda n: on_stream(n, stream))
+            del found.meta[TWINS]
+            annotate(found, **dict.fromkeys(found.meta.get("custom", {})))
+            annotate(found, **twins[stream])
+        return found
+
+    for node in list(graph.nodes):
+        if TWINS not in node.meta or not is_divided(node):
+            continue
+        for reader in list(node.users):
+            if reader.op == "call_function":
+                reader.replace_input_with(node, on_stream(node, node_stream(reader)))
+        if not node.users:
+            graph.erase_node(node)
+
+
+# ---- seams
+
+
+def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
+    """The partitioner's elimination of common subexpressions; nobody else gives it a key of its own."""
+    key = kwargs.get("extra_node_key")
+    if not config.streams or key is None or not any(node_stream(n) for n in graph.nodes):
+        return original(graph, *args, **kwargs)
+    for node in graph.nodes:
+        node.meta[_CUSTOM] = node.meta.get("custom")
+        annotate(node, stream=None)
+    merged = original(graph, *args, **kwargs)
+    for node in merged.nodes:
+        custom = node.meta.get(_CUSTOM)
+        if custom is not None:
+            node.meta["custom"] = custom
+    _remember(graph, merged, key)
+    for node in (*graph.nodes, *merged.nodes):
+        custom = node.meta.pop(_CUSTOM, None)
+        if custom is not None:
+            node.meta["custom"] = custom
+    return merged

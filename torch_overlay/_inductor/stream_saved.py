@@ -1,0 +1,41 @@
+"""Whose memory a saved value is, once the forward's code is generated.
+
+Note [Memory of saved values]
+The backward gives saved values back, and must know to which stream. When the graphs are parted that is a guess: an
+operation on a side stream may be folded into the ambient stream later (`stream_folding`), a region may run on the
+ambient stream alone when the device is idle (`stream_idle`), and a captured region's memory is all the ambient
+stream's. A block that may be two streams' is given back only when both are ordered behind its last use; for the
+ambient stream that is often the exit of the backward, so that a branch's activations would all stay to the end. The
+forward is generated before the backward is compiled. What its plan says of a value's memory is then written on the
+backward's input, in the graph, where it is also part of the compile cache's key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.virtualized import V
+
+from torch_overlay._functorch.stream_placement import annotate, MEMORY, OWNED
+
+
+if TYPE_CHECKING:
+    from torch_overlay._inductor.stream_planner import Plan
+
+
+def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
+    """Tell the backward which of its saved values are, at every call of this forward, the memory of their stream."""
+    known: Any = getattr(torch._guards.TracingContext.try_get(), "overlay_saved", None)
+    if known is None or V.graph.is_backward or V.graph.name is not None or inductor_config.triton.cudagraphs:
+        return
+    names, backward = known
+    if len(names) != len(V.graph.graph_outputs):
+        return  # hooks on saved tensors changed what the forward returns
+    # Passes rename what a graph returns, and keep its place.
+    made = {name: output.maybe_get_name() for name, output in zip(names, V.graph.graph_outputs)}
+    for value in backward.find_nodes(op="placeholder"):
+        stream, name = value.meta.get("custom", {}).get(MEMORY), made.get(value.name)
+        if stream is not None and name is not None and plan.memory.get(real_names.get(name, name)) == stream:
+            annotate(value, **{OWNED: True})
