@@ -74,8 +74,8 @@ class Buffer:
     `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
     write; the rest came in as an input and is given back. `views` are the names under which parts of it are written
     one by one. `lender` is another stream whose memory a block that came in may be: the block is given back when both
-    streams are ordered behind every access, and with `settles` the lender is at the exit in any case. `size` is in
-    bytes; what `leaves` is handed to the caller. These two are for the account of memory (`stream_memory`).
+    streams are ordered behind every access. With `settles` the lender, or else the block's own stream, is ordered so at
+    the exit in any case. `size` is in bytes; what `leaves` is handed to the caller. These two are for the account of memory (`stream_memory`).
     """
 
     name: str
@@ -363,10 +363,14 @@ class _Planner:
         for stream in sorted(targets):
             carriers = self.carriers[entry_token(stream)].values()
             self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
+        foreign: dict[int, set[int]] = {}
         for buffer in self.buffers:
-            if buffer.settles and buffer.lender is not None:
-                foreign = (i for i in self.uses(buffer) if self.ops[i].stream != HOST)
-                self.order_after(end, buffer.lender, foreign, ())
+            if buffer.settles:
+                owner = buffer.stream if buffer.lender is None else buffer.lender
+                users = (i for i in self.uses(buffer) if self.ops[i].stream not in (owner, HOST))
+                foreign.setdefault(owner, set()).update(users)
+        for owner in sorted(foreign):
+            self.order_after(end, owner, foreign[owner], ())
 
     @staticmethod
     def covers_all(clock: _Clock | None, accesses: list[tuple[int | None, int]]) -> bool:

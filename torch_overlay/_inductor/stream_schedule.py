@@ -355,13 +355,17 @@ class RegionReader:
                 device = self.device_of(name)
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
                 stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
+                leaves = name in self.output_memory
+                # The autograd engine records the streams that read another one's gradient, whoever computed it.
+                settles = V.graph.is_backward and stream != shared and not leaves and not self.enclosed
                 found.append(
                     Buffer(
                         name,
                         stream,
                         views=frozenset(views.get(name, ())),
+                        settles=settles,
                         size=self.size_of(name),
-                        leaves=name in self.output_memory,
+                        leaves=leaves,
                     )
                 )
         local = {b.name for b in found}
