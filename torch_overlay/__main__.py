@@ -1,7 +1,8 @@
-"""python -m torch_overlay status | explain | demo
+"""python -m torch_overlay status | explain | check | demo
 
     status                   what is installed, where, and why or why not
     explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
+    check FILE:FUNCTION      runs what is generated on a simulated device, and looks for races (`check --help`)
     demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)
 
 A PyTorch that the overlay refuses is no reason for a traceback here: `status` shows what was refused and why.
@@ -20,7 +21,11 @@ from torch_overlay.errors import OverlayError
 if TYPE_CHECKING:
     from torch_overlay._engine.report import Status
 
-COMMANDS = {"explain": "torch_overlay._explain", "demo": "torch_overlay._demo"}
+COMMANDS = {
+    "explain": "torch_overlay._explain",
+    "check": "torch_overlay._check",
+    "demo": "torch_overlay._demo",
+}
 
 
 def print_status(status: Status) -> None:

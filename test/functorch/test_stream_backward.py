@@ -408,7 +408,8 @@ class TestOverlap(TestCase):
         """
         (plan,) = region(compile_step("train_user_kernels"), "backward").plans
         ambient = [i for i, op in enumerate(plan.ops) if op.stream == 0]
-        (fork,) = [e for e in plan.events if any(stream == 1 for _, stream in e.waits)]
+        end = len(plan.ops)
+        (fork,) = [e for e in plan.events if any(stream == 1 and at < end for at, stream in e.waits)]
         self.assertEqual((fork.stream, fork.after), (0, ambient[0]), plan.table())
 
     def test_memory_that_a_user_s_kernel_writes_is_its_stream_s(self) -> None:
@@ -420,6 +421,22 @@ class TestOverlap(TestCase):
                     self.assertEqual(
                         {plan.memory[name] for name in op.writes if name in plan.memory}, {1}, plan.table()
                     )
+
+
+class TestReturnedMemory(TestCase):
+    def test_side_stream_s_memory_is_read_by_nobody_when_a_backward_has_given_it_back(self) -> None:
+        """The caller may allocate on the side stream at once, and waits for nothing."""
+        for sleeps in (False, True):
+            (plan,) = region(compile_step("train_saved_chain", sleeps=sleeps), "backward").plans
+            read = [
+                b.name
+                for b in plan.buffers
+                if b.stream == 1 and any(plan.ops[i].stream == 0 for i in plan.uses[b.name])
+            ]
+            self.assertGreater(len(read), 0)
+            self.assertEqual(plan.unordered_at_exit, frozenset(), plan.table())
+            (wait,) = [(e, at) for e in plan.events for at, stream in e.waits if stream == 1 and at == len(plan.ops)]
+            self.assertEqual(wait[0].stream, 0, plan.table())
 
 
 OTHER_DEVICE = ("train_on_second_device",)  # its current stream is a stream like others in a frame of the first device

@@ -10,8 +10,8 @@ import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
-import wrapper_races
 from torch_overlay import config
+from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
@@ -47,7 +47,7 @@ class TestStreamIdle(TestCase):
         wrapper = seen.wrappers[0]
         self.assertEqual("if spread" in wrapper, "follows=" in wrapper)
         if "follows=" in wrapper:
-            self.assertEqual(wrapper_races.check(wrapper), [])
+            check_wrapper(wrapper).raise_if_any()
         return "follows=" in wrapper
 
     @simulated_gpu()
@@ -197,7 +197,7 @@ def call(self, args):
         wrapper = self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0]
         broken = re.sub(r" *if spread: (del buf|buf\d+ = ).*\n", "", wrapper).replace("else: buf", "buf")
         self.assertEqual(broken.count("# reuse"), wrapper.count("# reuse"))
-        self.assertNotEqual(wrapper_races.check(broken), [])
+        self.assertNotEqual(check_wrapper(broken).races, [])
 
 
 @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")

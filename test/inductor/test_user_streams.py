@@ -1,7 +1,7 @@
 """User streams through Inductor: the program corpus, the hazards worth reading, the passes that could lose a placement.
 
-Three tiers. `TestCorpus` compiles each program without a GPU, executes the generated wrapper on a machine model
-(`wrapper_races`) and looks for whatever must not be in it. `TestHazards` and `TestPasses` show plans and wrappers as
+Three tiers. `TestCorpus` compiles each program without a GPU, executes the generated wrapper on a simulated device
+(`check_wrapper`) and looks for whatever must not be in it. `TestHazards` and `TestPasses` show plans and wrappers as
 goldens. `TestGpu` runs each program on a GPU under injected delays and compares it with ordered eager.
 
 `# stream n` in a graph is a placement; streams have numbers per graph, and 0, the current stream of the caller, isn't
@@ -23,9 +23,9 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
-import wrapper_races
 from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
 from torch_overlay import config
+from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
@@ -88,9 +88,8 @@ class TestCorpus(TestCase):
         if not program.fullgraph or program.frames or program.devices > 1:
             return
         for wrapper in filter(complete, seen.wrappers):
-            with simulated_gpu():
-                found = wrapper_races.check(wrapper, joined=program.finish is None, owned=owned)
-            self.assertEqual(found, [], wrapper)
+            report = check_wrapper(wrapper, joined=program.finish is None, owned=owned)
+            self.assertTrue(report.ok, f"{report}\n{wrapper}")
 
     @parametrize("name,mode", PAIRS)
     def test_compiles(self, name: str, mode: str) -> None:
@@ -124,32 +123,7 @@ class TestCorpus(TestCase):
         """The copy is made on the reader's stream, and the original isn't given back before that copy has been made."""
         seen, _ = compile_program(by_name(name))
         for owned in (False, True):
-            with simulated_gpu():
-                found = wrapper_races.check(seen.wrappers[0], owned=owned, misaligned=True)
-            self.assertEqual(found, [])
-
-    @parametrize(
-        "name",
-        [
-            "fork_join",
-            "diamond",
-            "events_made_inside",
-            "eight_experts",
-            "two_streams_made_inside",
-            "input_read_then_mutated",
-        ],
-    )
-    def test_the_check_misses_no_wait(self, name: str) -> None:
-        """Without any one of its waits a wrapper races: the plan is minimal, and the machine model sees it."""
-        program = by_name(name)
-        wrapper = compile_program(program)[0].wrappers[0]
-        waits = [line for line in wrapper.splitlines() if re.match(r" +ev\d+\.wait\(", line)]
-        self.assertTrue(waits)
-        for line in waits:
-            self.assertEqual(wrapper.count(line), 1)
-            with simulated_gpu():
-                found = wrapper_races.check(wrapper.replace(line, ""))
-            self.assertNotEqual(found, [], line)
+            check_wrapper(seen.wrappers[0], owned=owned, misaligned=True).raise_if_any()
 
 
 class TestHazards(TestCase):
@@ -681,15 +655,13 @@ def call(self, args):
     return (buf4, )
 """,
         )
-        with simulated_gpu():
-            self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
+        check_wrapper(seen.wrappers[0], owned=True).raise_if_any()
 
     def test_buffer_is_not_reused_while_another_stream_reads_it(self) -> None:
         """Fails on stock (S2): a value that passed a sync reports stream 0, so its block is written again too early."""
         for mode in (None, "reduce-overhead"):
             seen = compiled("last_reader_on_another_stream", mode)
-            with simulated_gpu():
-                self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=mode is not None), [])
+            check_wrapper(seen.wrappers[0], owned=mode is not None).raise_if_any()
         self.assertExpectedInline(
             self.table("last_reader_on_another_stream"),
             """\
@@ -987,8 +959,7 @@ class TestPasses(TestCase):
             number = re.search(r"_(region\d+)\.enter", body)
             self.assertRegex(regions[number[1]], r"'wait', 'ev\d+\w*', 'stream1\w*'")
             self.assertRegex(body + regions[number[1]], r"\.wait\(stream0\w*\)|exit=.*'wait', 'ev\d+\w*', 'stream0")
-        with simulated_gpu():
-            self.assertEqual(wrapper_races.check(seen.wrappers[0], owned=True), [])
+        check_wrapper(seen.wrappers[0], owned=True).raise_if_any()
 
     @simulated_gpu()
     def test_dynamic_shapes(self) -> None:

@@ -1,0 +1,34 @@
+"""What is known of a program's streams: races, plans as pictures, overlap on a device.
+
+    from torch_overlay.analysis import check, check_eager, check_graph
+
+`check` runs compiled code on a simulated device, `check_graph` reads a captured CUDA graph, `check_wrapper` takes the
+text of a generated module, `check_eager` watches eager code on a GPU; each gives a `Report`. `Trace` is for programs
+that are written down by hand, and `check_trace` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+_PUBLIC = {
+    "check": "checking",
+    "check_eager": "eager_check",
+    "check_graph": "graph_check",
+    "check_trace": "race_report",
+    "check_wrapper": "wrapper_check",
+    "RaceError": "race_report",
+    "Report": "race_report",
+    "Trace": "trace",
+}
+
+__all__ = [*_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -15,7 +15,7 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -76,6 +76,7 @@ class Devices:
     def __init__(self, count: int) -> None:
         self.count = count
         self.log = DeviceLog()
+        self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._events: weakref.WeakKeyDictionary[torch.Event, _EventState] = weakref.WeakKeyDictionary()
         self._generators: weakref.WeakKeyDictionary[torch.Generator, torch.device] = weakref.WeakKeyDictionary()
@@ -109,7 +110,10 @@ class Devices:
         return self.exchange_device(index)
 
     def synchronize(self, index: int | None = None) -> None:
-        self.log.note(f"synchronize cuda:{_get_device() if index is None else index}")
+        index = _get_device() if index is None else index
+        self.log.note(f"synchronize cuda:{index}")
+        if self.listener is not None:
+            self.listener.synchronize_device(index)
 
     def has_context(self, index: int) -> bool:
         return 0 <= index < self.count
@@ -137,11 +141,19 @@ class Devices:
             return self.make_stream(cls, kwargs["stream_ptr"], index)
         stream = self.make_stream(cls, self._from_pool(priority, index), index)
         self.log.note(f"new {_name(stream)}")
+        if self.listener is not None:
+            self.listener.made(stream)
         return stream
 
     def handle(self, stream_id: int, device: int) -> int:
         """The cudaStream_t of a stream: null for the default one, made up for the pool's, an external one's own."""
         return 0x51000000 + (device << 20) + (stream_id << 4) if stream_id & 1 else stream_id
+
+    def of_handle(self, handle: int) -> tuple[int, int] | None:
+        """Stream id and device of a handle that `handle` made up."""
+        if handle >> 24 != 0x51:
+            return None
+        return (handle & 0xFFFFF) >> 4, (handle >> 20) & 0xF
 
     def stream_data(self, index: int) -> tuple[int, int, int]:
         current = _get_stream(index)
@@ -171,10 +183,20 @@ class Devices:
 
     def synchronize_stream(self, stream: torch.Stream) -> None:
         self.log.note(f"synchronize {_name(stream)}")
+        self._host_waits(stream)
 
     def query_stream(self, stream: torch.Stream) -> bool:
         self.log.note(f"query {_name(stream)}")
+        self._host_waits(stream)  # for that is what the answer says
         return True
+
+    def _host_waits(self, target: torch.Stream | torch.Event) -> None:
+        if self.listener is None:
+            return
+        if isinstance(target, torch.Stream):
+            self.listener.synchronize_stream(target)
+        else:
+            self.listener.synchronize_event(target)
 
     def record_event(self, stream: torch.Stream, event: torch.Event | None = None) -> torch.Event:
         event = torch.Event(device=stream.device) if event is None else event
@@ -186,6 +208,8 @@ class Devices:
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.log.note(f"record_stream on {_name(stream)}")
+        if self.listener is not None:
+            self.listener.record_stream(tensor, stream)
 
     # ---- events
 
@@ -213,17 +237,23 @@ class Devices:
         state = self._state(event)
         state.device, state.recorded_at = stream.device_index, next(self._clock)
         self.log.note(f"record event {state.number} on {_name(stream)}")
+        if self.listener is not None:
+            self.listener.record(event, stream)
 
     def wait(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
         stream = _get_stream(_get_device()) if stream is None else stream
         self.log.note(f"{_name(stream)} waits for event {self._state(event).number}")
+        if self.listener is not None:
+            self.listener.wait(event, stream)
 
     def query_event(self, event: torch.Event) -> bool:
         self.log.note(f"query event {self._state(event).number}")
+        self._host_waits(event)
         return True
 
     def synchronize_event(self, event: torch.Event) -> None:
         self.log.note(f"synchronize event {self._state(event).number}")
+        self._host_waits(event)
 
     def elapsed_time(self, event: torch.Event, end: torch.Event) -> float:
         """Milliseconds: one for every record between the two. An event may have been recorded by compiled code, which

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
@@ -29,12 +29,18 @@ class SimulatedTensorMode(FakeTensorMode):
     def __init__(self, devices: Devices) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._devices = devices
-        self._pinned = WeakTensorKeyDictionary()
+        self._pinned: dict[int, StorageWeakRef] = {}
+        self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self.listener is None:
+            return self._simulate(func, types, args, kwargs)
+        return self.listener.dispatch(func, args, kwargs, lambda: self._simulate(func, types, args, dict(kwargs)))
+
+    def _simulate(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.is_pinned.default:
-            return args[0] in self._pinned
+            return self.is_pinned(args[0])
         if func is aten._pin_memory.default:
             return self._pin(super().dispatch(aten.clone.default, types, args[:1]))
         if func is aten._local_scalar_dense.default:
@@ -55,8 +61,14 @@ class SimulatedTensorMode(FakeTensorMode):
     def _pin(self, tensor: Any) -> torch.Tensor:
         if tensor.device.type != "cpu":
             raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-        self._pinned[tensor] = True
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
         return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Of a view as well as of the whole."""
+        known = self._pinned.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the weak reference to a tensor from the memo of tensors that were made fake."""

@@ -175,6 +175,11 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             lambda folder: _on_cpu(fold, folder),
             "folds by executing constant nodes on their device, with all modes off",
         ),
+        Mock(
+            "torch._inductor.fx_passes.pad_mm._should_pad",
+            lambda *args, **kwargs: torch._inductor.config.force_shape_pad,
+            "times a matmul with padding and without; nothing is timed here",
+        ),
         Mock("torch._inductor.utils.copy_misaligned_inputs", lambda *a, **k: ([], []), "reads addresses at run time"),
         Mock("torch._inductor.compile_fx.copy_misaligned_inputs", lambda *a, **k: ([], []), "imported by value"),
         Mock(

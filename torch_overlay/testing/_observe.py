@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import re
 import traceback
 from typing import Any, TYPE_CHECKING
@@ -39,13 +40,15 @@ class GraphBreak:
 @dataclasses.dataclass(frozen=True)
 class Frame:
     """One graph that Dynamo took from the user's code. `syncs` counts the stream operations that the user wrote there
-    (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events."""
+    (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events;
+    `lines` says by the name of a node of Dynamo's graph where the user wrote it."""
 
     name: str
     file: str
     line: int
     syncs: collections.Counter[str]
     objects: tuple[Any, ...]
+    lines: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def records(self) -> int:
@@ -204,7 +207,12 @@ def _frame(code: Any, gm: torch.fx.GraphModule) -> Frame:
         objects: tuple[Any, ...] = ()
     else:
         objects = registry.describe()
-    return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects)
+    lines = {}
+    for node in gm.graph.nodes:
+        file, line, text = _text._user_line(node)
+        if file:
+            lines[node.name] = f"{os.path.basename(file)}:{line}: {text}"
+    return Frame(code.co_name, code.co_filename, code.co_firstlineno, collections.Counter(names), objects, lines)
 
 
 def _graph_break(reason: str, exc: Any) -> GraphBreak:

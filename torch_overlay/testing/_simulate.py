@@ -74,7 +74,12 @@ class Simulation:
             objects.install(table)  # a backward leaves that of its forward, with simulated streams
 
 
-_MOCKED_MODULES = ("torch._inductor.codecache", "torch._inductor.compile_fx", "torch._inductor.select_algorithm")
+_MOCKED_MODULES = (
+    "torch._inductor.codecache",
+    "torch._inductor.compile_fx",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.select_algorithm",
+)
 _lock = threading.RLock()
 _active: list[Simulation] = []
 _open: list[contextlib.ExitStack] = []

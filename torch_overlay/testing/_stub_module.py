@@ -1,13 +1,16 @@
-"""The module that stands in for a generated wrapper: it is never executed, it hands back tensors of the right layout.
+"""The module that stands in for a generated wrapper: it hands back tensors of the right layout, and executes nothing.
 
 Inductor's code generation runs in full and its text is kept. What the caller then gets is a callable with the calling
 convention of a generated module (a boxed argument list, `recursively_apply_fns` for CUDA graph partitions), whose
 outputs are fake tensors with the sizes, strides, dtype and device that the graph promised. Symbolic sizes are evaluated
 with the arguments of that very call. So the code after a graph break, the backward and a second compiled function run.
+
+Who wants the text to be executed says how with `executed_by`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import types
 from typing import Any, TYPE_CHECKING
@@ -18,10 +21,23 @@ from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 _UNKNOWN_SIZE, _UNKNOWN_NUMBER = 8, 1.0  # stand for what only the data could tell (unbacked symbols)
+
+
+_execute: list[Callable[[str, Any], Any]] = []
+
+
+@contextlib.contextmanager
+def executed_by(execute: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Inside, a generated module is what `execute(text, stub)` makes of its text."""
+    _execute.append(execute)
+    try:
+        yield
+    finally:
+        _execute.remove(execute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +91,7 @@ def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> N
 
 def stub_module(graph: Any) -> Any:
     """What `GraphLowering.compile_to_module` returns in the simulation, after the real code generation."""
-    _ = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
+    code, _ = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
     inputs = list(graph.graph_inputs.values())
     outputs = [_describe(o) for o in graph.graph_outputs]
     hints: dict[Any, Any] = dict(V.graph.sizevars.backed_var_to_val)
@@ -97,6 +113,7 @@ def stub_module(graph: Any) -> Any:
             fn(call)
 
     runner = types.SimpleNamespace(partitions=[], recursively_apply_fns=recursively_apply_fns)
-    return types.SimpleNamespace(
+    stub = types.SimpleNamespace(
         call=call, __file__=__file__, recursively_apply_fns=recursively_apply_fns, runner=runner
     )
+    return _execute[-1](code.value, stub) if _execute and not graph.cpp_wrapper else stub

@@ -1,0 +1,333 @@
+"""`check` on compiled functions: what it finds, what it says, and the command line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import corpus
+
+import form
+from stream_programs import by_name, PROGRAMS
+from torch_overlay import config
+from torch_overlay.analysis import check, check_eager, check_wrapper, RaceError
+from torch_overlay.analysis.simulated_module import CheckError
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+def forked(side: Any) -> Any:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (x @ w).relu()
+        b = x.sin()
+        current.wait_stream(side)
+        return a @ b
+
+    return fn
+
+
+def inputs(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(64, 64, device="cuda", **kwargs), torch.randn(64, 64, device="cuda", **kwargs)
+
+
+class TestCheck(TestCase):
+    maxDiff = None
+
+    @simulated_gpu()
+    def test_fork_and_join(self) -> None:
+        report = check(forked(torch.cuda.Stream()), *inputs(), fullgraph=True)
+        self.assertTrue(report.ok)
+        self.assertEqual(str(report), "no races, no lost promises, no redundant events")
+        self.assertIn("exit", report.plan)
+        self.assertIn("after call 1, default stream may read output 0", map(str, report.boundary))
+        report.raise_if_any()
+
+    @simulated_gpu()
+    def test_backward(self) -> None:
+        report = check(forked(torch.cuda.Stream()), *inputs(requires_grad=True), backward=True, calls=3)
+        self.assertTrue(report.ok, str(report))
+        self.assertIn("after call 3, default stream may read gradient of input 1", map(str, report.boundary))
+
+    @config.patch(fold_branches_below_us=0.0)
+    @simulated_gpu()
+    def test_report_of_a_wait_that_is_missing(self) -> None:
+        def without_join(text: str) -> str:
+            text, count = re.subn(r"\n *ev1\.wait\(stream0_raw\)", "", text)
+            self.assertEqual(count, 1)
+            return text
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                a = x @ w
+            current.wait_stream(side)
+            return a @ w
+
+        side = torch.cuda.Stream()
+        report = check(fn, *inputs(), rewrite=without_join)
+        self.assertExpectedInline(
+            re.sub(r"py:\d+", "py:N", str(report)) + "\n",
+            """\
+RAW: buf0 is read before it is known to be written
+  first   `aten.mm.out` on stream 1 writes buf0, bytes 0 to 16383  at test_check.py:N: a = x @ w
+  second  `aten.mm.out` on default stream reads buf0, bytes 0 to 16383  at test_check.py:N: return a @ w
+  missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
+WAR: input 0 is overwritten while it may still be read
+  first   `aten.mm.out` on stream 1 reads input 0, bytes 0 to 16383  at test_check.py:N: a = x @ w
+  second  `the caller` on default stream writes input 0, bytes 0 to 16383
+  missing: default stream must wait, before `the caller`, for an event that stream 1 records after `aten.mm.out`
+WAR: input 1 is overwritten while it may still be read
+  first   `aten.mm.out` on stream 1 reads input 1, bytes 0 to 16383  at test_check.py:N: a = x @ w
+  second  `the caller` on default stream writes input 1, bytes 0 to 16383
+  missing: default stream must wait, before `the caller`, for an event that stream 1 records after `aten.mm.out`
+reuse: buf0#2 may get memory of buf0 that is still in use
+  first   `aten.mm.out` on stream 1 writes buf0, bytes 0 to 16383  at test_check.py:N: a = x @ w
+  second  `aten.mm.out` on default stream reads buf0#2, bytes 0 to 16383  at test_check.py:N: return a @ w
+  missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
+RAW: buf0#2 is read before it is known to be written
+  first   `aten.mm.out` on stream 1 writes buf0#2, bytes 0 to 16383  at test_check.py:N: a = x @ w
+  second  `aten.mm.out` on default stream reads buf0#2, bytes 0 to 16383  at test_check.py:N: return a @ w
+  missing: default stream must wait, before `aten.mm.out`, for an event that stream 1 records after `aten.mm.out`
+lost: after call 1, call 2, default stream may overwrite input 0
+  in eager that is so; the compiled code does not order it
+lost: after call 1, call 2, default stream may overwrite input 1
+  in eager that is so; the compiled code does not order it
+lost: after call 2, default stream may read the caller's work on stream 1
+  in eager that is so; the compiled code does not order it
+lost: after call 2, default stream may overwrite the caller's work on stream 1
+  in eager that is so; the compiled code does not order it
+redundant: ev1.record(stream1_raw): nobody waits for it
+  wrapper 0, line 73: ev1.record(stream1_raw)
+5 races, 6 lost promises, 1 redundant event
+""",
+        )
+        with self.assertRaisesRegex(RaceError, "RAW: buf0 is read before it is known to be written"):
+            report.raise_if_any()
+
+    @simulated_gpu()
+    def test_input_mutated_on_a_side_stream_that_the_caller_joins(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.add_(1)
+
+        report = check(fn, inputs()[0])
+        self.assertTrue(report.ok, str(report))
+        rows = {str(p): (p.eager, p.compiled) for p in report.boundary}
+        self.assertEqual(rows["after call 1, stream 1 may read input 0"], (True, True))
+        self.assertNotIn("after call 1, default stream may read input 0", rows)
+
+    @simulated_gpu()
+    def test_a_program_that_races_in_eager_is_told_so(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.stream(side):
+                a = x * 2
+            return a + 1
+
+        report = check(fn, inputs()[0])
+        self.assertRegex(
+            str(report), r"note: in eager the function has \d races of its own, the first:\n  RAW: input 0"
+        )
+
+    @simulated_gpu()
+    def test_host_read_of_a_copy_that_is_not_over(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                pinned.copy_(x * 2, non_blocking=True)
+            return x + 1
+
+        def step(x: torch.Tensor, pinned: torch.Tensor) -> torch.Tensor:
+            y = compiled(x, pinned)
+            if synchronizes:
+                side.synchronize()
+            return y + int(pinned[0, 0])
+
+        compiled = torch.compile(fn)
+        for synchronizes in (True, False):
+            pinned = torch.zeros(64, 64).pin_memory()
+            report = check(step, inputs()[0], pinned, compile=False)
+            self.assertEqual({race.kind for race in report.races}, set() if synchronizes else {"host"}, str(report))
+
+    @simulated_gpu()
+    def test_two_frames_that_share_a_side_stream(self) -> None:
+        side = torch.cuda.Stream()
+        first, second = torch.compile(forked(side)), torch.compile(forked(side))
+
+        def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return second(first(x, w), w) + first(w, x)
+
+        check(step, *inputs(), compile=False, calls=3).raise_if_any()
+
+    @simulated_gpu()
+    def test_modules_and_graph_breaks(self) -> None:
+        class Layer(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(64, 64, device="cuda")
+                self.side = torch.cuda.Stream()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                current = torch.cuda.current_stream()
+                self.side.wait_stream(current)
+                with torch.cuda.stream(self.side):
+                    a = self.linear(x)
+                torch._dynamo.graph_break()
+                current.wait_stream(self.side)
+                return a + x
+
+        report = check(Layer(), inputs()[0], backward=True)
+        self.assertTrue(report.ok, str(report))
+        self.assertTrue(any("gradient of linear.weight" in str(p) for p in report.boundary))
+
+    @simulated_gpu()
+    def test_partitions(self) -> None:
+        report = check(forked(torch.cuda.Stream()), *inputs(), mode="reduce-overhead")
+        self.assertTrue(report.ok, str(report))
+        self.assertEqual(len(report.traces), 2)  # as they are, and as CUDA graphs
+
+    def test_tensors_from_outside_of_the_simulation(self) -> None:
+        check(lambda x: x + 1, torch.zeros(4)).raise_if_any()
+
+    def test_bad_input(self) -> None:
+        with self.assertRaisesRegex(ValueError, "check: calls must be at least 1, got 0"):
+            check(lambda: None, calls=0)
+        with self.assertRaisesRegex(CheckError, "this is not the text of a generated module"):
+            check_wrapper("x = 1")
+        with self.assertRaisesRegex(ValueError, "no output requires a gradient"), simulated_gpu():
+            check(lambda x: x + 1, inputs()[0], backward=True)
+
+    def test_nothing_is_left_behind(self) -> None:
+        with simulated_gpu() as gpu:
+            check(forked(torch.cuda.Stream()), *inputs())
+            self.assertIsNone(gpu.devices.listener)
+            self.assertIsNone(gpu.fake_mode.listener)
+            result = compile_only(lambda x: x + 1, inputs()[0])
+            self.assertEqual(tuple(result.output.shape), (64, 64))
+
+
+class TestCorpus(TestCase):
+    @parametrize("name", [p.name for p in PROGRAMS if not p.name.startswith("train_")])
+    def test_program(self, name: str) -> None:
+        """No race, and no promise of eager lost but for those that `corpus.LOST` explains."""
+        self.assertEqual(corpus.unexpected(name, corpus.check_program(by_name(name))), [])
+
+
+instantiate_parametrized_tests(TestCorpus)
+
+
+class TestCheckWrapper(TestCase):
+    def test_text_of_a_module(self) -> None:
+        with simulated_gpu():
+            text = compile_only(forked(torch.cuda.Stream()), *inputs()).wrappers[0]
+        for owned in (False, True):
+            check_wrapper(text, owned=owned).raise_if_any()
+            self.assertFalse(check_wrapper(text.replace("ev1.wait(", "str("), owned=owned).ok)
+
+
+class TestCheckEager(TestCase):
+    def test_without_a_gpu(self) -> None:
+        if torch.cuda.is_available():
+            self.skipTest("there is a GPU")
+        with self.assertRaisesRegex(RuntimeError, "no GPU. Without one, check"), check_eager():
+            pass
+
+    def test_races_of_eager_code(self) -> None:
+        if not torch.cuda.is_available():
+            self.skipTest("needs a GPU")
+        side = torch.cuda.Stream()
+        for waits in (True, False):
+            with check_eager() as report:
+                x = torch.ones(64, device="cuda")
+                if waits:
+                    side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x.mul_(2)
+            self.assertEqual([race.kind for race in report.races], [] if waits else ["WAW"], str(report))
+            if not waits:
+                self.assertRegex(str(report), r"`aten::mul_.*` on stream 0x\w+ writes tensor .* at test_check.py:\d+")
+
+
+PROGRAM = """
+import torch
+
+side = torch.cuda.Stream()
+table = torch.cuda.Stream()
+
+def good(x):
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = x * 2
+    current.wait_stream(side)
+    return a + x
+
+def racy(x):
+    with torch.cuda.stream(side):
+        a = x * 2
+    torch._dynamo.graph_break()
+    return a + 1
+
+def broken(x):
+    raise KeyError("model")
+
+def example_inputs():
+    return torch.randn(64, 64, device="cuda", requires_grad=True)
+"""
+
+
+@form.overlay_only
+class TestCommandLine(TestCase):
+    def run_check(self, *arguments: str) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model.py").write_text(PROGRAM)
+            arguments = tuple(a.replace("model.py", f"{folder}/model.py") for a in arguments)
+            return form.run_python(
+                f"import sys; from torch_overlay.__main__ import main; sys.exit(main(['check', *{arguments!r}]))"
+            )
+
+    def test_clean(self) -> None:
+        done = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("no races, no lost promises", done.stdout)
+        self.assertIn("exit", done.stdout)
+
+    def test_racy(self) -> None:
+        done = self.run_check("model.py:racy")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stdout, r"RAW: input 0 .*\n.*\n  second .* at model.py:17: a = x \* 2\n")
+
+    def test_bad_usage(self) -> None:
+        for arguments, text in (
+            (("model.py:nothing",), "has no function nothing"),
+            (("model.py",), "doesn't name a function: FILE:FUNCTION"),
+            (("elsewhere.py:f",), "no file elsewhere.py"),
+            (("model.py:good", "--calls", "0"), "--calls must be at least 1, got 0"),
+            (("model.py:broken",), "KeyError: 'model'"),
+        ):
+            done = self.run_check(*arguments)
+            self.assertEqual(done.returncode, 2, done.stdout)
+            self.assertIn(text, done.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()

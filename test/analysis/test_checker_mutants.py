@@ -1,0 +1,136 @@
+"""The checker is checked: mutants of programs, which it has to flag if they are wrong, and only then.
+
+Small random programs are judged by trying out every order of what they do (`brute_force`); mutants of compiled
+programs by what is known of plans (Note [Right and wrong by construction]). `tools/mutants` does the same for all
+programs and as many small ones as one wants.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import brute_force
+import corpus
+import mutants
+from mutants import Tally
+
+import form  # noqa: F401
+from stream_programs import by_name
+from torch_overlay.analysis.trace import HOST, Trace
+
+
+SOME = [(p.name, mode or "default") for p in corpus.OWN_FRAMES[::4] for mode in p.modes[:1]]
+
+
+class TestSmallPrograms(TestCase):
+    @parametrize("block", range(5))
+    def test_checker_agrees_with_all_orders(self, block: int) -> None:
+        tally = Tally()
+        for seed in range(100 * block, 100 * block + 100):
+            mutants.count_small(seed, tally)
+        self.assertEqual(tally.mistakes, [])
+        wrong = sum(count for (_, is_wrong, _), count in tally.counts.items() if is_wrong)
+        self.assertGreater(wrong, 100, tally.table())
+        self.assertGreater(tally.decided - wrong, 100, tally.table())
+
+
+class TestCompiledPrograms(TestCase):
+    @parametrize("name,mode", SOME)
+    def test_mutants(self, name: str, mode: str) -> None:
+        report = corpus.check_program(by_name(name), None if mode == "default" else mode)
+        self.assertEqual(corpus.unexpected(name, report), [], str(report))
+        tally = Tally()
+        mutants.count_compiled(report, f"{name}, {mode}", tally)
+        mistakes = [m for m in tally.mistakes if not corpus.is_known(m)]
+        self.assertEqual(mistakes, [], "\n".join([*mistakes, str(report)]))
+
+    def test_enough_of_them(self) -> None:
+        """Each kind of mutant is there, and the eight experts alone have dozens of waits."""
+        tally = Tally()
+        for name in ("eight_experts", "sixteen_blocks", "prefetch_loop", "mutation_on_returned_stream"):
+            mutants.count_compiled(corpus.check_program(by_name(name)), name, tally)
+        self.assertEqual(tally.mistakes, [])
+        kinds = {kind for kind, _, _ in tally.counts}
+        self.assertEqual(kinds, {"delete wait", "delete record", "drop boundary effect", "early free", "swap"})
+        self.assertGreater(tally.decided, 150, tally.table())
+
+
+class TestOracle(TestCase):
+    """The oracle itself, on programs whose answer anybody can tell."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.t = Trace()
+        self.x = self.t.alloc("x", 16, on="s0")
+        self.t.launch("fill", "s0", writes=[self.x])
+
+    def is_right(self) -> bool:
+        return brute_force.is_right(self.t.operations)
+
+    def test_unordered_read(self) -> None:
+        self.t.launch("use", "s1", reads=[self.x])
+        self.assertFalse(self.is_right())
+
+    def test_ordered_read(self) -> None:
+        self.t.record("e", "s0")
+        self.t.wait("e", "s1")
+        self.t.launch("use", "s1", reads=[self.x])
+        self.assertTrue(self.is_right())
+
+    def test_unordered_writes_that_nobody_reads(self) -> None:
+        self.t.launch("fill again", "s1", writes=[self.x])
+        self.assertFalse(self.is_right())
+
+    def test_unordered_cells(self) -> None:
+        self.t.synchronize()
+        self.t.launch("low", "s0", writes=[self.x[0:8]])
+        self.t.launch("high", "s1", writes=[self.x[8:16]])
+        self.assertTrue(self.is_right())
+
+    def test_host_reads_too_early(self) -> None:
+        self.t.launch("print", HOST, reads=[self.x])
+        self.assertFalse(self.is_right())
+
+    def test_host_waits(self) -> None:
+        self.t.synchronize(stream="s0")
+        self.t.launch("print", HOST, reads=[self.x])
+        self.assertTrue(self.is_right())
+
+    def test_block_handed_on_under_a_reader(self) -> None:
+        self.t.synchronize()
+        self.t.launch("use", "s1", reads=[self.x])
+        self.t.free(self.x)
+        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
+        self.assertFalse(self.is_right())
+
+    def test_block_that_the_allocator_keeps(self) -> None:
+        self.t.synchronize()
+        self.t.launch("use", "s1", reads=[self.x])
+        self.t.record_stream(self.x, "s1")
+        self.t.free(self.x)
+        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
+        self.assertTrue(self.is_right())
+
+    def test_block_handed_on_to_the_same_stream(self) -> None:
+        self.t.free(self.x)
+        self.t.launch("fill y", "s0", writes=[self.t.alloc("y", 16, on="s0")])
+        self.assertTrue(self.is_right())
+
+    def test_use_after_free(self) -> None:
+        self.t.free(self.x)
+        self.t.launch("use", "s0", reads=[self.x])
+        self.assertFalse(self.is_right())
+
+
+instantiate_parametrized_tests(TestSmallPrograms)
+instantiate_parametrized_tests(TestCompiledPrograms)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,90 @@
+"""python -m torch_overlay check FILE:FUNCTION -- is the function, as it is compiled, ordered?
+
+    check model.py:forward               compiles `forward`, runs what was generated on a simulated device, on what
+                                         `forward_inputs()` or `example_inputs()` of that file returns (a tuple or a
+                                         tensor; a function without parameters needs none), and reports races
+    check train.py:loss --backward       the backward of its outputs as well
+
+No GPU is needed, and none is used: the file is run with simulated tensors, streams and events. Printed are races, with
+both accesses and the edge that is missing; promises of eager to the code around a call that the compiled code does not
+keep; events that order nothing; and, with --plan, the plans.
+
+The exit status is 0 if there is nothing to fear, 1 for a race or a lost promise, 2 if the function could not be found
+or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from torch_overlay._explain import example_inputs, UsageError
+from torch_overlay.analysis.checking import check
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from torch_overlay.analysis.race_report import Report
+
+
+def main(argv: list[str]) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_overlay check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
+    parser.add_argument("--calls", type=int, default=2, help="how many calls in a row (2)")
+    parser.add_argument("--mode", help="mode of torch.compile")
+    parser.add_argument("--devices", type=int, default=1, help="how many GPUs to simulate (1)")
+    parser.add_argument("--plan", action="store_true", help="print the plans, too")
+    parser.add_argument("target", metavar="FILE:FUNCTION")
+    options = parser.parse_args(argv)
+    path, _, function = options.target.rpartition(":")
+    try:
+        if not path or not function:
+            raise UsageError(f"{options.target} doesn't name a function: FILE:FUNCTION")
+        if not os.path.isfile(path):
+            raise UsageError(f"no file {path}")
+        report = check_file(path, function, options)
+    except UsageError as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"check: {options.target} could not be run:", file=sys.stderr)
+        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        return 2
+    if options.plan and report.plan:
+        print(report.plan, end="\n\n")
+    print(report)
+    return 0 if report.ok else 1
+
+
+def check_file(path: str, name: str, options: argparse.Namespace) -> Report:
+    if options.calls < 1:
+        raise UsageError(f"--calls must be at least 1, got {options.calls}")
+    if not 1 <= options.devices <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        with simulated_gpu(options.devices):
+            module = runpy.run_path(path, run_name="checked")
+            if not callable(fn := module.get(name)):
+                raise UsageError(f"{path} has no function {name}")
+            inputs = example_inputs(path, module, name, fn)
+            return check(
+                fn,
+                *inputs,
+                calls=options.calls,
+                backward=options.backward,
+                mode=options.mode,
+                devices=options.devices,
+            )
+    finally:
+        sys.path.remove(folder)

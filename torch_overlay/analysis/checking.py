@@ -1,0 +1,335 @@
+"""`check`: is this function, as it is compiled, ordered? Answered by running its generated code on a simulated device.
+
+    report = check(fn, x)
+    print(report)
+    report.raise_if_any()
+
+The function is run twice over: in eager, to see what its own synchronisation promises to the code around it, and
+compiled. Around each call stands a caller that relies on those promises. Before the call it has work on each of its
+streams, and writes the inputs and what the function captures (as an optimizer does) on the current one. After it, it
+reads outputs and gradients there, joining the other streams first only where eager makes no promise; then it drops
+them, so that the next call may get their memory.
+
+No GPU is needed, and none is used.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_overlay.analysis.happens_before import analyse, Findings, Reliance
+from torch_overlay.analysis.race_report import describe, Promise, Report
+from torch_overlay.analysis.simulated_device import SimulatedDevice
+from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, Synchronize, Trace, View
+from torch_overlay.testing import observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch_overlay.analysis.trace import Operation
+    from torch_overlay.testing import Compiled
+Promises = dict[str, dict[str, Reliance]]
+CALLER = "the caller"
+
+
+@dataclass(frozen=True)
+class Eager:
+    """What eager orders: for each call what may be relied on after it (None: not known); and which of the captured
+    tensors the caller must not write between calls, for that would race in eager.
+    """
+
+    promises: Promises | None = None
+    keeps: frozenset[str] = frozenset()
+
+
+def check(
+    fn: Callable[..., Any],
+    *args: Any,
+    calls: int = 2,
+    backward: bool = False,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    compile: bool = True,
+    fullgraph: bool = False,
+    eager: bool = True,
+    devices: int = 1,
+    misaligned: bool = False,
+    rewrite: Callable[[str], str] | None = None,
+) -> Report:
+    """Compile `fn`, run it `calls` times on `args` on a simulated device, and say what is not ordered.
+
+    `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
+    and so is one that calls compiled functions, with `compile=False`; any other is given to `torch.compile` with
+    `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function isn't run in eager: the caller is then
+    taken to rely on all outputs, gradients and mutated inputs on the current stream. `misaligned` says that the inputs
+    aren't aligned, so that compiled code copies them. `rewrite` changes the text of a generated module before it runs:
+    to see what the check says to it.
+
+    Tensors are only looked at for their layout. Without a GPU they, and the streams of the function, have to be made
+    inside `torch_overlay.testing.simulated_gpu()`, and `check` called there.
+    """
+    if calls < 1:
+        raise ValueError(f"check: calls must be at least 1, got {calls}")
+    with simulated_gpu(devices) as gpu:
+        args = _simulated(gpu, args)
+        before = Eager()
+        notes: list[str] = []
+        device = SimulatedDevice(gpu, misaligned=misaligned, rewrite=rewrite)
+        if eager:
+            before = _in_eager(device, fn, args, calls, backward, notes)
+        events = frozenset(device.events.values())  # of which eager saw something
+        torch._dynamo.reset()
+        compiled = fn
+        if compile and not _is_compiled(fn):
+            compiled = torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
+        with observe() as seen, device:
+            device.seen = seen
+            _run(device, compiled, args, calls, backward, before, seen)
+            traces = [device.trace]
+            if device.asked_idle:
+                for pattern in ((True, True), (True, False), (False, True)):
+                    _run(device, compiled, args, calls, backward, before, seen, pattern)
+                    traces.append(device.trace)
+            if device.has_partitions:
+                device.captures = True
+                _run(device, compiled, args, calls, backward, before, seen)
+                traces.append(device.trace)
+            context = Context.of(device, before.promises, events & set(device.events.values()))
+    return assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
+
+
+def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Real tensors as fake ones of the same layout."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
+            return gpu.fake_mode.from_tensor(value)
+        return value
+
+    return tuple(pytree.tree_map(convert, args))
+
+
+def _is_compiled(fn: Any) -> bool:
+    return hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+
+
+def _in_eager(
+    device: SimulatedDevice, fn: Any, args: Sequence[Any], calls: int, backward: bool, notes: list[str]
+) -> Eager:
+    """What eager orders; nothing where the function doesn't run in eager here."""
+    try:
+        with torch.compiler.set_stance("force_eager"), device:
+            _run(device, fn, args, calls, backward, Eager())
+    except Exception as error:
+        notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
+        return Eager()
+    found = analyse(device.trace.operations)
+    names = {name for name, _ in device.captured() if not name.startswith("input")}
+    by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
+    keeps = names & {r.second.view.memory.name for r in by_caller}
+    races = [r for r in found.races if r.second.view.memory.name not in keeps]
+    if races and not device.ran_backward:  # the engine's own accumulation is not modelled in full
+        notes.append(
+            f"in eager the function has {len(races)} race{'s'[: len(races) != 1]} of its own, the first:\n"
+            + textwrap.indent(describe(races[0]), "  ")
+        )
+    return Eager(found.boundaries, frozenset(keeps))
+
+
+def _first_line(error: Exception) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+
+
+def _run(
+    device: SimulatedDevice,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    calls: int,
+    backward: bool,
+    before: Eager,
+    seen: Compiled | None = None,
+    idle: Sequence[bool] = (False,),
+) -> None:
+    device.begin()
+    caller = Caller(device, before.promises, seen is None, before.keeps)
+    for number in range(calls):
+        device.idle = idle[number % len(idle)]
+        caller.prepare(args)
+        outputs = fn(*args)
+        if backward:
+            _backward(outputs)
+        if seen is not None and number == calls - 1:
+            seen.output = outputs
+        caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
+        del outputs
+
+
+def _backward(outputs: Any) -> None:
+    leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError("check(backward=True): no output requires a gradient")
+    torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+
+
+def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
+    """Named tensors with gradients: arguments, and parameters of a module."""
+    found = [(f"input {i}", t) for i, t in enumerate(pytree.tree_leaves(args)) if isinstance(t, torch.Tensor)]
+    if isinstance(fn, torch.nn.Module):
+        found += [(name.removeprefix("_orig_mod."), p) for name, p in fn.named_parameters()]
+    return [(name, t) for name, t in found if t.is_leaf and t.requires_grad]
+
+
+class Caller:
+    """The code around a call, which does all that eager allows it to do."""
+
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        promises: Promises | None,
+        joins: bool = False,
+        keeps: frozenset[str] = frozenset(),
+    ) -> None:
+        self.device, self.promises, self.joins, self.keeps = device, promises, joins, keeps
+        self.work: dict[str, Memory] = {}  # on each stream the caller has something to do
+
+    @property
+    def trace(self) -> Trace:
+        return self.device.trace
+
+    def prepare(self, args: Any) -> None:
+        """Work of its own on every stream, then the inputs."""
+        for stream in self.device.public:
+            if stream not in self.work:
+                self.work[stream] = Memory(f"the caller's work on {stream}", 1, stream)
+            self.trace.launch(CALLER, stream, [], [self.work[stream]], site=CALLER)
+        with self.device.pause():
+            tensors = _tensors(args)
+            for index, tensor in enumerate(tensors):
+                self.device.memory(tensor, f"input {index}")
+            for name, memory in self.device.captured():
+                if name not in self.keeps and not name.startswith("input"):
+                    self.trace.launch(CALLER, memory.stream, [], [memory], site=CALLER)
+            for stream in dict.fromkeys(self.device.place(t) for t in tensors):
+                mine = [t for t in tensors if self.device.place(t) == stream]
+                self.device.launch(CALLER, stream, [], mine, line="")
+            for event in pytree.tree_leaves(args):
+                if isinstance(event, torch.Event):  # which the function waits for
+                    self.trace.add(Record(self.device.event_name(event), self.device.current(), CALLER))
+
+    def rely(self, call: str, args: Any, outputs: Any, gradients: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Ask what may be relied on, then rely on what eager promises, and drop gradients."""
+        named = [(f"output {i}", t) for i, t in enumerate(_tensors(outputs))]
+        named += [(f"input {i}", t) for i, t in enumerate(_tensors(args))]
+        named += [(f"gradient of {name}", t.grad) for name, t in gradients if t.grad is not None]
+        with self.device.pause():
+            self.device.sweep()
+            views = {name: self.device.view(t) for name, t in named}
+            known = {view.memory for view in views.values()}
+            views |= {name: View(memory) for name, memory in self.device.captured() if memory not in known}
+            views |= {memory.name: View(memory) for memory in self.work.values()}
+            current = {name: self.device.place(t) for name, t in named}
+            self.trace.add(Boundary(call, tuple(views.items()), self.device.public, self.events(outputs)))
+            if self.joins or not all(self.promised(call, name, stream) for name, stream in current.items()):
+                self.join()
+            for stream in dict.fromkeys(current.values()):
+                read = [t for name, t in named if current[name] == stream]
+                self.device.launch(CALLER, stream, read, [], line="")
+            for _, tensor in gradients:
+                tensor.grad = None
+
+    def events(self, outputs: Any) -> tuple[tuple[str, str], ...]:
+        """Those that are returned, and those that exist: of these, eager and compiled code share the caller's."""
+        returned = [v for v in pytree.tree_leaves(outputs) if isinstance(v, torch.Event)]
+        found = [(f"event {i} of the output", self.device.event_name(event)) for i, event in enumerate(returned)]
+        return (*found, *((name, name) for name in self.device.events.values()))
+
+    def promised(self, call: str, name: str, stream: str) -> bool:
+        if self.promises is None or name not in self.promises.get(call, {}):
+            return not name.startswith("output") or stream != HOST
+        reliance = self.promises[call][name]
+        return stream in (reliance.writable if name.startswith("input") else reliance.readable)
+
+    def join(self) -> None:
+        """The host waits for all streams: what a correct caller does where nothing is promised."""
+        self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run is judged by: eager's promises, to the streams and events that the caller has."""
+
+    promises: Promises | None
+    current: str
+    public: frozenset[str]
+    events: frozenset[str]
+
+    @classmethod
+    def of(cls, device: SimulatedDevice, promises: Promises | None, events: frozenset[str]) -> Context:
+        current = device.current()
+        # A backward promises its caller's stream, and no other one.
+        return cls(
+            promises, current, frozenset({HOST, current, *(() if device.ran_backward else device.public)}), events
+        )
+
+    def boundary(self, found: Findings) -> Iterator[Promise]:
+        """Each promise, kept or not."""
+        for call, rows in found.boundaries.items():
+            for name, now in rows.items():
+                if self.promises is None:
+                    yield from self._presumed(call, name, now)
+                elif (before := self.promises.get(call, {}).get(name)) is not None:
+                    yield from self._compared(call, name, before, now)
+
+    def is_public(self, who: str) -> bool:
+        return who in self.public or who in self.events or who.endswith(" of the output")
+
+    def _presumed(self, call: str, name: str, now: Reliance) -> Iterator[Promise]:
+        if name.startswith(("output", "gradient")) and HOST not in now.known:
+            yield Promise(call, name, "read", self.current, True, self.current in now.readable)
+
+    def _compared(self, call: str, name: str, before: Reliance, now: Reliance) -> Iterator[Promise]:
+        if name.startswith("gradient"):
+            known = not before.known.isdisjoint(now.known) or self.current in now.known
+            yield Promise(call, name, "drop", self.current, True, known)
+        read = "reuse" if name.startswith("free memory") else "read"
+        for who in filter(self.is_public, sorted(before.readable | now.readable)):
+            yield Promise(call, name, read, who, who in before.readable, who in now.readable)
+        for who in filter(self.is_public, sorted(before.writable | now.writable)):
+            yield Promise(call, name, "overwrite", who, who in before.writable, who in now.writable)
+
+    def judge(self, operations: Iterable[Operation]) -> Report:
+        """The report of one run, or of a variation of it."""
+        found = analyse(operations)
+        redundant = [r for r in found.redundant if _COMPILERS_EVENT.search(r.site)]
+        return Report(found.races, redundant, list(self.boundary(found)), needed=found.needed)
+
+
+def assemble(
+    reports: Sequence[Report], seen: Compiled, traces: list[Trace], notes: list[str], context: Context
+) -> Report:
+    """One report of several runs of the same code. Of events only those count that the compiler made."""
+    races = {race.key: race for report in reports for race in report.races}
+    boundary = dict.fromkeys(row for report in reports for row in report.boundary)
+    # Redundant is what none of the runs needs; a run that doesn't come to it doesn't need it.
+    needed = {site for report in reports for site in report.needed}
+    redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
+    plan = "\n\n".join(p.table() for p in seen.plans)
+    return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
+
+
+_COMPILERS_EVENT = re.compile(r"^wrapper .*\bev\d")
+
+
+__all__ = ["check", "Context"]

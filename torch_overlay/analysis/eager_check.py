@@ -1,0 +1,84 @@
+"""`check_eager`: races of eager code, on a GPU, while it runs, found by PyTorch's own `torch.cuda._sanitizer`.
+
+    with check_eager() as report:
+        step()
+    print(report)
+
+The sanitizer hears of every kernel that the dispatcher launches, of every event, stream and synchronisation, and keeps
+the order of streams. It stops a program at its first race; here the report collects what it finds, and the program goes
+on. It takes a tensor for one piece of memory, and knows neither compiled kernels nor what the allocator hands on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from torch_overlay.analysis.happens_before import Done, missing_edge, Race
+from torch_overlay.analysis.race_report import Report
+from torch_overlay.analysis.trace import Launch, Memory, View
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def check_eager() -> Iterator[Report]:
+    """Collects the races of the eager code inside into the report that it yields; at the end the device is idle."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("check_eager: no GPU. Without one, check(fn, *args) runs eager code on a simulated device")
+    from torch.cuda import _sanitizer
+
+    report = Report()
+    seen: set[tuple[object, ...]] = set()
+    launched = _sanitizer.EventHandler._handle_kernel_launch
+
+    def collect(handler: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        for error in launched(handler, *args, **kwargs):
+            race = _race(error)
+            if race.key not in seen:
+                seen.add(race.key)
+                report.races.append(race)
+        return []
+
+    sanitizer = _sanitizer.CUDASanitizer()
+    torch.cuda.synchronize()  # what came before is in order
+    with mock.patch.object(_sanitizer.EventHandler, "_handle_kernel_launch", collect):
+        sanitizer.enable()
+        try:
+            yield report
+        finally:
+            sanitizer.disable()
+            torch.cuda.synchronize()
+
+
+def _race(error: Any) -> Race:
+    """An UnsynchronizedAccessError of the sanitizer, in the words of this package."""
+    names = error.previous_access.aliases or error.current_access.aliases
+    memory = Memory(f"tensor at {error.data_ptr:#x}" + (f" ({', '.join(names)})" if names else ""), 0, "")
+    first, second = _done(error.previous_access, memory), _done(error.current_access, memory)
+    kind = "RAW" if first.writes and not second.writes else "WAW" if first.writes else "WAR"
+    return Race(kind, first, second, missing_edge(kind, first, second))
+
+
+def _done(access: Any, memory: Memory) -> Done:
+    writes = access.type.name == "WRITE"
+    stream = f"stream {access.stream:#x}" if access.stream else "default stream"
+    launch = Launch(str(access.operator).partition("(")[0], stream, (), _line(access.stack_trace))
+    return Done(launch, View(memory), not writes, writes, access.seq_num)
+
+
+def _line(stack: Any) -> str:
+    """The innermost frame of the user's."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    torchs = os.path.dirname(torch.__file__) + os.sep
+    users = [frame for frame in stack if not frame.filename.startswith((torchs, ours))]
+    return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}: {users[-1].line}" if users else ""
+
+
+__all__ = ["check_eager"]

@@ -1,0 +1,278 @@
+"""`check_graph`: is a captured CUDA graph ordered? Read off its nodes and edges; nothing runs.
+
+    graph = cudagraphs.graph.read(raw_graph, segments, low, high)
+    print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
+
+Two nodes that no path of edges connects may run at the same time. What a node touches is read off its parameters, as
+`template` does it: a word that lies in a segment of the capture is a pointer to bytes of a region, and the kernel may
+touch the region from there to the end of that segment. Two segments that share bytes of one region (scratch memory that
+is used again) are told apart by nobody but the order of the nodes.
+
+Whether a kernel reads or writes through a pointer, the graph doesn't say. Memset and memcpy nodes are known; for
+generated Triton kernels `kernel_modes(source)` knows. For others this much is certain: memory that the graph allocates
+holds nothing before its first user, so a node which no other user of that memory precedes writes it. Later users are
+taken for readers, and so are all users of `inputs`, save those of `mutated`, which are taken to update. A race between
+two later writers of unknown kernels is what this misses.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.cudagraphs.template import (
+    AddressMap,
+    CapturedGraph,
+    CopyNode,
+    FillNode,
+    FIXED,
+    KernelNode,
+    Segment,
+)
+from torch_overlay.analysis.happens_before import analyse
+from torch_overlay.analysis.race_report import Report
+from torch_overlay.analysis.trace import Access, Alloc, Launch, Memory, Record, Span, Trace, View, Wait
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torch_overlay._inductor.cudagraphs.template import Node
+
+READ, WRITE, UPDATE = "r", "w", "u"
+
+
+@dataclasses.dataclass(frozen=True)
+class Touch:
+    """A node may touch these bytes of a region, through this segment. `mode` "" is not known."""
+
+    node: int
+    region: int
+    segment: Segment
+    span: Span
+    mode: str
+
+
+def check_graph(
+    raw_graph: Any,
+    *,
+    segments: Iterable[Segment] = (),
+    low: int = 0,
+    high: int = 0,
+    inputs: Collection[int] = (),
+    mutated: Collection[int] = (),
+    names: Mapping[int, str] | None = None,
+    kernels: Mapping[str, str] | None = None,
+) -> Report:
+    """The races of a captured graph, and the edges that order nothing in `redundant`.
+
+    `raw_graph` is a `CapturedGraph`, or a `torch.cuda.CUDAGraph(keep_graph=True)` after its capture, which is read with
+    `segments`, `low` and `high`. `inputs` are the regions that hold something before the graph is launched, `mutated`
+    those of them that it updates; `names` are names of regions. `kernels` gives, by a kernel's name, a letter for each
+    parameter: "r" read, "w" written, "u" both, "-" no pointer, "?" unknown.
+    """
+    if isinstance(raw_graph, CapturedGraph):
+        graph = raw_graph
+    else:
+        from torch_overlay._inductor.cudagraphs.graph import read
+
+        graph = read(raw_graph, segments, low, high)
+    order = _order(graph)
+    before = _ancestors(graph, order)
+    touches = list(_touches(graph, kernels or {}))
+    modes = dict(_modes(touches, before, set(inputs) | {FIXED}, set(mutated)))
+    trace = _trace(graph, order, modes, names or {})
+    found = analyse(trace.operations)
+    races = [
+        dataclasses.replace(
+            race, edge=f"a path of edges from `{race.first.launch.name}` to `{race.second.launch.name}`"
+        )
+        for race in found.races
+    ]
+    redundant = [dataclasses.replace(r, what=r.site, site="") for r in found.redundant if r.site.startswith("edge")]
+    return Report(races, redundant, traces=[trace])
+
+
+def _order(graph: CapturedGraph) -> list[int]:
+    """The nodes in an order that all edges allow, else by number."""
+    waiting = {node.index: 0 for node in graph.nodes}
+    after: dict[int, list[int]] = {node.index: [] for node in graph.nodes}
+    for first, second in graph.edges:
+        for end in (first, second):
+            if end not in waiting:
+                raise ValueError(
+                    f"check_graph: edge {first} -> {second} names node {end}, which the graph doesn't have"
+                )
+        waiting[second] += 1
+        after[first].append(second)
+    ready = sorted(index for index, count in waiting.items() if not count)
+    order = []
+    while ready:
+        index = ready.pop(0)
+        order.append(index)
+        for following in after[index]:
+            waiting[following] -= 1
+            if not waiting[following]:
+                ready.append(following)
+        ready.sort()
+    if len(order) < len(waiting):
+        raise ValueError(f"check_graph: nodes {sorted(set(waiting) - set(order))} are in a cycle of edges")
+    return order
+
+
+def _ancestors(graph: CapturedGraph, order: list[int]) -> dict[int, int]:
+    """For each node the nodes before it, as bits."""
+    before = dict.fromkeys(order, 0)
+    following: dict[int, list[int]] = {index: [] for index in order}
+    for first, second in graph.edges:
+        following[first].append(second)
+    for index in order:
+        for second in following[index]:
+            before[second] |= before[index] | 1 << index
+    return before
+
+
+def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch]:
+    places = _Places(graph)
+    for node in graph.nodes:
+        if isinstance(node, FillNode):
+            rows = Span(0, (node.height,), (node.pitch,), node.width * node.element_size)
+            yield from places.known(node.index, node.dst, rows, WRITE)
+        elif isinstance(node, CopyNode):
+            for address, pitch, height, mode in (
+                (node.dst, node.dst_pitch, node.dst_height, WRITE),
+                (node.src, node.src_pitch, node.src_height, READ),
+            ):
+                span = Span(0, (node.depth, node.height), (pitch * height, pitch), node.width)
+                yield from places.known(node.index, address, span, mode)
+        elif isinstance(node, KernelNode):
+            letters = kernels.get(node.name, "")
+            if letters and len(letters) != len(node.parameters):
+                raise ValueError(
+                    f"check_graph: kernels[{node.name!r}] has {len(letters)} letters, node {node.index} has "
+                    f"{len(node.parameters)} parameters"
+                )
+            for number, (_, value) in enumerate(node.parameters):
+                letter = letters[number] if letters else "?"
+                if letter != "-":
+                    yield from places.unknown(node.index, value, "" if letter == "?" else letter)
+
+
+class _Places:
+    """Which bytes of which segment an address stands for."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.segments = AddressMap(graph).segments
+        self.starts = [segment.address for segment in self.segments]
+
+    def find(self, address: int) -> Segment | None:
+        at = bisect.bisect_right(self.starts, address) - 1
+        if at < 0 or address >= self.segments[at].address + self.segments[at].size:
+            return None
+        return self.segments[at]
+
+    def known(self, node: int, address: int, span: Span, mode: str) -> Iterator[Touch]:
+        if (segment := self.find(address)) is not None:
+            at = segment.delta + address - segment.address
+            yield Touch(node, segment.region, segment, dataclasses.replace(span, offset=at), mode)
+
+    def unknown(self, node: int, value: bytes, mode: str) -> Iterator[Touch]:
+        """Every aligned word of a parameter; what is inside of a pointer is no pointer."""
+        skip = 0
+        for offset in range(0, len(value) - 7, 4):
+            address = int.from_bytes(value[offset : offset + 8], "little")
+            if offset >= skip and (segment := self.find(address)) is not None:
+                skip = offset + 8
+                at = segment.delta + address - segment.address
+                size = segment.address + segment.size - address
+                yield Touch(node, segment.region, segment, Span(at, (), (), size), mode)
+
+
+def _modes(
+    touches: list[Touch], before: dict[int, int], inputs: Collection[int], mutated: Collection[int]
+) -> Iterator[tuple[Touch, str]]:
+    users: dict[Segment, int] = {}
+    for touch in touches:
+        users[touch.segment] = users.get(touch.segment, 0) | 1 << touch.node
+    for touch in touches:
+        mode = touch.mode
+        if not mode:
+            if touch.region in mutated:
+                mode = UPDATE
+            elif touch.region in inputs or users[touch.segment] & before[touch.node]:
+                mode = READ
+            else:
+                mode = WRITE
+        yield touch, mode
+
+
+def _trace(graph: CapturedGraph, order: list[int], modes: Mapping[Touch, str], names: Mapping[int, str]) -> Trace:
+    """The graph as streams: each is a chain of nodes, and an edge between two chains is an event."""
+    trace = Trace()
+    memories: dict[int, Memory] = {}
+    for region in sorted({segment.region for segment in graph.segments}):
+        name = names.get(region, "fixed memory" if region == FIXED else f"region {region}")
+        size = max(s.delta + s.size for s in graph.segments if s.region == region)
+        memories[region] = Memory(name, size, "the graph's launch")
+        trace.add(Alloc(memories[region]))
+    accesses: dict[int, dict[View, str]] = {index: {} for index in order}
+    for touch, mode in modes.items():
+        mine, view = accesses[touch.node], View(memories[touch.region], touch.span)
+        mine[view] = mode if mine.get(view, mode) == mode else UPDATE
+    nodes: dict[int, Node] = {node.index: node for node in graph.nodes}
+    sources: dict[int, list[int]] = {index: [] for index in order}
+    for first, second in graph.edges:
+        sources[second].append(first)
+    last: dict[str, int] = {}  # chain -> its last node
+    chain: dict[int, str] = {}
+    followed = {first for first, _ in graph.edges}
+    position = {index: at for at, index in enumerate(order)}
+    for index in order:
+        mine = next((chain[s] for s in sources[index] if last[chain[s]] == s), None)
+        chain[index] = mine or f"branch {len(last) + 1}"
+        last[chain[index]] = index
+        for source in sorted(sources[index], key=position.__getitem__, reverse=True):  # the last implies most
+            if chain[source] != chain[index]:
+                trace.add(Wait(f"node {source}", chain[index], f"edge from node {source} to node {index}"))
+        touched = tuple(
+            Access(view, mode in (READ, UPDATE), mode in (WRITE, UPDATE)) for view, mode in accesses[index].items()
+        )
+        trace.add(Launch(f"node {index}: {nodes[index].name}", chain[index], touched))
+        if index in followed:
+            trace.add(Record(f"node {index}", chain[index]))
+    return trace
+
+
+_SIGNATURE = re.compile(r"@triton\.jit\s+def (\w+)\((.*?)\):", re.DOTALL)
+
+
+def kernel_modes(source: str) -> dict[str, str]:
+    """What the Triton kernels of a generated module do with their parameters, for `check_graph(kernels=...)`. Constants
+    are no parameters of a launch; pointers about which nothing is known are "?".
+    """
+    found = {}
+    for body in re.split(r"(?=@triton\.jit)", source)[1:]:
+        match = _SIGNATURE.match(body)
+        if match is None:
+            continue
+        stored = set(re.findall(r"tl\.(?:store|atomic_\w+)\(\s*(\w+)", body))
+        letters = []
+        for parameter in filter(None, (p.strip() for p in match[2].split(","))):
+            name, _, kind = (part.strip() for part in parameter.partition(":"))
+            if "constexpr" in kind:
+                continue
+            if name.startswith("in_out_ptr"):
+                letters.append(UPDATE)
+            elif "out_ptr" in name or name in stored:
+                letters.append(WRITE if re.fullmatch(r"out_ptr\d+", name) else UPDATE)
+            elif "ptr" in name:
+                letters.append(READ)
+            else:
+                letters.append("-" if re.search(r"numel|^ks\d|seed|offset", name) else "?")
+        found[match[1]] = "".join(letters)
+    return found
+
+
+__all__ = ["check_graph", "kernel_modes"]

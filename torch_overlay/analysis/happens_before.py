@@ -1,0 +1,346 @@
+"""Which accesses of a trace are ordered, which are not, and which events order nothing.
+
+A stream is a queue: what is launched on it runs in order. Across streams there is the order that records and waits
+make, and through the host: what the host has waited for is over before anything that it launches later. So one clock
+a stream suffices, a position for every other stream, and the order is exact: Note [Streams are placement,
+dependencies are order] in `stream_planner` uses the same clocks the other way round.
+
+Note [Memory that the allocator hands on]
+A block that is freed goes back to the pool of the stream it was allocated on, and the next allocation there may get
+it at once, in whole or in part, although kernels of other streams, and of that one, may still be at work on it. Which
+block it gets depends on sizes, fragmentation and history. So every block of a pool that was freed is taken for every
+later one of that pool: what touches new memory has to be ordered behind everything that touched freed memory of its
+pool, but for what is over when the streams that `record_stream` named have done what they held at the free: the
+allocator waits for that. Nothing is wrong about a free whose memory is never asked for again.
+
+Kinds of a race: RAW, WAR, WAW by what the two accesses of one memory do; "host" where one of them is the host's own;
+"reuse" where the earlier one was of memory that the pool may have handed on; "use-after-free" where the program itself
+has given the memory back before. Pure Python; no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TYPE_CHECKING
+
+from torch_overlay.analysis.trace import (
+    Access,
+    Alloc,
+    Boundary,
+    Free,
+    HOST,
+    Launch,
+    Memory,
+    Record,
+    RecordStream,
+    Synchronize,
+    View,
+    Wait,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch_overlay.analysis.trace import Operation
+
+
+class Clock(dict[str, int]):
+    """For each stream the last position that is known to be over."""
+
+    def join(self, other: dict[str, int]) -> None:
+        for stream, position in other.items():
+            if self.get(stream, 0) < position:
+                self[stream] = position
+
+    def covers(self, stream: str, position: int) -> bool:
+        return self.get(stream, 0) >= position
+
+    def implies(self, other: dict[str, int]) -> bool:
+        return all(self.get(stream, 0) >= position for stream, position in other.items())
+
+
+class Done(NamedTuple):
+    """An access that was made: by which launch, and at which position of its stream."""
+
+    launch: Launch
+    view: View
+    reads: bool
+    writes: bool
+    position: int
+
+    @property
+    def does(self) -> str:
+        return "updates" if self.reads and self.writes else "writes" if self.writes else "reads"
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses that nothing orders. `edge` says in words what is missing."""
+
+    kind: str
+    first: Done
+    second: Done
+    edge: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same race in several calls."""
+        parts = ((d.launch.name, d.launch.stream, d.launch.line, d.view.memory.name) for d in (self.first, self.second))
+        return self.kind, *parts
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """A wait or a record without which the order would be the same; `site` is where it stands."""
+
+    what: str
+    why: str
+    site: str
+
+
+@dataclass(frozen=True)
+class Reliance:
+    """What holds for one view at a boundary: who may read it there without waiting, and who may overwrite it; and whose
+    use of its memory the allocator knows of."""
+
+    readable: frozenset[str]
+    writable: frozenset[str]
+    known: frozenset[str]
+
+
+@dataclass
+class Findings:
+    races: list[Race] = field(default_factory=list)
+    redundant: list[Redundant] = field(default_factory=list)
+    boundaries: dict[str, dict[str, Reliance]] = field(default_factory=dict)
+    needed: set[str] = field(default_factory=set)  # sites of events that order something
+
+
+@dataclass
+class _Block:
+    """A memory while the trace is read."""
+
+    inherited: dict[str, Done]
+    done: dict[tuple[object, ...], Done] = field(default_factory=dict)
+    lent: set[str] = field(default_factory=set)
+    freed: Free | None = None
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.found = Findings()
+        self.seen: set[tuple[object, ...]] = set()
+        self.clocks: dict[str, Clock] = {HOST: Clock()}
+        self.events: dict[str, Clock] = {}
+        self.blocks: dict[Memory, _Block] = {}
+        self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
+        self.pool_streams: dict[str, str] = {}
+        self.never_recorded: set[tuple[str, str]] = set()
+        self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
+        self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
+        self.last_record: dict[str, tuple[str, str]] = {}
+
+    def clock(self, stream: str) -> Clock:
+        """What the next launch on the stream is behind."""
+        clock = self.clocks.get(stream)
+        if clock is None:
+            clock = self.clocks[stream] = Clock()
+        if stream != HOST:
+            clock.join(self.clocks[HOST])
+        return clock
+
+    def block(self, memory: Memory) -> _Block:
+        block = self.blocks.get(memory)
+        if block is None:
+            block = self.blocks[memory] = _Block({})
+        return block
+
+    # ---- order
+
+    def record(self, op: Record) -> None:
+        self.events[op.event] = Clock(self.clock(op.stream))
+        where = _place(op.site, f"record of {op.event} on {op.stream}")
+        self.records.setdefault(where, False)
+        self.last_record[op.event] = where
+
+    def _is_waited_for(self, event: str) -> None:
+        if event in self.last_record:
+            self.records[self.last_record[event]] = True
+
+    def wait(self, op: Wait) -> None:
+        clock, state = self.clock(op.stream), self.events.get(op.event)
+        where = _place(op.site, f"wait of {op.stream} for {op.event}")
+        known = state is None or clock.implies(state)
+        self.orders[where] = self.orders.get(where, False) or not known
+        if state is None:
+            self.never_recorded.add(where)
+        if state is not None:
+            self._is_waited_for(op.event)
+            clock.join(state)
+
+    def synchronize(self, op: Synchronize) -> None:
+        host, over = self.clocks[HOST], Clock()
+        if op.event is not None:
+            self._is_waited_for(op.event)
+            over.join(self.events.get(op.event, {}))
+        elif op.stream is not None:
+            over.join(self.clock(op.stream))
+        else:
+            for stream in list(self.clocks) if op.streams is None else op.streams:
+                over.join(self.clock(stream))
+        where = _place(op.site, "host synchronisation")
+        self.orders[where] = self.orders.get(where, False) or not host.implies(over)
+        host.join(over)
+
+    # ---- memory
+
+    def alloc(self, op: Alloc) -> None:
+        pool = self.pools.get(op.memory.pool, {}) if op.memory.stream != HOST else {}
+        self.blocks[op.memory] = _Block(dict(pool))
+
+    def free(self, op: Free) -> None:
+        block = self.block(op.memory)
+        if block.freed is not None:
+            return
+        block.freed = op
+        if op.memory.stream == HOST:
+            return
+        self.pool_streams[op.memory.pool] = op.memory.stream
+        pool = self.pools.setdefault(op.memory.pool, {})
+        for done in block.done.values():
+            stream = done.launch.stream
+            if any(self.clock(lent).covers(stream, done.position) for lent in block.lent):
+                continue
+            if stream not in pool or pool[stream].position < done.position:
+                pool[stream] = done
+
+    def launch(self, op: Launch) -> None:
+        clock = self.clock(op.stream)
+        position = clock.get(op.stream, 0) + 1
+        for access in op.accesses:
+            self.access(op, access, clock, position)
+        for access in op.accesses:
+            done = Done(op, access.view, access.reads, access.writes, position)
+            key = (op.stream, access.view.span, access.reads, access.writes)
+            self.block(access.view.memory).done[key] = done
+        clock[op.stream] = position
+
+    def access(self, op: Launch, access: Access, clock: Clock, position: int) -> None:
+        block = self.block(access.view.memory)
+        mine = Done(op, access.view, access.reads, access.writes, position)
+        if block.freed is not None:
+            self.race("use-after-free", mine, mine)
+        for stream, earlier in block.inherited.items():
+            if not clock.covers(stream, earlier.position):
+                self.race("reuse", earlier, mine)
+        for earlier in block.done.values():
+            if not (access.writes or earlier.writes) or clock.covers(earlier.launch.stream, earlier.position):
+                continue
+            if _overlap(earlier.view, access.view):
+                self.race(_kind(earlier, mine), earlier, mine)
+
+    def race(self, kind: str, first: Done, second: Done) -> None:
+        race = Race(kind, first, second, missing_edge(kind, first, second))
+        if race.key not in self.seen:
+            self.seen.add(race.key)
+            self.found.races.append(race)
+
+    # ---- the outside
+
+    def boundary(self, op: Boundary) -> None:
+        rows = self.found.boundaries[op.name] = {}
+        ends = {stream: self.clock(stream) for stream in dict.fromkeys((*op.streams, *self.clocks))}
+        ends |= {label: self.events.get(event, Clock()) for label, event in op.events}
+        for name, view in op.views:
+            block = self.block(view.memory)
+            touched = [d for d in block.done.values() if _overlap(d.view, view)]
+            rows[name] = Reliance(
+                frozenset(who for who, clock in ends.items() if _over(clock, [d for d in touched if d.writes])),
+                frozenset(who for who, clock in ends.items() if _over(clock, touched)),
+                frozenset({view.memory.stream, *block.lent}),
+            )
+        for pool, freed in self.pools.items():
+            stream = self.pool_streams[pool]
+            over = _over(self.clock(stream), freed.values())
+            rows[f"free memory of {pool}"] = Reliance(frozenset([stream] if over else ()), frozenset(), frozenset())
+
+    def read(self, op: Operation) -> None:
+        if isinstance(op, Launch):
+            self.launch(op)
+        elif isinstance(op, Wait):
+            self.wait(op)
+        elif isinstance(op, Record):
+            self.record(op)
+        elif isinstance(op, Alloc):
+            self.alloc(op)
+        elif isinstance(op, Free):
+            self.free(op)
+        elif isinstance(op, Synchronize):
+            self.synchronize(op)
+        elif isinstance(op, RecordStream):
+            self.block(op.memory).lent.add(op.stream)
+        else:
+            self.boundary(op)
+
+    def finish(self) -> Findings:
+        for (site, what), orders in self.orders.items():
+            if orders:
+                self.found.needed.add(site)
+            else:
+                never = (site, what) in self.never_recorded
+                why = "the event was not recorded before" if never else "what it orders is ordered without it"
+                self.found.redundant.append(Redundant(what, why, site))
+        for (site, what), waited in self.records.items():
+            if waited:
+                self.found.needed.add(site)
+            else:
+                self.found.redundant.append(Redundant(what, "nobody waits for it", site))
+        return self.found
+
+
+def _place(site: str, what: str) -> tuple[str, str]:
+    """A statement of generated code is one, whatever event objects it runs with."""
+    return (site, site.rpartition(": ")[2]) if site.startswith("wrapper") else (site, what)
+
+
+def _over(clock: Clock, accesses: Iterable[Done]) -> bool:
+    return all(clock.covers(d.launch.stream, d.position) for d in accesses)
+
+
+def _overlap(first: View, second: View) -> bool:
+    return first.span is None or second.span is None or first.span.overlaps(second.span)
+
+
+def _kind(first: Done, second: Done) -> str:
+    if HOST in (first.launch.stream, second.launch.stream):
+        return "host"
+    if first.writes and second.reads:
+        return "RAW"
+    return "WAW" if first.writes else "WAR"
+
+
+def missing_edge(kind: str, first: Done, second: Done) -> str:
+    """What would order the two, in words."""
+    early, late = first.launch, second.launch
+    if kind == "use-after-free":
+        return f"{second.view.memory} must be given back after the launch of `{late.name}`"
+    if late.stream == HOST:
+        return f"the host must wait for `{early.name}` on {early.stream} before `{late.name}`"
+    edge = (
+        f"{late.stream} must wait, before `{late.name}`, for an event that {early.stream} records after `{early.name}`"
+    )
+    if kind == "reuse" and early.stream != first.view.memory.stream:
+        return f"{edge},\n           or {first.view.memory} needs record_stream({early.stream}) before it is given back"
+    return edge
+
+
+def analyse(operations: Iterable[Operation]) -> Findings:
+    """Everything there is to find in a trace; linear in its length for a bounded number of streams."""
+    reader = _Reader()
+    for operation in operations:
+        reader.read(operation)
+    return reader.finish()
+
+
+__all__ = ["analyse", "Clock", "Done", "Findings", "Race", "Redundant", "Reliance"]

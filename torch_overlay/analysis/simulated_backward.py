@@ -1,0 +1,112 @@
+"""What autograd's engine does to streams in a backward, which it does in C++ and nobody below Python sees.
+
+A node runs on the stream that was current when its forward ran. Where a gradient comes from a node of another stream,
+or from the caller, the engine makes the consumer's stream wait for the producer's; when all is done, the stream that is
+current for the caller waits for those that wrote into leaves. Hooks on the nodes of the graph say the same to the
+simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo.compiled_autograd
+
+from torch_overlay.analysis.trace import Record, Wait
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch_overlay.analysis.simulated_device import SimulatedDevice
+
+
+def _nodes(tensors: Any) -> list[Any]:
+    found: dict[Any, None] = {}
+    todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            todo += [n for n, _ in node.next_functions if n is not None]
+    return list(found)
+
+
+class _Hooks:
+    def __init__(self, device: SimulatedDevice, caller: str) -> None:
+        self.device, self.caller = device, caller
+        self.produced: dict[Any, list[tuple[str, str]]] = {}  # node -> (stream, event) of what it takes
+        self.leaves: dict[str, str] = {}  # stream -> event behind the last leaf
+        self.handles: list[Any] = []
+
+    def attach(self, node: Any) -> None:
+        self.handles.append(node.register_prehook(lambda grads: self.before(node)))
+        self.handles.append(node.register_hook(lambda inputs, outputs: self.after(node)))
+
+    def event(self, stream: str) -> str:
+        self.device.event_count += 1
+        name = f"event {self.device.event_count}"
+        self.device.trace.add(Record(name, stream, "autograd's engine"))
+        return name
+
+    def join(self, stream: str, others: Any) -> None:
+        for other, event in others:
+            if other != stream:
+                self.device.trace.add(Wait(event, stream, "autograd's engine"))
+
+    def before(self, node: Any) -> None:
+        if self.device.is_listening():
+            self.device.sweep()
+            self.join(self.device.current(), self.produced.pop(node, ()))
+
+    def after(self, node: Any) -> None:
+        if not self.device.is_listening():
+            return
+        self.device.sweep()
+        stream = self.device.current()
+        consumers = [n for n, _ in node.next_functions if n is not None]
+        event = self.event(stream)
+        for consumer in consumers:
+            self.produced.setdefault(consumer, []).append((stream, event))
+        if not consumers:
+            self.leaves[stream] = event
+
+    def begin(self, tensors: Any) -> None:
+        """The incoming gradients are the caller's."""
+        event = self.event(self.caller)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                self.produced.setdefault(tensor.grad_fn, []).append((self.caller, event))
+
+    def finish(self) -> None:
+        self.join(self.caller, self.leaves.items())
+        for handle in self.handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def engine(device: SimulatedDevice) -> Iterator[None]:
+    original = torch.autograd._engine_run_backward
+
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not device.is_listening() or torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+            return original(tensors, *args, **kwargs)
+        device.sweep()
+        device.ran_backward = True
+        hooks = _Hooks(device, device.current())
+        hooks.begin(tensors)
+        for node in _nodes(tensors):
+            hooks.attach(node)
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            hooks.finish()
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        yield
+
+
+__all__ = ["engine"]

@@ -1,0 +1,489 @@
+"""A device that runs nothing and writes down everything: a trace of what compiled and eager code do to it.
+
+    with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
+        fn(x)
+    findings = analyse(device.trace.operations)
+
+Inside `simulated_gpu()` tensors are fake, and streams and events are names. This class listens to them. Operators tell
+by their schema what they read and write, generated kernels by their signature (`simulated_module`); a tensor is a
+strided range of bytes of its storage. Storages are allocated where they appear, on the stream that is current, and
+freed where their last reference goes away. What Dynamo and the compiler do to fake tensors is no part of the program,
+and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from torch_overlay.analysis.trace import (
+    Access,
+    Alloc,
+    Free,
+    HOST,
+    Launch,
+    Memory,
+    Record,
+    RecordStream,
+    Span,
+    Synchronize,
+    Trace,
+    View,
+    Wait,
+)
+from torch_overlay.testing import _stub_module
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+    from torch_overlay.testing import Simulation
+
+aten = torch.ops.aten
+
+# Directories whose frames are not the user's.
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+_COPY_TO_HOST = "streams_memory::copy_to_host_"  # asynchronous by name
+_ALLOCATES = ("aten::empty", "aten::new_empty")
+
+
+class SimulatedDevice:
+    """Writes `trace` while it is entered. `idle` is what regions that ask whether their streams are idle are told.
+
+    With `captures`, partitions run as CUDA graphs: all that one does is done by the stream that launches the graph, and
+    its own records and waits order nothing outside.
+    """
+
+    def __init__(
+        self, simulation: Simulation, *, misaligned: bool = False, rewrite: Callable[[str], str] | None = None
+    ) -> None:
+        self.simulation, self.devices, self.mode = simulation, simulation.devices, simulation.fake_mode
+        self.misaligned, self.rewrite = misaligned, rewrite
+        self.trace = Trace()
+        self.idle = False
+        self.captures = False  # a partition is one launch of a CUDA graph
+        self.has_partitions = False
+        self.graph_stream: str | None = None
+        self.asked_idle = False
+        self.ran_backward = False
+        self.modules: list[Any] = []  # of generated code, in order of compilation
+        self.seen: Any = None  # what `observe` collects, for the user's lines
+        self.streams: dict[tuple[int, int], str] = {}
+        self.private: set[str] = set()  # streams that the program makes itself
+        self.events: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self.event_count = 0
+        self.memories: dict[int, tuple[StorageWeakRef, Memory]] = {}
+        self.outside: dict[
+            int, tuple[StorageWeakRef, str]
+        ] = {}  # what the program didn't allocate, and how it is called
+        self.names: dict[str, int] = {}
+        self.home: list[str] = []  # the stream of the code around the program, on each device
+        self.paused = 0
+        self._stack = contextlib.ExitStack()
+
+    # ---- listening
+
+    def __enter__(self) -> SimulatedDevice:
+        from torch_overlay.analysis.simulated_backward import engine
+        from torch_overlay.analysis.simulated_module import execute, runtime
+
+        assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.listening())
+            stack.enter_context(_stub_module.executed_by(lambda text, stub: execute(self, text, stub)))
+            stack.enter_context(runtime(self))
+            stack.enter_context(engine(self))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.close()
+
+    def begin(self) -> None:
+        """Start a new trace. Streams and events keep their names."""
+        self.trace, self.memories, self.names = Trace(), {}, {}
+        self.home = [self.current(index) for index in range(self.devices.count)]
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        self.devices.listener = self.mode.listener = self
+        try:
+            yield
+        finally:
+            self.devices.listener = self.mode.listener = None
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """What is done inside is no part of the program."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    @contextlib.contextmanager
+    def partition(self) -> Iterator[None]:
+        """Inside runs a partition of generated code."""
+        self.has_partitions = True
+        outer, self.graph_stream = self.graph_stream, self.current() if self.captures else None
+        try:
+            yield
+        finally:
+            self.graph_stream = outer
+
+    def is_listening(self) -> bool:
+        return not self.paused and torch._guards.CompileContext.try_get() is None
+
+    # ---- names
+
+    def stream_name(self, stream_id: int, device: int) -> str:
+        if (known := self.devices.of_handle(stream_id)) is not None:  # an ExternalStream of one of ours
+            stream_id, device = known
+        name = self.streams.get((device, stream_id))
+        if name is None:
+            if stream_id == 0:
+                name = "default stream" if device == 0 else f"default stream of cuda:{device}"
+            else:
+                count = sum(1 for _, i in self.streams if i)
+                name = f"stream {count + 1}" + (f" of cuda:{device}" if device else "")
+            self.streams[device, stream_id] = name
+        return name
+
+    @property
+    def public(self) -> tuple[str, ...]:
+        """The streams that the caller has."""
+        return tuple(name for name in self.streams.values() if name not in self.private)
+
+    def name(self, stream: torch.Stream) -> str:
+        return self.stream_name(stream.stream_id, stream.device_index)
+
+    def current(self, device: int | None = None) -> str:
+        """The current stream of a device."""
+        index = torch._C._accelerator_getDeviceIndex() if device is None else device
+        return self.name(torch._C._accelerator_getStream(index))
+
+    def of_handle(self, handle: int, device: int) -> str:
+        """The stream of a raw handle; all default streams have the same."""
+        return self.stream_name(handle, device)
+
+    def place(self, tensor: torch.Tensor) -> str:
+        """The stream on which an operator works on a tensor."""
+        if self.graph_stream is not None and tensor.is_cuda:
+            return self.graph_stream
+        return self.current(tensor.device.index or 0) if tensor.is_cuda else HOST
+
+    def event_name(self, event: Any) -> str:
+        name = self.events.get(event)
+        if name is None:
+            self.event_count += 1
+            name = self.events[event] = f"event {self.event_count}"
+        return name
+
+    # ---- streams and events: called by `Devices`
+
+    def made(self, stream: torch.Stream) -> None:
+        known = (stream.device_index, stream.stream_id) in self.streams
+        if not known and self.is_listening():
+            self.private.add(self.name(stream))
+
+    def record(self, event: Any, stream: torch.Stream) -> None:
+        if self.is_listening() and self.graph_stream is None:
+            self.sweep()
+            self.trace.add(Record(self.event_name(event), self.name(stream), site()))
+
+    def wait(self, event: Any, stream: torch.Stream) -> None:
+        if self.is_listening() and self.graph_stream is None:
+            self.sweep()
+            self.trace.add(Wait(self.event_name(event), self.name(stream), site()))
+
+    def synchronize_event(self, event: Any) -> None:
+        if self.is_listening():
+            self.sweep()
+            self.trace.add(Synchronize(event=self.event_name(event), site=site()))
+
+    def synchronize_stream(self, stream: torch.Stream) -> None:
+        if self.is_listening():
+            self.sweep()
+            self.trace.add(Synchronize(stream=self.name(stream), site=site()))
+
+    def synchronize_device(self, device: int) -> None:
+        if self.is_listening():
+            self.sweep()
+            names = tuple(name for (index, _), name in self.streams.items() if index == device)
+            self.trace.add(Synchronize(streams=names, site=site()))
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        if self.is_listening():
+            self.trace.add(RecordStream(self.memory(tensor), self.name(stream), site()))
+
+    # ---- memory
+
+    def sweep(self) -> None:
+        """Note what was given back since the last time."""
+        gone = [key for key, (storage, _) in self.memories.items() if storage.expired()]
+        for key in gone:
+            self.trace.add(Free(self.memories.pop(key)[1], site() if gone else ""))
+
+    def allocate(self, tensor: torch.Tensor, name: str = "", stream: str = "") -> Memory:
+        """New memory from the pool of the current stream; with `stream`, memory of that one which was there before."""
+        self.sweep()
+        storage = tensor.untyped_storage()
+        label = name or assigned_name() or "memory"
+        count = self.names[label] = self.names.get(label, 0) + 1
+        size = int(storage.nbytes())
+        memory = Memory(label if count == 1 else f"{label}#{count}", size, stream or self.place(tensor))
+        self.memories[storage._cdata] = StorageWeakRef(storage), memory
+        if not stream:
+            self.trace.add(Alloc(memory, site()))
+        return memory
+
+    def allocate_all(self, tensors: Sequence[Any], name: str) -> None:
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self.allocate(tensor, f"{name} {index}")
+
+    def memory(self, tensor: torch.Tensor, name: str = "") -> Memory:
+        """The memory of a tensor. One that nobody saw being allocated is the caller's: in every run it is called the
+        same.
+        """
+        storage = tensor.untyped_storage()
+        found = self.memories.get(storage._cdata)
+        if found is not None and not found[0].expired():
+            return found[1]
+        known = self.outside.get(storage._cdata)
+        if known is None or known[0].expired():
+            known = StorageWeakRef(storage), name or f"captured tensor {len(self.outside) + 1}"
+            self.outside[storage._cdata] = known
+        return self.allocate(tensor, known[1], self.home[tensor.device.index or 0] if tensor.is_cuda else HOST)
+
+    def captured(self) -> list[tuple[str, Memory]]:
+        """What the program uses of the caller's."""
+        return [
+            (self.outside[key][1], memory)
+            for key, (storage, memory) in self.memories.items()
+            if key in self.outside and not storage.expired()
+        ]
+
+    def view(self, tensor: torch.Tensor) -> View:
+        item = tensor.element_size()
+        strides = tuple(int(s) * item for s in tensor.stride())
+        return View(
+            self.memory(tensor), Span(int(tensor.storage_offset()) * item, tuple(map(int, tensor.shape)), strides, item)
+        )
+
+    # ---- work
+
+    def launch(
+        self,
+        name: str,
+        stream: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        line: str | None = None,
+    ) -> None:
+        if self.graph_stream is not None and stream != HOST:
+            stream = self.graph_stream
+        modes: dict[View, list[bool]] = {}
+        for index, tensors in enumerate((reads, writes)):
+            for tensor in tensors:
+                if tensor.numel():
+                    modes.setdefault(self.view(tensor), [False, False])[index] = True
+        accesses = tuple(Access(view, r, w) for view, (r, w) in modes.items())
+        self.trace.add(Launch(name, stream, accesses, user_line() if line is None else line, site()))
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Called by the fake mode for each operator that the program calls."""
+        if not self.is_listening():
+            return run()
+        name = func._schema.name
+        if func is aten.record_stream.default:
+            return self.record_stream(*args)
+        if name == "streams::synchronize_device":
+            out = run()
+            self.synchronize_device(int(args[0]) if args and isinstance(args[0], int) else 0)
+            return out
+        with self.pause():
+            out = run()
+        operator = Operator(func, args, kwargs, out)
+        if operator.is_view:
+            return out
+        for tensor in operator.results:
+            self.allocate(tensor, assigned_name() or f"result of {name.removeprefix('aten::')}")
+        if name.startswith(_ALLOCATES) or func.namespace == "prim" or not operator.touched:
+            return out
+        self.work(func, operator)
+        return out
+
+    def work(self, func: Any, operator: Operator) -> None:
+        name, reads, writes = str(func), operator.reads, [*operator.writes, *operator.results]
+        on_device = [t for t in operator.touched if t.is_cuda]
+        if not on_device:
+            self.launch(name, HOST, reads, writes)
+            return
+        if func is aten._local_scalar_dense.default:
+            stream = self.place(on_device[0])
+            self.launch(name, stream, reads, writes)
+            self.trace.add(Synchronize(stream=stream, site=site()))
+            return
+        where = {self.place(t) for t in on_device}
+        stream = self.place(on_device[0])
+        if len(where) > 1 and func in _COPIES:
+            self.peer_copy(name, reads, writes)
+            return
+        host_reads = [t for t in reads if not t.is_cuda and not (self.mode.is_pinned(t) and operator.no_wait)]
+        if host_reads:  # read before the operator returns
+            self.launch(f"{name} (reads host memory)", HOST, host_reads, [])
+        self.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
+        if self.blocks_host(func, operator):
+            self.trace.add(Synchronize(stream=stream, site=site()))
+
+    def blocks_host(self, func: Any, operator: Operator) -> bool:
+        """Whether the operator returns only when the device is done: copies between host and device, by default."""
+        host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
+        if func._schema.name == _COPY_TO_HOST:
+            return any(not self.mode.is_pinned(t) for t in host_writes)
+        if host_writes:
+            made = func is aten._to_copy.default  # into pinned memory, if it may return early
+            return not (operator.no_wait and (made or all(self.mode.is_pinned(t) for t in host_writes)))
+        return func in _COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
+
+    def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """A copy between devices runs on the source's stream, and PyTorch orders both streams around it."""
+        source, target = self.place(reads[-1]), self.place(writes[0])
+        for event, first, second in (("before", target, source), ("after", source, target)):
+            if event == "after":
+                self.launch(name, source, reads, writes)
+            self.event_count += 1
+            self.trace.add(Record(f"event {self.event_count}", first, "a copy between devices"))
+            self.trace.add(Wait(f"event {self.event_count}", second, "a copy between devices"))
+
+
+class Identical:
+    """Membership by identity: tensors compare element by element."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.ids = {id(t) for t in tensors}
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self.ids
+
+
+class Operator:
+    """The tensors of one call of an operator, by what its schema says about them."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.reads: list[torch.Tensor] = []
+        self.writes: list[torch.Tensor] = []
+        self.no_wait = func._schema.name == _COPY_TO_HOST
+        undeclared = _undeclared(func, args, kwargs)
+        takes_layout = bool(_LAYOUT_ONLY.fullmatch(func._schema.name))
+        aliases = False
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if argument.name == "non_blocking":
+                self.no_wait = bool(value)
+            tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+            written = argument.name in undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
+            aliases |= bool(tensors and argument.alias_info and not written)
+            if written or not takes_layout:
+                (self.writes if written else self.reads).extend(tensors)
+            if written and not argument.is_out:  # updated in place
+                self.reads.extend(tensors if not func._schema.name.endswith(_OVERWRITE) else ())
+        self.is_view = aliases and not self.writes
+        known = {t.untyped_storage()._cdata for t in (*self.reads, *self.writes)}
+        found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.results = [t for t in found if t.untyped_storage()._cdata not in known]
+
+    @property
+    def touched(self) -> list[torch.Tensor]:
+        return [*self.reads, *self.writes, *self.results]
+
+
+def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
+    """Arguments that an operator writes although its schema doesn't say so."""
+    if func._schema.name not in ("aten::native_batch_norm", "aten::cudnn_batch_norm"):
+        return ()
+    names = [argument.name for argument in func._schema.arguments]
+    training = {**dict(zip(names, args)), **kwargs}.get("training")
+    return ("running_mean", "running_var") if training else ()
+
+
+_LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # of the tensor that they are given
+_OVERWRITE = ("::copy_", "::zero_", "::fill_", "::copy_to_host_")
+
+
+# ---- where in the program
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_generated(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith("<wrapper")
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith((_TORCH, _OURS, "<")) and not name.endswith("contextlib.py")
+
+
+def site() -> str:
+    """The statement that is being executed: of generated code, or of the user's."""
+    operation = ""
+    for frame in _frames():
+        if frame.f_code.co_name == "run" and "operations" in frame.f_locals and "kind" in frame.f_locals:
+            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "name", "stream"))
+        if _is_generated(frame):
+            at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
+            return at + (operation or f": {_statement(frame)}")
+        if _is_users(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
+
+
+def _statement(frame: FrameType) -> str:
+    lines = frame.f_globals.get("_lines", ())
+    return lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else ""
+
+
+def user_line() -> str:
+    """The user's source line behind the statement that is being executed."""
+    for frame in _frames():
+        if _is_generated(frame):
+            return frame.f_globals["_module"].user_line(frame.f_lineno)
+        if _is_users(frame):
+            import linecache
+
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            return f"{os.path.basename(path)}:{number}: {linecache.getline(path, number).strip()}"
+    return ""
+
+
+def assigned_name() -> str:
+    """The variable of generated code that the statement assigns."""
+    for frame in _frames():
+        if _is_generated(frame):
+            left = _statement(frame).removeprefix("if spread: ").partition(" = ")[0]
+            return left if left.isidentifier() else ""
+        if _is_users(frame):
+            return ""
+    return ""
+
+
+__all__ = ["SimulatedDevice"]

@@ -1,0 +1,243 @@
+"""Generated code on the simulated device: the text of a wrapper is executed as it is.
+
+The wrapper's own Python runs: allocations, deletions, reuse, partitions, the region's entry and exit, extern kernels,
+operators. In place of a Triton or C++ kernel stands a function that notes which arguments the kernel reads and which
+it writes: by Inductor's names (`in_ptr`, `out_ptr`, `in_out_ptr`), by `mutated_arg_names`, and by the stores in its
+source; of a kernel of the user's whose stores go through computed pointers, every pointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from torch_overlay._inductor import stream_native, stream_runtime
+from torch_overlay.analysis.trace import HOST
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch_overlay.analysis.simulated_device import SimulatedDevice
+
+_SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
+
+
+class CheckError(RuntimeError):
+    """The program, or the code that was generated for it, can't be run on the simulated device."""
+
+
+class Module:
+    """A generated module whose code runs on the device."""
+
+    def __init__(self, device: SimulatedDevice, text: str, number: int) -> None:
+        self.device, self.number = device, number
+        self.original = text
+        self._lines: dict[str, str] | None = None
+        self.scope: dict[str, Any] = {}
+        self.labels: list[str] = []
+        self.load(text if device.rewrite is None else device.rewrite(text))
+
+    def load(self, text: str) -> None:
+        source = text.replace("async_compile = AsyncCompile()", "async_compile = _simulated")
+        self.labels = _labels(source)
+        self.scope = {
+            "_simulated": _Kernels(self.device),
+            "_module": self,
+            "_lines": source.splitlines(),
+            "__name__": f"wrapper {self.number}",
+        }
+        with self.device.pause():
+            exec(compile(source, f"<wrapper {self.number}>", "exec"), self.scope)
+        self.scope.update(_stand_ins(self.device))
+        if (runner := self.scope.get("runner")) is not None:
+            runner.partitions = [self._partition(call) for call in runner.partitions]
+
+    def _partition(self, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def run(args: list[Any]) -> Any:
+            with self.device.partition():
+                return call(args)
+
+        return run
+
+    @property
+    def lines(self) -> dict[str, str]:
+        """The user's line by the name of a node."""
+        if self._lines is None:
+            regions = self.device.seen.regions if self.device.seen is not None else ()
+            frame = next((r.frame for r in regions if r.wrapper == self.original), None)
+            self._lines = {} if frame is None else frame.lines
+        return self._lines
+
+    def user_line(self, line: int) -> str:
+        names = self.labels[line - 1].split(", ") if line <= len(self.labels) else []
+        return "; ".join(dict.fromkeys(self.lines[name] for name in names if name in self.lines))
+
+    def call(self, args: list[Any]) -> Any:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        try:
+            return self.scope["call"](args)
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise CheckError(f"generated code depends on data, which isn't there: {e}") from e
+
+
+def _labels(text: str) -> list[str]:
+    """For each line the names of the nodes that its comment names."""
+    found, label = [], ""
+    for line in text.splitlines():
+        if match := _SOURCES.match(line):
+            label = match[1]
+        found.append(label)
+    return found
+
+
+def execute(device: SimulatedDevice, text: str, stub: Any) -> Any:
+    """The module to hand to Inductor in place of a stub."""
+    module = Module(device, text, len(device.modules))
+    device.modules.append(module)
+
+    def recursively_apply_fns(fns: Sequence[Callable[[Any], Any]]) -> None:
+        for fn in fns:
+            fn(module.call)
+
+    return types.SimpleNamespace(
+        call=module.call,
+        __file__=stub.__file__,
+        recursively_apply_fns=recursively_apply_fns,
+        runner=types.SimpleNamespace(partitions=[], recursively_apply_fns=recursively_apply_fns),
+    )
+
+
+class _Kernels:
+    """`async_compile` of a generated module."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+
+    def wait(self, scope: Any) -> None:
+        pass
+
+    def triton(self, name: str, source: str, *args: Any, **kwargs: Any) -> Any:
+        return _Triton(self.device, name, source)
+
+    def multi_kernel(self, name: str, kernels: Sequence[_Triton], *args: Any, **kwargs: Any) -> Any:
+        return kernels[0]  # one of several that compute the same
+
+    def cpp_pybinding(self, kinds: Sequence[str], source: str, *args: Any, **kwargs: Any) -> Callable[..., None]:
+        def run(*values: Any) -> None:
+            tensors = [(kind, v) for kind, v in zip(kinds, values) if isinstance(v, torch.Tensor)]
+            reads = [v for kind, v in tensors if "const" in kind]
+            writes = [v for kind, v in tensors if "const" not in kind]
+            self.device.launch("C++ kernel", HOST, [*reads, *writes], writes)
+
+        return run
+
+    def __getattr__(self, name: str) -> Any:
+        raise CheckError(f"kernels by `async_compile.{name}` can't be simulated: nothing says what they read and write")
+
+
+class _Triton:
+    def __init__(self, device: SimulatedDevice, name: str, source: str) -> None:
+        self.device, self.name = device, name
+        signature = re.search(rf"def {re.escape(name)}\((.*?)\):", source, re.DOTALL) or re.search(
+            r"@triton\.jit\s+def \w+\((.*?)\):", source, re.DOTALL
+        )
+        if signature is None:
+            raise CheckError(f"the source of {name} has no function of that name")
+        self.parameters = [p.split(":")[0].split("=")[0].strip() for p in signature[1].split(",")]
+        mutated = re.search(r"'mutated_arg_names': \[([^]]*)\]", source)
+        stored = re.findall(r"tl\.(?:store|atomic_\w+)\(\s*(\w+)", source)
+        self.written = {*re.findall(r"'(\w+)'", mutated[1] if mutated else ""), *stored}
+        named = {p for p in self.parameters if p in self.written or "out_ptr" in p}
+        # Stores through computed pointers of a kernel about which nothing else is known may go anywhere.
+        self.anywhere = not named and bool(stored)
+
+    def run(self, *values: Any, stream: int, **kwargs: Any) -> None:
+        reads, writes = [], []
+        for parameter, value in (*zip(self.parameters, values), *kwargs.items()):
+            if not isinstance(value, torch.Tensor):
+                continue
+            written = self.anywhere or parameter in self.written or "out_ptr" in parameter
+            if written:
+                writes.append(value)
+            if not written or not re.fullmatch(r"out_ptr\d+", parameter):
+                reads.append(value)
+        on_device = next((t for t in (*reads, *writes) if t.is_cuda), None)
+        index = torch._C._accelerator_getDeviceIndex() if on_device is None else on_device.device.index or 0
+        self.device.launch(self.name, self.device.of_handle(stream, index), reads, writes)
+
+
+def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:
+    def make(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        where = f"cuda:{torch._C._accelerator_getDeviceIndex()}" if device == "cuda" else device
+        return torch.empty_strided(size, stride, dtype=dtype, device=where, pin_memory=pinned)
+
+    return make
+
+
+def _alloc_from_pool(pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> torch.Tensor:
+    return pool.view(torch.uint8)[offset:].view(dtype).as_strided(size, stride, offset // dtype.itemsize)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
+    """Names of generated code that are C functions below the dispatcher."""
+    return {
+        "empty_strided_cuda": _strided("cuda"),
+        "empty_strided_cpu": _strided("cpu"),
+        "empty_strided_cpu_pinned": _strided("cpu", True),
+        "reinterpret_tensor": lambda t, size, stride, at=0: t.as_strided(size, stride, t.storage_offset() + at),
+        "alloc_from_pool": _alloc_from_pool,
+        "copy_if_misaligned": (lambda t: t.clone()) if device.misaligned else (lambda t: t),
+        "assert_size_stride": _ignore,
+        "assert_size_stride_grouped": _ignore,
+        "assert_alignment": _ignore,
+        "assert_tensor_metadata": _ignore,
+    }
+
+
+@contextlib.contextmanager
+def runtime(device: SimulatedDevice) -> Iterator[None]:
+    """Regions run in Python, by streams and events that are simulated, and are told whether their streams are idle."""
+    holds_nothing = stream_runtime._Frame.holds_nothing
+
+    def asks(frame: Any) -> bool:
+        device.asked_idle = True
+        return device.idle and holds_nothing(frame)
+
+    record_busy = stream_native.PythonEvent.record_busy
+
+    def records(event: Any, raw_stream: int) -> None:
+        device.asked_idle = True
+        if device.idle:
+            record_busy(event, raw_stream)
+        else:
+            event.record(raw_stream)
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """A kernel of the user's, outside of compiled code."""
+        if device.is_listening() and not warmup:
+            given = dict(zip(kernel.arg_names, args)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
+            name = kernel.fn.__name__
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._accelerator_getDeviceIndex())
+            _Triton(device, name, kernel.src).run(**given, stream=stream)
+
+    with (
+        mock.patch("triton.runtime.jit.JITFunction.run", launch),
+        mock.patch.object(stream_runtime, "native_region", lambda spec: None),
+        mock.patch.object(stream_runtime._Frame, "holds_nothing", asks),
+        mock.patch.object(stream_native.PythonEvent, "record_busy", records),
+    ):
+        yield
+
+
+__all__ = ["CheckError", "Module"]

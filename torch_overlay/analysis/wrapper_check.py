@@ -1,0 +1,103 @@
+"""`check_wrapper`: is a generated module ordered, taken by itself? For text that `TORCH_LOGS=output_code` printed.
+
+    print(check_wrapper(Path("output_code.py").read_text()))
+
+The module's own `get_args` makes its inputs. What its caller ordered around it is not known here, nor what eager
+promises: inputs are taken to be ready on the current stream, the caller's streams and events to have been recorded
+there before the call, and outputs to be read there after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from torch_overlay._dynamo import objects
+from torch_overlay._inductor.stream_runtime import Region
+from torch_overlay.analysis.checking import Caller, Context
+from torch_overlay.analysis.race_report import Report
+from torch_overlay.analysis.simulated_device import SimulatedDevice
+from torch_overlay.analysis.simulated_module import CheckError, Module
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def check_wrapper(
+    text: str, *, calls: int = 2, owned: bool = False, misaligned: bool = False, joined: bool = True, devices: int = 1
+) -> Report:
+    """The report of a generated module, called `calls` times.
+
+    `owned` says that the module gets the last reference to its inputs, as a backward does; `misaligned` that they
+    aren't aligned. Without `joined` the caller waits for all streams before it reads the outputs.
+    """
+    with simulated_gpu(devices) as gpu, SimulatedDevice(gpu, misaligned=misaligned) as device:
+        try:
+            module = Module(device, text, 0)
+            module.scope["get_args"], module.scope["call"]
+        except (SyntaxError, KeyError) as error:
+            raise CheckError(f"this is not the text of a generated module: {type(error).__name__}: {error}") from error
+        reports, traces = [], []
+        for idle in _patterns(text):
+            device.begin()
+            _run(device, module, calls, owned, joined, idle)
+            context = Context(None, device.current(), frozenset(), frozenset())
+            reports.append(context.judge(device.trace.operations))
+            traces.append(device.trace)
+    races = {race.key: race for report in reports for race in report.races}
+    boundary = dict.fromkeys(p for report in reports for p in report.boundary) if joined else {}
+    return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
+
+
+def _patterns(text: str) -> Sequence[Sequence[bool]]:
+    """What regions that ask whether their streams are idle are told in one call after the other."""
+    return (
+        ((False,), (True,), (True, False), (False, True))
+        if "follows=" in text or "record_busy" in text
+        else ((False,),)
+    )
+
+
+def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joined: bool, idle: Sequence[bool]) -> None:
+    table = _table(module)
+    leave = objects.enter(*table)
+    try:
+        caller = Caller(device, None, joins=not joined)
+        for number in range(calls):
+            device.idle = idle[number % len(idle)]
+            with device.pause(), mock.patch("torch._dynamo.testing.rand_strided", _empty):
+                args = module.scope["get_args"]()
+            device.allocate_all(args, "input")
+            caller.prepare((args, table))
+            held = () if owned else tuple(args)
+            outputs = module.call(args)
+            del args
+            caller.rely(f"call {number + 1}", held, outputs, ())
+            del outputs, held
+    finally:
+        leave()
+
+
+def _empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _table(module: Module) -> list[Any]:
+    """Streams and events of the caller, as the module's regions number them."""
+    found: dict[int, Any] = {0: objects.ambient(0)}
+    for region in module.scope.values():
+        if isinstance(region, Region):
+            for where in region.spec.streams.values():
+                if isinstance(where, int):
+                    found.setdefault(where, torch.cuda.Stream())
+            for index in region.spec.objects.values():
+                if index not in found:
+                    found[index] = torch.cuda.Event()
+    return [found.get(index) for index in range(max(found) + 1)]
+
+
+__all__ = ["check_wrapper"]
