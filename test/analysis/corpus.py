@@ -80,12 +80,6 @@ KNOWN = {
 # Programs whose compiled code keeps less than eager promises, to a side stream that the caller goes on using without a
 # join of its own; results on the current stream are right. To be mended in the compiler.
 LOST = {
-    # The write into a slice of an input is rewritten by Inductor's reinplacing pass, and loses its side stream: that
-    # stream may not read the cache without waiting, nor hand on the memory of what was written into it.
-    "kv_cache_updated_on_side_stream": (
-        "stream 1 may read input 0",
-        "stream 1 may hand on the free memory of stream 1",
-    ),
     # A temporary of the side stream is read on the current one instead of the buffer that it was copied into, and is
     # given back at the exit.
     "running_statistics": ("stream 1 may hand on the free memory of stream 1",),

@@ -2,13 +2,14 @@
 
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass:
-a node that was there before keeps its stream and tokens, and a new one without a placement between nodes of one
-stream joins that stream. What remains without a placement runs on the ambient stream: correct in any case, for the
-planner orders it.
+a node that was there before keeps its stream and tokens. A new write in place takes those of the nodes that it was put
+in the place of, as far as their inputs tell; any other new node between nodes of one stream joins that stream. What
+remains without a placement runs on the ambient stream: correct in any case, for the planner orders it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
@@ -21,30 +22,78 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 
-def _placements(graph: Graph) -> dict[Node, dict[str, Any]] | None:
-    """What each node's `custom` holds; None for a graph in which nothing has a stream."""
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """What a node's `custom` held before a pass, and what the node read."""
+
+    custom: dict[str, Any] | None
+    inputs: frozenset[Node]
+
+
+def _placements(graph: Graph) -> dict[Node, _Placed] | None:
+    """None for a graph in which nothing has a stream."""
     found = {}
     streams = False
     for node in graph.nodes:
         custom = node.meta.get("custom")
-        found[node] = custom
+        found[node] = _Placed(custom, frozenset(node.all_input_nodes))
         streams = streams or bool(custom and (custom.get("stream") or LEAVE in custom))
     return found if streams else None
 
 
-def _restore(graph: Graph, before: dict[Node, dict[str, Any]]) -> None:
+def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
+    new = []
     for node in graph.nodes:
         if node in before:
-            if node.meta.get("custom") is not before[node]:
-                if before[node] is None:
+            custom = before[node].custom
+            if node.meta.get("custom") is not custom:
+                if custom is None:
                     node.meta.pop("custom", None)
                 else:
-                    node.meta["custom"] = before[node]
+                    node.meta["custom"] = custom
         elif node.op == "call_function" and not node.meta.get("custom"):
+            new.append(node)
+    if not new:
+        return
+    left = set(graph.nodes)
+    gone = [placed for node, placed in before.items() if node not in left and placed.custom]
+    for node in new:
+        _inherit(node, gone)
+    for node in new:
+        if not node.meta.get("custom"):
             neighbours = [n for n in (*node.all_input_nodes, *node.users) if n.op == "call_function"]
             streams = {node_stream(n) for n in neighbours}
             if len(streams) == 1 and (stream := streams.pop()):
                 node.meta["custom"] = {"stream": stream}
+
+
+def _inherit(node: Node, gone: Sequence[_Placed]) -> None:
+    """A write in place was a copy, and perhaps a scatter before it: their stream is the new node's, if they have one,
+    and so is what the caller relies on.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    inputs = set(node.all_input_nodes)
+    customs = [placed.custom for placed in gone if placed.custom and not inputs.isdisjoint(placed.inputs)]
+    if not customs or len({custom.get("stream", 0) for custom in customs}) > 1:
+        return
+    made: dict[str, Any] = {"stream": stream} if (stream := customs[0].get("stream")) else {}
+    made |= _union(customs)
+    if made:
+        node.meta["custom"] = made
+
+
+def _union(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key in (AFTER, BEFORE):
+        known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
+        if known:
+            made[key] = tuple(sorted({token for tokens in known for token in tokens}))
+    for custom in customs:
+        if LEAVE in custom:
+            made[LEAVE] = custom[LEAVE]
+    return made
 
 
 def apply_gm_pass(original: Callable[..., Any], observer: Any, pass_fn: Callable[[Any], Any]) -> Any:
@@ -65,12 +114,4 @@ def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> Non
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
     """A pattern's replacement carries the tokens of all that it replaces."""
-    context = original(nodes)
-    for key in (AFTER, BEFORE):
-        known = [tokens for node in nodes if (tokens := node.meta.get("custom", {}).get(key)) is not None]
-        if known:
-            context[key] = tuple(sorted({token for tokens in known for token in tokens}))
-    for node in nodes:
-        if LEAVE in node.meta.get("custom", {}):
-            context[LEAVE] = node.meta["custom"][LEAVE]
-    return context
+    return original(nodes) | _union([node.meta.get("custom", {}) for node in nodes])
