@@ -237,6 +237,7 @@ class TestTrainMoeExperts(TrainingTest):
 
 
 class TestOffloadedTransformer(unittest.TestCase):
+    @form.overlay_only
     def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
         code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
         result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})

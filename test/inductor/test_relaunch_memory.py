@@ -473,9 +473,13 @@ class TestDonation(unittest.TestCase):
     def donated(self, mode, graphs):
         import torch._inductor.config as inductor_config
 
-        empty = torch.fx.GraphModule({}, torch.fx.Graph())
+        graph = torch.fx.Graph()
+        for i in range(6):
+            graph.placeholder(f"saved_{i}")
+        graph.output(())
+        module = torch.fx.GraphModule({}, graph)
         with config.patch(cudagraphs=mode), inductor_config.patch({"triton.cudagraphs": graphs}):
-            return donated_buffers(lambda *args: [3, 5], empty, empty, None)
+            return donated_buffers(lambda *args: [3, 5], module, module, None)
 
     def test_nothing_is_donated_to_a_relaunched_backward(self):
         self.assertEqual(self.donated("relaunch", True), [])
