@@ -1,7 +1,7 @@
 """From a proven capture to what is launched: where everything lies, and in how many parts.
 
 The proof knows each allocation of a capture as a region of its own: the inputs, the storages of outputs, and the pieces
-of scratch memory. Here they become the regions of a `Layout`. Pieces are packed into one slab (`liveness`).
+of scratch memory. Here they become the regions of a `Layout`. Pieces are packed into slabs (`liveness`).
 
 Note [Stages]
 A graph launch needs all its memory at once. A backward that runs without a graph frees what the forward saved while it
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.cudagraphs.layout import align, Layout, OfStorage, Recipe, Storage, View
-from torch_overlay._inductor.cudagraphs.liveness import cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.cudagraphs.layout import Layout, OfStorage, Recipe, Storage, View
+from torch_overlay._inductor.cudagraphs.liveness import aligned, cuts, Held, Life, need_of, Order
 from torch_overlay._inductor.cudagraphs.template import FIXED, Template, Word
 
 
@@ -90,10 +90,11 @@ def arrange(proven: Proven) -> Arrangement:
     spans = [order.span(r) for r in range(len(proven.lives))]
     held = _held(proven, spans, order)
     length = len(order.order)
-    slack = max(GAIN, need_of(held, [0], length) // 100)
+    at_once = need_of(held, [0], length)
+    slack = max(GAIN, at_once // 100)
     if not (starts := cuts(held, length, MOST_STAGES, slack))[1:]:
         return whole
-    if need_of(held, [0], length) - need_of(held, starts, length) < GAIN:
+    if at_once - need_of(held, starts, length) < GAIN:
         return whole
     return _Cut(proven, whole, order, spans, starts).arrangement()
 
@@ -102,7 +103,7 @@ def _one_by_one(proven: Proven) -> tuple[dict[int, tuple[int, int]], list[int]]:
     offsets, end = {}, 0
     for p in proven.pieces:
         offsets[p] = 0, end
-        end += align(proven.lives[p].size)
+        end += aligned(proven.lives[p].size)
     return offsets, [end] if end else []
 
 

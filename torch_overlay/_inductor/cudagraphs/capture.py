@@ -40,7 +40,6 @@ from torch_overlay._inductor.cudagraphs.allocations import (
 )
 from torch_overlay._inductor.cudagraphs.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.cudagraphs.layout import (
-    align,
     Empty,
     Given,
     Layout,
@@ -53,6 +52,7 @@ from torch_overlay._inductor.cudagraphs.layout import (
     View,
     view_of,
 )
+from torch_overlay._inductor.cudagraphs.liveness import aligned
 from torch_overlay._inductor.cudagraphs.policy import COMMUNICATION
 from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment, Template
 from torch_overlay._inductor.stream_runtime import Spec
@@ -208,7 +208,7 @@ class Capture:
             result = call()
         results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
         made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
-        temporary = align(apart.requested - sum(made.values()))
+        temporary = aligned(apart.requested - sum(made.values()))
         for address, size in apart.segments.items():
             # If an address was used twice, what comes second may be the smaller one.
             least = made.get(address, temporary)

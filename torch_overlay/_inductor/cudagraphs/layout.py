@@ -25,17 +25,14 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
+from torch_overlay._inductor.cudagraphs.liveness import aligned
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SLAB_ALIGNMENT = 512  # as the caching allocator aligns
 # Note [Chunks]
 CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
-
-
-def align(size: int) -> int:
-    return -(-size // SLAB_ALIGNMENT) * SLAB_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -135,11 +132,11 @@ class Layout:
 
     @property
     def saved_size(self) -> int:
-        return max((s.offset + align(s.size) for s in self.storages if s.saved), default=0)
+        return max((s.offset + aligned(s.size) for s in self.storages if s.saved), default=0)
 
     @property
     def scratch_size(self) -> int:
-        return sum(map(align, self.scratch))
+        return sum(map(aligned, self.scratch))
 
     def outputs_of(self, storage: int) -> list[int]:
         return [i for i, r in enumerate(self.recipes) if isinstance(r, OfStorage) and r.storage == storage]
@@ -186,7 +183,7 @@ def place(
     ours = [i for i, outputs in enumerate(users) if saved.issuperset(outputs)]
     slab = set(ours if len(ours) > 1 else ())
     members: list[list[int]] = []
-    if (total := sum(align(sizes[i]) for i in slab)) >= 2 * CHUNK:
+    if (total := sum(aligned(sizes[i]) for i in slab)) >= 2 * CHUNK:
         slab = _small(ours, sizes, types, total // 64)
         members = _chunks([i for i in ours if i not in slab], sizes, types, made, CHUNK)
     chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
@@ -198,7 +195,7 @@ def place(
         if i in slab:
             places.append((len(storages), 0))
             storages.append(Storage(size, True, offset))
-            offset += align(size)
+            offset += aligned(size)
         elif (number := chunk_of.get(i)) is None:
             places.append((len(storages), 0))
             storages.append(Storage(size))
@@ -206,10 +203,10 @@ def place(
             if number not in at:
                 (dtype,) = types[i]
                 at[number] = len(storages), 0
-                storages.append(Storage(sum(align(sizes[j]) for j in members[number]), dtype=dtype))
+                storages.append(Storage(sum(aligned(sizes[j]) for j in members[number]), dtype=dtype))
             storage, used = at[number]
             places.append((storage, used))
-            at[number] = storage, used + align(size)
+            at[number] = storage, used + aligned(size)
     return tuple(_placed(recipe, places) for recipe in recipes), tuple(storages), tuple(places)
 
 
@@ -224,7 +221,7 @@ def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.
     """The smallest storages, together so much at most; and those that are looked at in several ways."""
     found, total = {i for i in ours if len(types[i]) != 1}, 0
     for i in sorted(ours, key=sizes.__getitem__):
-        total += align(sizes[i])
+        total += aligned(sizes[i])
         if total > most:
             break
         found.add(i)
@@ -240,9 +237,9 @@ def _chunks(
     for i in sorted(ours, key=lambda i: (made[i], i)):
         (dtype,) = types[i]
         chunk, size = filled.get(dtype, ([], 0))
-        if not chunk or size + align(sizes[i]) > full:
+        if not chunk or size + aligned(sizes[i]) > full:
             chunks.append(chunk := [])
             size = 0
         chunk.append(i)
-        filled[dtype] = chunk, size + align(sizes[i])
+        filled[dtype] = chunk, size + aligned(sizes[i])
     return [chunk for chunk in chunks if len(chunk) > 1]
