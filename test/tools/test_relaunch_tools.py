@@ -175,11 +175,19 @@ class TestBench(unittest.TestCase):
 
     @form.overlay_only
     def test_a_process_that_fails_is_told(self) -> None:
-        answer = relaunch.ask("regions", "off", 200.0)
+        answer = relaunch.Process("regions", "off").ask(200.0)
         if "error" in answer:  # without a GPU
             self.assertRegex(answer["error"], "NVIDIA|CUDA")
         else:
             self.assertGreater(answer["result"]["gpu us"], 0)
+
+    @form.overlay_only
+    def test_a_process_waits_until_it_is_asked(self) -> None:
+        process = relaunch.Process("regions", "off")
+        with self.assertRaises(subprocess.TimeoutExpired):
+            process.process.wait(15)
+        process.stop()
+        self.assertIsNotNone(process.process.returncode)
 
     def test_every_side_says_what_the_overlay_does(self) -> None:
         modes = {side: env.get("TORCH_OVERLAY_CUDAGRAPHS") for side, (env, _) in relaunch_process.SIDES.items()}

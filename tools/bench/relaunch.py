@@ -26,6 +26,7 @@ such files again, also from several runs on the same machine.
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -63,6 +64,7 @@ COLUMNS = {  # header -> key, digits
     "bare host": ("bare host us", 1),
     "bare layer": ("bare layer us", 1),
 }
+AHEAD = 2  # processes that import while another one measures
 TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
 
@@ -210,20 +212,31 @@ def limit_table(found: Sequence[Limit]) -> str:
 # ---- processes
 
 
-def ask(row: str, side: str, timeout: float, warm: bool = False) -> dict[str, Any]:
-    from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
+class Process:
+    """Of one row and side. It imports at once, and touches the device when it is asked."""
 
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
-    command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, *(["--warm"] if warm else [])]
-    answers, ended = streams.ask_process(command, environment, timeout)
-    return answers[0] if answers else {"row": row, "side": side, "error": f"the process {ended}"}
+    def __init__(self, row: str, side: str, warm: bool = False) -> None:
+        from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
+
+        self.row, self.side = row, side
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+        command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, "--wait"]
+        self.process = streams.start_process([*command, *(["--warm"] if warm else [])], environment)
+
+    def ask(self, timeout: float) -> dict[str, Any]:
+        answers, ended = streams.answers_of(self.process, timeout)
+        return answers[0] if answers else {"row": self.row, "side": self.side, "error": f"the process {ended}"}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 def prepare(names: Sequence[str], sides: Sequence[str], jobs: int, timeout: float) -> None:
     """Fill the compile caches. What fails here fails again, and is told then."""
     pairs = [(name, side) for name in names for side in sides if side not in ("replay", "python")]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda pair: ask(pair[0], pair[1], timeout, warm=True), pairs))
+        list(pool.map(lambda pair: Process(*pair, warm=True).ask(timeout), pairs))
 
 
 def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
@@ -232,17 +245,22 @@ def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
     if args.prepare:
         print(f"filling the compile caches, {args.prepare} processes at a time", file=sys.stderr, flush=True)
         prepare(args.rows, args.sides, args.prepare, args.timeout)
-    for name in args.rows:
-        for side in [*args.sides, *reversed(args.sides)] * args.rounds:
-            if time.monotonic() > deadline:
-                rows[name].errors.append(f"{side}: out of time")
-                continue
-            print(f"measuring {name}, {side}", file=sys.stderr, flush=True)
-            answer = ask(name, side, args.timeout)
-            rows[name].add(answer)
-            if args.out:
-                with open(args.out / "measurements.jsonl", "a") as file:
-                    print(json.dumps({**answer, "about": about}), file=file)
+    order = [(name, side) for name in args.rows for side in [*args.sides, *reversed(args.sides)] * args.rounds]
+    waiting: collections.deque[Process] = collections.deque()
+    for number, (name, side) in enumerate(order):
+        if time.monotonic() > deadline:
+            rows[name].errors.append(f"{side}: out of time")
+            continue
+        while len(waiting) <= AHEAD and number + len(waiting) < len(order):
+            waiting.append(Process(*order[number + len(waiting)]))
+        print(f"measuring {name}, {side}", file=sys.stderr, flush=True)
+        answer = waiting.popleft().ask(args.timeout)
+        rows[name].add(answer)
+        if args.out:
+            with open(args.out / "measurements.jsonl", "a") as file:
+                print(json.dumps({**answer, "about": about}), file=file)
+    for process in waiting:
+        process.stop()
     return rows
 
 

@@ -1,8 +1,9 @@
 """Measures one row of the relaunch benchmark on one side, in this process; run by relaunch.py.
 
-    python tools/bench/relaunch_process.py ROW SIDE [--warm]
+    python tools/bench/relaunch_process.py ROW SIDE [--warm] [--wait]
 
-One JSON line comes out. With --warm nothing is measured: the compile caches are filled.
+One JSON line comes out. With --warm nothing is measured: the compile caches are filled. With --wait the process
+imports what it needs, and touches the device when a line comes in.
 """
 
 from __future__ import annotations
@@ -260,11 +261,25 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
     return result
 
 
-def main(row: str, side: str, warm: bool) -> None:
+def get_ready(row: str) -> None:
+    """Imports, which take longer than most measurements and need no device."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+    if row.split()[0] in ("gpt2", "bert", "llama"):
+        import transformers
+
+        for name in ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM"):
+            getattr(transformers, name)
+    sys.stdin.readline()
+
+
+def main(row: str, side: str, warm: bool, wait: bool) -> None:
     if os.environ.get("TORCH_OVERLAY_DISABLE") != "1":
         import torch_overlay  # noqa: F401
     with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
         try:
+            if wait:
+                get_ready(row)
             answer: dict[str, Any] = {"row": row, "side": side, "result": measure(row, side, warm)}
         except Exception as e:
             traceback.print_exc()
@@ -273,4 +288,4 @@ def main(row: str, side: str, warm: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], "--warm" in sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], "--warm" in sys.argv[3:], "--wait" in sys.argv[3:])

@@ -107,12 +107,23 @@ def ask_process(
     command: Sequence[str], environment: dict[str, str], timeout: float
 ) -> tuple[list[dict[str, Any]], str]:
     """The JSON lines about rows that a process prints, and how it ended."""
+    return answers_of(start_process(command, environment), timeout)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def answers_of(process: subprocess.Popen[str], timeout: float) -> tuple[list[dict[str, Any]], str]:
+    """A process that waits for a line on its standard input goes on now."""
     try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        text, ended = run.stdout, f"ended with status {run.returncode}: {run.stderr.strip()[-300:]}"
-    except subprocess.TimeoutExpired as e:
-        out = e.stdout or ""
-        text, ended = out.decode() if isinstance(out, bytes) else out, f"no answer in {timeout:.0f} s"
+        text, complaints = process.communicate("\n", timeout=timeout)
+        ended = f"ended with status {process.returncode}: {complaints.strip()[-300:]}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        ended = f"no answer in {timeout:.0f} s"
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"row"')], ended
 
 
