@@ -55,6 +55,11 @@ class TestUpstreamBugs(TestCase):
         )
 
     @form.overlay_only
+    def test_on_stock_an_input_is_saved_and_written_to(self) -> None:
+        found = found_on_stock()["inputs_saved_and_written"]
+        self.assertEqual(found, ["whole: 6 instead of 2"])
+
+    @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:
         self.assertEqual(found_on_stock()["unjoined_gradients"], ["the current stream waits for nothing after it"])
 

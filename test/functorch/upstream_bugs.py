@@ -156,7 +156,32 @@ def streams_by_other_numbers() -> list[str]:
     return [f"stream {number} of a program with streams 0 and 1" for number in sorted(set(named) - {"0", "1"})]
 
 
-CHECKS = (stale_streams, donated_twins, unjoined_gradients, streams_by_other_numbers)
+def inputs_saved_and_written() -> list[str]:
+    """The backward computes a factor again, from an input that the forward has written to by then."""
+
+    def whole(x: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        a = (cache * 2) * weight
+        cache.mul_(3)
+        return (a * x).sum()
+
+    def view(x: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        a = (cache.t()[:2] * 2) * weight[:2]
+        cache.mul_(3)
+        return (a * x[:2]).sum()
+
+    wrong = []
+    for function in (whole, view):
+        gradients = []
+        for run in (function, torch.compile(function, dynamic=False)):
+            weight = torch.ones(4, 4, requires_grad=True)
+            run(torch.ones(4, 4), torch.ones(4, 4), weight).backward()
+            gradients.append(weight.grad)
+        if not torch.equal(*gradients):
+            wrong.append(f"{function.__name__}: {gradients[1].max():.0f} instead of {gradients[0].max():.0f}")
+    return wrong
+
+
+CHECKS = (stale_streams, donated_twins, unjoined_gradients, streams_by_other_numbers, inputs_saved_and_written)
 
 
 if __name__ == "__main__":

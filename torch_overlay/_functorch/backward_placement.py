@@ -18,6 +18,10 @@ the backward is owed and owes follows from what autograd's engine does:
   it is (`stream_saved`).
 
 The partitioner takes no notice of streams, so what is saved is what is saved without them (`stream_twins`).
+
+Note [Inputs that the forward writes to]
+An input that is written to when the forward has computed must not be saved: the backward would compute again from the
+new value. Upstream says so to the partitioner of inputs that need gradients alone.
 """
 
 from __future__ import annotations
@@ -173,9 +177,29 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
     return assign_sums(gm.graph)
 
 
-def partition(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    note_offload_policies(args[0].graph)
-    forward, backward, count = original(*args, **kwargs)
+def keep_unsaved(graph: Graph, inner_meta: Any, fw_metadata: Any) -> None:
+    """Note [Inputs that the forward writes to]. A view of one is no better."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    inputs = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if graph_compile._is_primal(node) and not isinstance(node.meta.get("desc"), graph_compile.ForwardTokenAOTInput)
+    ]
+    about = graph_compile.compute_inner_input_info_from_subclass_meta(fw_metadata, inner_meta)
+    unsaved = [node for node, info in zip(inputs, about) if info.mutates_data]
+    while unsaved:
+        node = unsaved.pop()
+        node.meta["aot_runtime_epilogue_input_mutation"] = True
+        unsaved += [user for user in node.users if is_view(user) and user.args[0] is node]
+
+
+def partition(
+    original: Callable[..., Any], joint: GraphModule, inputs: Any, inner_meta: Any, fw_metadata: Any, *args: Any
+) -> Any:
+    note_offload_policies(joint.graph)
+    keep_unsaved(joint.graph, inner_meta, fw_metadata)
+    forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
         place_parts(forward, backward)
     offload_saved(forward, backward, count)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -19,15 +21,16 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from torch_overlay._inductor.cudagraphs.liveness import Life
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from types import FrameType
 
 ALLOCATOR = "empty_strided_cuda"
+TUNING = "torch._inductor.runtime.triton_heuristics"
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Lives:
         self.made: dict[int, int] = {}
         self.freed: dict[int, int] = {}
         self._storages: dict[int, StorageWeakRef] = {}
+        self._is_gone: Callable[[int], bool] = torch.UntypedStorage._expired
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._maybe: list[int] = []  # the tensor is gone, its storage may be
 
@@ -93,11 +97,12 @@ class Lives:
         self.now += 1
         if self._maybe:
             waiting, self._maybe[:] = list(self._maybe), []
+            is_gone, storages, stays = self._is_gone, self._storages, self._maybe.append
             for address in waiting:
-                if self._storages[address].expired():
+                if is_gone(storages[address].cdata):
                     self.freed[address] = self.now
                 else:
-                    self._maybe.append(address)
+                    stays(address)
 
     def note(self, address: int) -> None:
         """Memory of the operator that has just run, which gave nothing of it away."""
@@ -161,32 +166,63 @@ def namespace_of(model: Any) -> dict[str, Any] | None:
 
 
 class Watch(TorchDispatchMode):
-    """Numbers the operators that a region calls, and notes which storages each of them made."""
+    """Numbers the operators that a region calls, and notes which storages each of them made. Those that a kernel calls
+    while it is tuned are none of the region's: no later run has them. They are looked for if the globals of the
+    generated module are given."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, observer: Observer, run: Callable[[int, Callable[[], Any], bool], Any]) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        run: Callable[[int, Callable[[], Any], bool], Any],
+        tuned_in: dict[str, Any] | None = None,
+    ) -> None:
         """`run(number, call, makes)` runs an operator. `makes`: it may return new tensors."""
         super().__init__()
-        self.observer, self.run = observer, run
+        self.observer, self.run, self.tuned_in = observer, run, tuned_in
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tuned_in is not None and _is_tuning(sys._getframe(1), self.tuned_in):
+            return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
+        if not _makes(func):
+            return self.run(number, lambda: func(*args, **kwargs), False)
         given = storages((args, kwargs))
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        makes = schema is None or any(result.alias_info is None for result in schema.returns)
-        result = self.run(number, lambda: func(*args, **(kwargs or {})), makes)
+        result = self.run(number, lambda: func(*args, **kwargs), True)
         for address in storages(result).keys() - given.keys():
             self.observer.last[address] = ("operator", number)
         return result
 
 
+@functools.cache
+def _makes(func: Any) -> bool:
+    """May the operator return tensors of its own? Higher-order operators have no schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(result.alias_info is None for result in schema.returns)
+
+
+def _is_tuning(frame: FrameType | None, namespace: dict[str, Any]) -> bool:
+    """Does a kernel that the generated module launches try out its configurations?"""
+    while frame is not None and frame.f_globals is not namespace:
+        if frame.f_globals.get("__name__") == TUNING:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Those in a tree that have bytes."""
-    for leaf in tree_iter(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage().nbytes():
-            yield leaf
+    """Those that have bytes, among what an operator takes or returns."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided and tree.untyped_storage().nbytes():
+            yield tree
+    elif isinstance(tree, (tuple, list)):
+        for leaf in tree:
+            yield from tensors(leaf)
+    elif isinstance(tree, dict):
+        yield from tensors(list(tree.values()))
 
 
 def storages(tree: Any) -> dict[int, int]:

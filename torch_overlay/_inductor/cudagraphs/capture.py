@@ -137,7 +137,7 @@ class Capture:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The program is to hold the only references: when it drops one, nothing of it will look there again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
-            watching = self.plan.watch or self.plan.detail
+            watching = self.plan.watch or self.plan.operators or self.plan.detail
             watch = Watch(self.observer, self._operator) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()

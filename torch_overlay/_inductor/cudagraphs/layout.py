@@ -20,6 +20,7 @@ larger than the segments that the same tensors would fill without a graph, so it
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
 
@@ -44,7 +45,7 @@ class View:
     dtype: torch.dtype
     offset: int = 0
 
-    @property
+    @functools.cached_property
     def extent(self) -> int:
         """Bytes from the first element to behind the last one."""
         if 0 in self.size:
@@ -117,7 +118,7 @@ class Layout:
     recipes: tuple[Recipe, ...]
     scratch: tuple[int, ...]  # sizes of the pieces of the scratch slab
 
-    @property
+    @functools.cached_property
     def own(self) -> tuple[int, ...]:
         """Numbers of the storages that are regions by themselves."""
         return tuple(i for i, s in enumerate(self.storages) if not s.saved)

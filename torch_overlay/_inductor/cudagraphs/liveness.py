@@ -64,7 +64,7 @@ class Order:
         self.lives = lives
         self.order = _topological(nodes, edges := list(edges))
         self.position = {node: at for at, node in enumerate(self.order)}
-        self.behind = self._behind(edges)  # by position: all that comes behind
+        self.before, self.behind = self._closures(edges)  # by position: all that comes before it, and behind it
         self.holders = [0] * len(lives)
         for node, allocation in words:
             self.holders[allocation] |= 1 << self.position[node]
@@ -73,25 +73,28 @@ class Order:
         self.after = []  # by allocation: what comes behind all that may touch it
         for touching in self.touching:
             after = everything
-            for at in bits(touching):
+            while touching:
+                at = touching.bit_length() - 1
                 after &= self.behind[at]
+                touching &= ~(self.before[at] | 1 << at)  # behind those is all that is behind this one
             self.after.append(after)
 
-    def _behind(self, edges: Iterable[tuple[int, int]]) -> list[int]:
-        after: list[list[int]] = [[] for _ in self.order]
-        for u, v in edges:
-            after[self.position[u]].append(self.position[v])
-        behind = [0] * len(after)
-        for at in range(len(after) - 1, -1, -1):
-            for successor in after[at]:
-                behind[at] |= behind[successor] | 1 << successor
-        return behind
+    def _closures(self, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        before, behind = [0] * len(self.order), [0] * len(self.order)
+        pairs = sorted((self.position[u], self.position[v]) for u, v in edges)
+        for u, v in sorted(pairs, key=lambda pair: pair[1]):
+            before[v] |= before[u] | 1 << u
+        for u, v in reversed(pairs):
+            behind[u] |= behind[v] | 1 << v
+        return before, behind
 
     def _reached(self, holders: int) -> int:
         """The nodes, and what comes behind any of them."""
         reached = holders
-        for at in bits(holders):
+        while holders:
+            at = first_bit(holders)
             reached |= self.behind[at]
+            holders &= ~(self.behind[at] | 1 << at)
         return reached
 
     def _touching(self) -> list[int]:
@@ -229,13 +232,6 @@ def need_of(held: Sequence[Held], starts: Sequence[int], length: int) -> int:
 
 def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def bits(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 def first_bit(mask: int) -> int:

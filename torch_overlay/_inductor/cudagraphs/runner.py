@@ -17,7 +17,6 @@ not even that is copied, and copied back if the region writes it: compiled code 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -247,8 +246,9 @@ class Runner:
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if seeds.may_be_seed(v)}
         observer, asked = Observer(), {}
         detail = self.code.is_backward and bool(large)
-        watch = Watch(observer, self._counted(asked)) if detail else contextlib.nullcontext()
-        with observed(namespace_of(self.model), observer), seeds.noted() as noted, watch:
+        namespace = namespace_of(self.model)
+        watch = Watch(observer, self._counted(asked), tuned_in=namespace)
+        with observed(namespace, observer), seeds.noted() as noted, watch:
             result = self.plain(inputs)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)

@@ -48,7 +48,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import struct
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, TYPE_CHECKING, TypeAlias
@@ -351,6 +350,7 @@ class _Scan:
         at = {(s.region, s.delta): s.address for s in a.segments}
         self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at} - {0}
         self.upper = a.upper_halves()
+        self.upper_bytes = [half.to_bytes(4, "little") for half in self.upper]
         self.first = min((s.address for s in a.segments), default=0)
         self.last = max((s.address + s.size for s in a.segments), default=0)
         # What was found already: values that are constants, and places of values that are a pointer.
@@ -389,12 +389,20 @@ class _Scan:
 
     def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
         """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
-        a, b, upper = _halves(value_a), _halves(value_b), self.upper
-        differ = [i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]] if a != b else []
-        if not differ and upper.isdisjoint(a):
-            return []
-        starts = {*differ, *[i - 1 for i in differ], *[i - 1 for i, half in enumerate(a) if half in upper]}
-        return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in sorted(starts) if 0 <= i < len(a) - 1]
+        differ = int.from_bytes(value_a, "little") ^ int.from_bytes(value_b, "little")
+        starts = set()
+        while differ:
+            half = ((differ & -differ).bit_length() - 1) // 32
+            starts |= {4 * half, 4 * half - 4}
+            differ &= ~(0xFFFFFFFF << 32 * half)
+        for upper in self.upper_bytes:
+            at = value_a.find(upper)
+            while at >= 0:
+                if at % 4 == 0:
+                    starts.add(at - 4)
+                at = value_a.find(upper, at + 1)
+        last = len(value_a) - 8
+        return [(i, _word(value_a, i), _word(value_b, i)) for i in sorted(starts) if 0 <= i <= last]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
         """Accepts a constant or rubbish; anything else is raised."""
@@ -443,5 +451,5 @@ class _Scan:
         return f"{self.a.describe(word_a)} in the first capture, {self.b.describe(word_b)} in the second"
 
 
-def _halves(value: bytes) -> tuple[int, ...]:
-    return struct.unpack_from(f"<{len(value) // 4}I", value)
+def _word(value: bytes, offset: int) -> int:
+    return int.from_bytes(value[offset : offset + 8], "little")
