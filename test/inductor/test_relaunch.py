@@ -415,6 +415,34 @@ def region(args):
         (state,) = run.states.values()
         self.assertNotIn("aten.copy_.default", [str(o[0]) for o in state.relaunch.launcher.operations])
 
+    def test_first_call_tells_where_outputs_are_made(self):
+        """Also if a kernel was tuned in it: what is called for that is not counted."""
+        tuner = {"__name__": "torch._inductor.runtime.triton_heuristics", "torch": torch}
+        exec("def tune(x):\n    return x.clone() + x.sort()[0]", tuner)
+        to_tune = [tuner["tune"]]
+        run = self.runner(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    if to_tune:
+        to_tune.pop()(x)
+    buf0 = torch.ops.aten.sort.default(x)
+    buf1 = torch.ops.aten.neg.default(buf0[0])
+    return (buf1, buf0[1])
+""",
+            to_tune=to_tune,
+        )
+        with mock.patch.object(capture.Capture, "run", autospec=True, side_effect=capture.Capture.run) as captures:
+            for _ in range(3):
+                x = torch.randn(4)
+                out, index = run([x])
+                self.assertEqual((out, index), (-x.sort()[0], x.sort()[1]))
+        self.assertEqual(to_tune, [])
+        self.assertEqual(captures.call_count, 2)
+        (state,) = run.states.values()
+        self.assertNotIn("aten.copy_.default", [str(o[0]) for o in state.relaunch.launcher.operations])
+
     def test_storage_that_nobody_placed_is_copied_out(self):
         """Allocated behind the back of generated code and of operators: here by a function that keeps its name."""
         self.check(

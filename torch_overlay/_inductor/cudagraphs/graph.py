@@ -287,8 +287,8 @@ def upload(graph: Any, stream: int, *, driver: Driver | None = None) -> None:
 
 @functools.cache
 def prepare(device: int) -> None:
-    """Does beforehand what the first capture on the current device would wait for; some 30 ms, or more where nothing
-    has been compiled yet."""
+    """Does beforehand what the first capture on the current device would wait for; most where nothing has been
+    compiled yet."""
     native.implementation()
     Driver()
     try:

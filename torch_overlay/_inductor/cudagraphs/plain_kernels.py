@@ -63,9 +63,11 @@ def copy(target: int, source: int, size: int) -> Launch:
 
 
 def prepare(device: int) -> None:
-    """Compiles the commonest of them. With it goes what Triton does once in a process, such as to ask an assembler for
+    """Compiles those of whole words. With it goes what Triton does once in a process, such as to ask an assembler for
     its version, for which it starts it twice."""
-    _function("fill", 4, False, device)
+    for kind in ("fill", "copy"):
+        for aligned in (False, True):
+            _function(kind, 4, aligned, device)
 
 
 def _launch(function: int, count: int, *arguments: bytes) -> Launch:
