@@ -81,7 +81,7 @@ class Lives:
         self.made: dict[int, int] = {}
         self.freed: dict[int, int] = {}
         self._storages: dict[int, StorageWeakRef] = {}
-        self._is_gone: Callable[[int], bool] = torch.UntypedStorage._expired
+        self._is_gone: Any = torch.UntypedStorage._expired
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._maybe: list[int] = []  # the tensor is gone, its storage may be
 
