@@ -297,6 +297,29 @@ class TestRefusals(ProofTest):
             captures = self.by_capture(lambda at: u64(at(1)), lambda at, other=other: u64(other))
             self.refused(captures, "moved", r"region 1 \+ 0", on_device=lambda address: address == 0x7F0000000000)
 
+    def half_null(self, a, b, **options):
+        """A structure of four words, of which the capture has these two in the middle, after a pointer."""
+        made = {"a": a, "b": b}
+        captures = Captures(
+            lambda at: [kernel(0, u64(at(0)) + u64(*[0 if k is None else at(k) for k in made[at.capture]]))]
+        )
+        return captures.prove(**options)
+
+    def test_null_in_one_capture_is_null_in_the_graph(self):
+        for a, b in (((1, None), (None, None)), ((None, None), (1, None)), ((1, 2), (None, None))):
+            found = self.half_null(a, b)
+            self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+            ((_, value),) = found.nodes[0].parameters
+            self.assertEqual(value[8:], bytes(16))
+
+    def test_words_that_are_null_in_different_captures(self):
+        with self.assertRaisesRegex(Refusal, "did not move with one allocation"):
+            self.half_null((1, None), (None, 2))
+
+    def test_node_that_is_never_patched_keeps_no_address(self):
+        captures = Captures(lambda at: [kernel(0, u64(at(1) if at.capture == "a" else 0, 0))])
+        self.refused(captures, "moved", "did not move with one allocation")
+
     def test_memory_that_no_region_stands_for(self):
         captures = Captures(lambda at: [kernel(0, u64(at(0, 7 * KIB)))])
         self.refused(captures, "outside", "it moved like an allocation, but is in none: .*in the range but in no alloc")

@@ -39,6 +39,10 @@ zero and stand for different bytes: something small, a few flags, was written ov
 Where both could be used, another capture tells; the stack is cleared before each of them, so that what remains is the
 region's own, and mostly the same.
 
+An address in the one capture and null in the other, inside of a structure, is either of that kind or an argument that
+may be missing. The capture in which it is null is as good, so that one is launched: the word becomes null. But it must
+be one of the two captures, so no word may be null in the first alone if another one is in the second alone.
+
 Note [Ends of allocations]
 The address one past an allocation belongs to it (kernels take end pointers), unless another one begins there: then
 both are candidates, and the second capture must rule out one of them, which it does when its gaps differ.
@@ -54,7 +58,7 @@ from typing import NamedTuple, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 # The region of a segment whose memory outlives the capture where it is: words that point there are left as they are.
 FIXED = -1
@@ -283,7 +287,24 @@ def prove(
                 node = f"{index} ({node_a.name})"
                 raise Refusal(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
     regions = 1 + max((s.region for s in a.segments), default=-1)
-    return Template(regions=regions, nodes=a.nodes, words=tuple(words))
+    nodes = _with_nulls(a.nodes, scan.nulls, {word.node for word in words}) if scan.nulls else a.nodes
+    return Template(regions=regions, nodes=nodes, words=tuple(words))
+
+
+def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Container[int]) -> tuple[Node, ...]:
+    """The nodes as they are in the capture in which these words are null. A node is set to that when it is patched."""
+    made = list(nodes)
+    for null in nulls:
+        node = made[null.node]
+        if null.of_first != nulls[0].of_first or null.node not in patched or not isinstance(node, KernelNode):
+            where = f"{null.node} ({node.name})"
+            raise Refusal("moved", null.message, node=where, parameter=null.parameter, offset=null.offset)
+        if not null.of_first:
+            values = list(node.parameters)
+            at, value = values[null.parameter]
+            values[null.parameter] = at, value[: null.offset] + bytes(8) + value[null.offset + 8 :]
+            made[null.node] = dataclasses.replace(node, parameters=tuple(values))
+    return tuple(made)
 
 
 # What two captures of a node have in common, besides the name.
@@ -338,6 +359,17 @@ class _Found(Exception):
         self.reason, self.offset = reason, offset
 
 
+@dataclass(frozen=True)
+class _Null:
+    """A word that is an address in one capture, and null in the other: in the first, or not."""
+
+    node: int
+    parameter: int
+    offset: int
+    of_first: bool
+    message: str
+
+
 class _Scan:
     def __init__(
         self,
@@ -356,6 +388,9 @@ class _Scan:
         # What was found already: values that are constants, and places of values that are a pointer.
         self.constants: set[bytes] = set()
         self.pointers: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
+        self.nulls: list[_Null] = []
+        self.at = 0, 0  # node and parameter
+        self.packed = False  # is the parameter a structure?
 
     def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[Word]:
         if value_a == value_b:
@@ -366,6 +401,7 @@ class _Scan:
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
             raise _Found("scalar", 0, message)
+        self.at, self.packed = (node, number), len(value_a) > 8
         proven = self._proven(self._windows(value_a, value_b), kind)
         if len(value_a) == 8 and 0 in proven and proven[0][0] != FIXED:
             self.pointers[value_a, value_b, kind] = proven[0]
@@ -416,7 +452,11 @@ class _Scan:
         if kind != "p" and (0 < word_a < SMALL or 0 < word_b < SMALL):
             return  # a small number in one capture is no address in the other: what lay on the host's stack
         if (self.a.places(word_a) or self.b.places(word_b)) and not self._stale(kind, word_a, word_b):
-            raise _Found("moved", offset, f"it did not move with one allocation: {self._both(word_a, word_b)}")
+            message = f"it did not move with one allocation: {self._both(word_a, word_b)}"
+            if kind == "p" or not self.packed or (word_a and word_b):
+                raise _Found("moved", offset, message)
+            self.nulls.append(_Null(*self.at, offset, not word_a, message))
+            return
         for shift in range(13):
             hidden_a = (word_a << shift) & ADDRESS
             if self.first <= hidden_a <= self.last:
