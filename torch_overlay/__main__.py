@@ -1,8 +1,9 @@
-"""python -m torch_overlay status | explain | check | demo
+"""python -m torch_overlay status | explain | check | timeline | demo
 
     status                   what is installed, where, and why or why not
     explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
     check FILE:FUNCTION      runs what is generated on a simulated device, and looks for races (`check --help`)
+    timeline FILE[:FUNCTION] what runs when, on which stream: as a picture, or for Perfetto (`timeline --help`)
     demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)
 
 A PyTorch that the overlay refuses is no reason for a traceback here: `status` shows what was refused and why.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "explain": "torch_overlay._explain",
     "check": "torch_overlay._check",
+    "timeline": "torch_overlay._timeline",
     "demo": "torch_overlay._demo",
 }
 

@@ -1,7 +1,8 @@
 """python -m torch_overlay demo [PROGRAM ...]
 
 Compiles the programs in examples/ and shows what comes out: graph breaks, which operation runs on which stream, the
-events that the program's author wrote against those that the generated code uses, and a picture of each plan.
+events that the program's author wrote against those that the generated code uses, and a picture of a call: what runs
+when, on which stream. The same is written for https://ui.perfetto.dev.
 
 That part is done for a simulated GPU, so it shows the same on every machine. Where there is a GPU, the programs are run
 as well, in processes of their own: equal to ordered eager or not, how much of the work overlaps, and the time
@@ -23,6 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.stream_planner import HOST
 from torch_overlay._terminal import Screen
 
 
@@ -88,8 +90,6 @@ def events_generated(plans: Sequence[Plan]) -> Events:
 
 def placement(plans: Sequence[Plan]) -> str:
     """How many operations each stream got; streams with the same number share a line."""
-    from torch_overlay.analysis.plan_svg import stream_name
-
     operations = collections.Counter(op.stream for plan in plans for op in plan.ops if op.stream is not None)
     lines = [f"{operations[stream]} on the {stream_name(stream)}" for stream in sorted(operations) if stream < 1]
     side_streams: dict[int, list[int]] = {}
@@ -105,30 +105,27 @@ def placement(plans: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
+def stream_name(stream: int) -> str:
+    """As the planner numbers them: -1 is the host, 0 the stream that is current when the function is called."""
+    return {HOST: "host", 0: "current stream"}.get(stream, f"stream {stream}")
+
+
 def compile_program(name: str, out: Path) -> Compilation:
-    """Compile one example for the simulated GPU, and write its plan as text and as a picture."""
-    from torch_overlay._inductor import plan_log
-    from torch_overlay.analysis.op_labels import op_labels
-    from torch_overlay.analysis.plan_svg import plan_svg
-    from torch_overlay.testing import compile_only, simulated_gpu
+    """Compile one example for the simulated GPU, and write its plan as text and a call of it as a picture."""
+    from torch_overlay.analysis import timeline
+    from torch_overlay.testing import observe, simulated_gpu
 
     module = load(name)
-    labels: dict[str, str] = {}
-    with simulated_gpu() as gpu:
+    with simulated_gpu() as gpu, observe() as compiled:
         function, args = module.make()
         start = len(gpu.device_log)
         function(*args)
         written = events_written(gpu.device_log[start:])
-        unsubscribe = plan_log.subscribe(lambda plan: labels.update(op_labels(plan)))
-        try:
-            compiled = compile_only(function, *args, fullgraph=False)
-        finally:
-            unsubscribe()
+        drawn = timeline(function, *args, title=name)
     picture = None
     if compiled.plans:
-        out.mkdir(parents=True, exist_ok=True)
-        picture = out / f"{name}.svg"
-        picture.write_text(plan_svg(compiled.plans[0], title=name, labels=labels))
+        picture = drawn.save(out / f"{name}.svg")
+        drawn.save(picture.with_suffix(".json"))
         picture.with_suffix(".txt").write_text("\n\n".join(plan.table() for plan in compiled.plans) + "\n")
     return Compilation(name, tuple(map(str, compiled.graph_breaks)), tuple(compiled.plans), written, picture)
 
@@ -145,7 +142,7 @@ def show_compilations(screen: Screen, compilations: Sequence[Compilation]) -> No
         )
         for c in compilations
     ]
-    columns = ("program", "graph breaks", "operations", "events you wrote", "events generated", "picture of the plan")
+    columns = ("program", "graph breaks", "operations", "events you wrote", "events generated", "picture of a call")
     screen.table("Compiled", columns, rows)
     for c in compilations:
         for graph_break in c.graph_breaks:

@@ -10,7 +10,9 @@ that is printed is then known from compiling, and what the program itself prints
 Printed are, for each piece of code that Dynamo compiled: graph breaks with reason and line; the streams in use; each
 node of the graph with its stream and line; the plan, that is the order of launches with what is waited for before and
 recorded after each; how much memory is alive at the peak, and which buffers live longer than on one stream, and why;
-and how many events that takes against those that the user wrote. Regions that asked for a CUDA
+and how many events that takes against those that the user wrote. With --timeline NAME.svg or NAME.json, everything that
+the program runs on the device is drawn as well, and of activations in host memory it is said how much of each copy is
+hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that asked for a CUDA
 graph and got none come last, with the reason: it is found when a region is called for the second time, on a GPU.
 """
 
@@ -29,6 +31,7 @@ import torch
 
 from torch_overlay._inductor import stream_memory
 from torch_overlay._inductor.cudagraphs import policy
+from torch_overlay.analysis.timeline_run import watching
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
 
@@ -36,6 +39,7 @@ from torch_overlay.testing._text import innermost_frame
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay.analysis.timeline_model import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
 
 
@@ -55,18 +59,29 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--devices", type=int, default=1, help="how many GPUs to simulate")
     parser.add_argument("--wrappers", action="store_true", help="print the generated call() functions as well")
+    parser.add_argument("--timeline", action="append", metavar="NAME", help="a picture to write: .svg or .json")
     parser.add_argument("target", metavar="FILE[:FUNCTION]")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     path, _, function = options.target.partition(":")
+    if function and options.arguments:  # a function has none, so they are options
+        options = parser.parse_args([*options.arguments, options.target], options)
+        if options.arguments:
+            parser.error(f"{function} is called on its example inputs, and takes no arguments here")
     if not os.path.isfile(path):
         print(f"explain: no file {path}", file=sys.stderr)
+        return 2
+    if bad := [name for name in options.timeline or () if not name.endswith((".svg", ".json"))]:
+        print(f"explain: --timeline {bad[0]}: a timeline is written as .svg or .json", file=sys.stderr)
         return 2
 
     simulate = options.simulate or not torch.cuda.is_available()
     error: BaseException | None = None
     refused_before = policy.refused()
-    with simulated_gpu(options.devices) if simulate else contextlib.nullcontext(), observe() as seen:
+    with contextlib.ExitStack() as stack:
+        simulation = stack.enter_context(simulated_gpu(options.devices)) if simulate else None
+        seen = stack.enter_context(observe())
+        draw = stack.enter_context(watching(simulation, seen, options.target)) if options.timeline else None
         where = f"{torch.cuda.get_device_name()}{' (simulated: nothing runs on a device)' if simulate else ''}"
         try:
             run_function(path, function) if function else run_script(path, options.arguments)
@@ -75,7 +90,14 @@ def main(argv: list[str]) -> int:
             return 2
         except Exception as e:
             error = e
-    Report(f"{options.target} on {where}", wrappers=options.wrappers).print(
+    drawn, written = None, []
+    try:
+        if draw is not None:
+            drawn = draw()
+            written = [str(drawn.save(name)) for name in options.timeline]
+    except (OSError, ValueError) as e:  # no such folder; nothing ran on the device
+        print(f"explain: no timeline: {e}", file=sys.stderr)
+    Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
         seen, [r for r in policy.refused() if r not in refused_before], error
     )
     return 1 if error is not None else 0
@@ -126,9 +148,12 @@ def example_inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..
 class Report:
     """Prints tables, with rich where it is installed, else as plain columns."""
 
-    def __init__(self, title: str, *, wrappers: bool) -> None:
+    def __init__(
+        self, title: str, *, wrappers: bool, timeline: Timeline | None = None, written: Sequence[str] = ()
+    ) -> None:
         self._title = title
         self._wrappers = wrappers
+        self._timeline, self._written = timeline, written
         self._console: Any = None
         with contextlib.suppress(ImportError):
             from rich.console import Console
@@ -148,6 +173,9 @@ class Report:
             if region.frame is None:
                 self._region(region)
         self._offloads(seen)
+        if self._timeline is not None:
+            self._heading("Timeline")
+            self._line("\n".join([str(self._timeline), *(f"wrote {name}" for name in self._written)]))
         if refused:
             rows = [(r.code.name, r.reason, r.message, r.code.source) for r in refused]
             self._table("Regions without a CUDA graph", ("region", "reason", "what it is", "first line"), rows)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import unittest
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay.analysis.overlap import Overlap, overlap, Work

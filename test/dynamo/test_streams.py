@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -19,6 +21,9 @@ import torch._dynamo.test_case
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects, registry

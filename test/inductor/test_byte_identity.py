@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import sys
 import unittest
 import warnings
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -19,6 +21,9 @@ import torch._functorch.config as functorch_config
 import triton
 import triton.language as tl
 from torch import nn
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config as overlay_config
@@ -269,6 +274,7 @@ class TestByteIdentity(unittest.TestCase):
     def test_a_process_that_never_enabled_the_overlay_generates_the_same(self) -> None:
         code = """
 import sys
+from pathlib import Path
 import form
 import torch
 from test_byte_identity import cuda, simulated_gpu, compile_only, text

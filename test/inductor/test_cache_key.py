@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,9 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.test_case import run_tests, TestCase
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config, version

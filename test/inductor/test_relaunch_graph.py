@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
 import unittest.mock
@@ -19,6 +20,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, HealthCheck, settings, strategies as st
 from test_relaunch_template import LOW, memory, SPAN, u32, u64, words
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config

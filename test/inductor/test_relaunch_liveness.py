@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
 import unittest
 from itertools import combinations
+from pathlib import Path
 from unittest import mock
 
 from hypothesis import given, settings, strategies as st
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.cudagraphs import liveness

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError

@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch._dynamo.test_case import run_tests, TestCase
 from torch._dynamo.utils import counters
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.cudagraphs import capture, policy, runner

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config

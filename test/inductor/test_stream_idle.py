@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import unittest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config

@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor import stream_native

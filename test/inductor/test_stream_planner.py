@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import itertools
+import sys
 import unittest
 from pathlib import Path
 
 import expecttest
 from hypothesis import given, settings, strategies as st
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor import stream_planner as planner

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
@@ -16,7 +17,7 @@ except ImportError:  # run as a plain script
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
 
-from torch_overlay import _explain
+from torch_overlay import _explain, config
 from torch_overlay._inductor.cudagraphs import policy
 
 
@@ -76,6 +77,23 @@ REFUSES = """
 """
 
 
+OFFLOADS = """
+    import torch
+
+    layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024) for _ in range(6)).to("cuda")
+
+
+    @torch.compile
+    def forward(x):
+        for layer in layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+    forward(torch.randn(8192, 1024, device="cuda")).backward()
+"""
+
+
 class Explain(TestCase):
     def setUp(self):
         super().setUp()
@@ -112,6 +130,47 @@ class Explain(TestCase):
         report = self.explain(f"{self.path}:branch")
         self.assertRegex(report, r"Memory: [\d.]+ \w+ at the peak, [\d.\w ]+ (as|more than) .*on one stream")
         self.assertNotIn("Memory:", self.explain(f"{self.path}:alone"))
+
+    def test_timeline(self):
+        folder = os.path.dirname(self.path)
+        svg, trace = os.path.join(folder, "x.svg"), os.path.join(folder, "x.json")
+        text = self.explain("--timeline", svg, "--timeline", trace, f"{self.path}:branch")
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn("kernels, 2 streams", text)
+        with open(svg) as picture, open(trace) as events:
+            self.assertIn("a = x @ y", picture.read())
+            self.assertTrue(json.load(events)["traceEvents"])
+
+    def test_options_may_follow_a_function(self):
+        svg = os.path.join(os.path.dirname(self.path), "x.svg")
+        text = self.explain(f"{self.path}:alone", "--wrappers", "--timeline", svg)
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn(f"wrote {svg}", text)
+        self.assertIn("def call(", text)
+        with self.assertRaises(SystemExit):
+            self.explain(f"{self.path}:alone", "argument")
+
+    def test_timeline_of_a_script_has_all_that_it_runs(self):
+        text = self.explain("--timeline", os.path.join(os.path.dirname(self.path), "x.svg"), self.path)
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn("2 kernels, 1 stream", text)  # ones and the compiled function
+
+    def test_timeline_of_another_kind_of_file(self):
+        self.explain("--timeline", "x.png", self.path)
+        self.assertEqual(self.code, 2)
+        self.assertEqual(self.errors, "explain: --timeline x.png: a timeline is written as .svg or .json\n")
+
+    def test_offloaded_tensors_and_how_much_of_their_copies_is_hidden(self):
+        with open(self.path, "w") as file:
+            file.write(textwrap.dedent(OFFLOADS))
+        svg = os.path.join(os.path.dirname(self.path), "x.svg")
+        with config.patch(activation_offload={"budget_gb": 0.16}):
+            text = self.explain("--timeline", svg, self.path)
+        self.assertEqual(self.code, 0, self.errors)
+        self.assertIn("Saved activations on the host", text)
+        self.assertRegex(
+            " ".join(text.split()), r"copy to the host relu\w*, .* \d+% hidden, program\.py:\d+: x = layer"
+        )
 
     def test_function_without_parameters(self):
         text = self.explain(f"{self.path}:alone")

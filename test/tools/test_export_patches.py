@@ -12,6 +12,9 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form
 
 

@@ -17,6 +17,9 @@ from unittest import mock
 
 import torch
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form
 
 

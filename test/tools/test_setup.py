@@ -10,6 +10,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form
 
 

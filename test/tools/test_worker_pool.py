@@ -12,6 +12,9 @@ import time
 import unittest
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import form
 
 

@@ -1,10 +1,11 @@
-"""What is known of a program's streams: races, plans as pictures, overlap on a device.
+"""What is known of a program's streams: races, what runs when, overlap on a device.
 
-    from torch_overlay.analysis import check, check_eager, check_graph
+    from torch_overlay.analysis import check, check_eager, check_graph, timeline, Timeline
 
 `check` runs compiled code on a simulated device, `check_graph` reads a captured CUDA graph, `check_wrapper` takes the
 text of a generated module, `check_eager` watches eager code on a GPU; each gives a `Report`. `Trace` is for programs
-that are written down by hand, and `check_trace` reads it.
+that are written down by hand, and `check_trace` reads it. `timeline` draws a call of a function, and
+`Timeline.from_profile` a profile.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ _PUBLIC = {
     "check_graph": "graph_check",
     "check_trace": "race_report",
     "check_wrapper": "wrapper_check",
+    "memory_blocks": "memory_snapshot",
+    "profiler": "timeline_run",
     "RaceError": "race_report",
     "Report": "race_report",
+    "Timeline": "timeline_model",
+    "timeline": "timeline_run",
     "Trace": "trace",
 }
 

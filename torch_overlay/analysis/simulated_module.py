@@ -189,9 +189,17 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
 def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
-    """Names of generated code that are C functions below the dispatcher."""
+    """Names of generated code that are C functions below the dispatcher, or that pin memory of the host: each call has
+    a slab of its own.
+    """
     return {
+        "take_slab": _take_slab,
+        "note_use": _ignore,
         "empty_strided_cuda": _strided("cuda"),
         "empty_strided_cpu": _strided("cpu"),
         "empty_strided_cpu_pinned": _strided("cpu", True),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import Any
 
 import torch
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +40,9 @@ def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
 
 
 def innermost_frame(stack_trace: str) -> tuple[str, int, str]:
-    """File, line and code of the innermost frame."""
+    """File, line and code of the innermost frame outside of torch; of the innermost one where all are inside."""
     frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', stack_trace)
+    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
     return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else ("", 0, "")
 
 

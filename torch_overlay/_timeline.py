@@ -1,0 +1,102 @@
+"""python -m torch_overlay timeline FILE[:FUNCTION] --out NAME.svg -- what runs when, on which stream, behind what?
+
+    timeline model.py:forward --out step.svg         compiles `forward`, calls it on what `forward_inputs()` or
+                                                     `example_inputs()` of that file returns, and draws one call
+    timeline model.py:loss --backward --out s.json   its backward as well, for https://ui.perfetto.dev
+    timeline examples/moe_experts.py --out moe.svg   a file whose `make()` returns a function and its arguments
+
+--out may be given more than once. On a machine with a GPU the call is profiled there. Elsewhere, or with --simulate, it
+runs on a simulated device, and times are estimates: of memory traffic and arithmetic at the rates of a data sheet, for
+a device that never waits for its host.
+
+The exit status is 0, or 2 if the function could not be found or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_overlay._explain import example_inputs, UsageError
+from torch_overlay.analysis.timeline_run import timeline
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from torch_overlay.analysis.timeline_model import Timeline
+
+SUFFIXES = (".svg", ".json")
+
+
+def main(argv: list[str]) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_overlay timeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", action="append", metavar="NAME", help="a file to write: .svg or .json")
+    parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
+    parser.add_argument("--calls", type=int, default=1, help="how many calls to draw (1)")
+    parser.add_argument("--mode", help="mode of torch.compile")
+    parser.add_argument("--simulate", action="store_true", help="on a simulated GPU even where there is a real one")
+    parser.add_argument("--devices", type=int, default=1, help="how many GPUs to simulate (1)")
+    parser.add_argument("target", metavar="FILE[:FUNCTION]")
+    options = parser.parse_args(argv)
+    path, _, function = options.target.partition(":")
+    try:
+        if not os.path.isfile(path):
+            raise UsageError(f"no file {path}")
+        if bad := [name for name in options.out or () if not name.endswith(SUFFIXES)]:
+            raise UsageError(f"--out {bad[0]}: a timeline is written as .svg or .json")
+        found = draw(path, function, options)
+        written = [found.save(name) for name in options.out or ()]
+    except UsageError as error:
+        print(f"timeline: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"timeline: {options.target} could not be run:", file=sys.stderr)
+        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        return 2
+    print(found, *(f"wrote {path}" for path in written), sep="\n")
+    return 0
+
+
+def draw(path: str, name: str, options: argparse.Namespace) -> Timeline:
+    if options.calls < 1:
+        raise UsageError(f"--calls must be at least 1, got {options.calls}")
+    if not 1 <= options.devices <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+    simulate = options.simulate or not torch.cuda.is_available()
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        with simulated_gpu(options.devices) if simulate else contextlib.nullcontext():
+            module = runpy.run_path(path, run_name="drawn")
+            if name:
+                if not callable(fn := module.get(name)):
+                    raise UsageError(f"{path} has no function {name}")
+                inputs = example_inputs(path, module, name, fn)
+            elif callable(make := module.get("make")):
+                fn, inputs = make()
+            else:
+                raise UsageError(f"{path} has no function make() that returns a function and its arguments")
+            return timeline(
+                fn,
+                *inputs,
+                calls=options.calls,
+                backward=options.backward,
+                mode=options.mode,
+                simulate=simulate,
+                devices=options.devices,
+                title=name or os.path.splitext(os.path.basename(path))[0],
+            )
+    finally:
+        sys.path.remove(folder)

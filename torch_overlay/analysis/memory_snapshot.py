@@ -1,0 +1,176 @@
+"""Whose is each block of device memory: a memory snapshot of PyTorch's, read with knowledge of generated code.
+
+    torch.cuda.memory._record_memory_history(stacks="python")
+    with torch_overlay.testing.observe() as seen:   # around the compilation: knows the user's lines
+        step()
+    print(memory_blocks(torch.cuda.memory._snapshot(), seen))
+
+In a snapshot of a compiled program the innermost frames of a block are of a generated module, at the line of its
+allocation. Here such a block gets the name of its buffer, and the user's line behind the kernel that is the first to
+use it. What a CUDA graph takes for a call is one block, or a few, for many tensors; it is told apart by the frames of
+the relaunch. Every other block gets the innermost frame outside of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.stream_memory import amount
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+BUFFER, GRAPH, EAGER, UNKNOWN = "compiled code", "CUDA graph", "eager", "no frames"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RELAUNCH = os.path.join("_inductor", "cudagraphs") + os.sep
+_SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
+_ASSIGNED = re.compile(r"\s*(\w+) = ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """`stream` is the handle of the stream whose pool it is of, `name` that of a compiled buffer."""
+
+    address: int
+    nbytes: int
+    device: int
+    stream: int
+    state: str
+    kind: str
+    name: str = ""
+    line: str = ""
+
+
+class Blocks(tuple[Block, ...]):
+    """Blocks by address. As text: those in use, by line, the largest first."""
+
+    def __str__(self) -> str:
+        total: dict[tuple[str, str, int], list[int]] = {}
+        for block in self:
+            if block.state.startswith("active"):
+                total.setdefault((block.kind, block.line, block.stream), []).append(block.nbytes)
+        rows = sorted(total.items(), key=lambda row: (-sum(row[1]), row[0]))
+        lines = [
+            f"{amount(sum(sizes)):>10}  {len(sizes):4} of stream {stream:#x}, {kind}" + (f", {line}" if line else "")
+            for (kind, line, stream), sizes in rows
+        ]
+        used = sum(sum(sizes) for sizes in total.values())
+        return "\n".join([f"{amount(used)} in {sum(map(len, total.values()))} blocks", *lines])
+
+
+def memory_blocks(snapshot: Mapping[str, Any], seen: Any = None) -> Blocks:
+    """The blocks of a `torch.cuda.memory._snapshot()`, attributed. `seen` is what `torch_overlay.testing.observe()`
+    gave while the program was compiled; without it compiled buffers have the names of their graph's nodes for a line.
+    """
+    reader = _Reader(seen)
+    found = [
+        reader.block(segment, block)
+        for segment in snapshot["segments"]
+        for block in _placed(segment, segment["blocks"])
+    ]
+    return Blocks(sorted(found, key=lambda block: (block.device, block.address)))
+
+
+def _placed(segment: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Blocks with their addresses, which older snapshots leave to be added up."""
+    at = segment["address"]
+    for block in blocks:
+        yield {"address": at, **block}
+        at += block["size"]
+
+
+class _Reader:
+    def __init__(self, seen: Any) -> None:
+        self.lines: dict[str, dict[str, str]] = {}  # of the text of a generated module: the user's lines by node
+        for region in seen.regions if seen is not None else ():
+            if region.wrapper is not None and region.frame is not None:
+                self.lines[region.wrapper.strip()] = region.frame.lines
+        self.modules: dict[str, GeneratedModule | None] = {}
+
+    def block(self, segment: Mapping[str, Any], block: Mapping[str, Any]) -> Block:
+        kind, name, line = self.whose(block.get("frames") or ())
+        return Block(
+            block["address"],
+            block.get("requested_size") or block["size"],
+            segment.get("device", 0),
+            segment["stream"],
+            block["state"],
+            kind,
+            name,
+            line,
+        )
+
+    def whose(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+        """Kind, buffer and line, by the frames from inside out."""
+        for frame in frames:
+            file = frame["filename"]
+            if file.startswith(_OURS) and _RELAUNCH in file:
+                return GRAPH, "", _users(frames)
+            if (module := self.module(file)) is not None:
+                name, line = module.allocated(frame["line"])
+                return BUFFER, name, line
+        line = _users(frames)
+        return (EAGER, "", line) if line else (UNKNOWN, "", "")
+
+    def module(self, file: str) -> GeneratedModule | None:
+        if file not in self.modules:
+            self.modules[file] = None
+            if file.endswith(".py") and not file.startswith((_TORCH, _OURS)) and os.path.isfile(file):
+                with open(file, encoding="utf-8", errors="replace") as opened:
+                    text = opened.read()
+                if "async_compile = AsyncCompile()" in text:
+                    self.modules[file] = GeneratedModule(text, self.lines.get(text.strip(), {}))
+        return self.modules[file]
+
+
+class GeneratedModule:
+    """The text of a generated module, by its lines."""
+
+    def __init__(self, text: str, lines: Mapping[str, str]) -> None:
+        self.text, self.lines = text.splitlines(), lines
+
+    def allocated(self, number: int) -> tuple[str, str]:
+        """Which buffer line `number` (from 1) allocates, and the user's lines behind the kernel that uses it first."""
+        if not 1 <= number <= len(self.text):
+            return "", ""
+        statement = self.text[number - 1]
+        match = _ASSIGNED.match(statement)
+        name = match[1] if match else ""
+        if match is None or "empty_strided" not in statement:  # an operator that allocates its own result
+            return name, self.label(number)
+        used = re.compile(rf"\b{re.escape(name)}\b")
+        for later in range(number + 1, len(self.text) + 1):
+            text = self.text[later - 1]
+            if used.search(text) and "(" in text and not text.lstrip().startswith(("#", "del ", "assert_")):
+                return name, self.label(later)
+        return name, ""
+
+    def label(self, number: int) -> str:
+        """The user's lines of the comment above a line; the names of its nodes where these aren't known."""
+        for text in reversed(self.text[:number]):
+            if match := _SOURCES.match(text):
+                names = [n for n in match[1].split(", ") if n]
+                known = dict.fromkeys(self.lines[n] for n in names if n in self.lines)
+                return "; ".join(known) or ", ".join(names)
+            if text.startswith(("def ", "class ")):
+                break
+        return ""
+
+
+def _users(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost frame that is the user's, as file, line and function."""
+    for frame in frames:
+        file = frame["filename"]
+        if file.endswith(".py") and not file.startswith((_TORCH, _OURS)) and not file.startswith("<"):
+            return f"{os.path.basename(file)}:{frame['line']}: {frame['name']}"
+    return ""
+
+
+__all__ = ["Block", "Blocks", "memory_blocks"]

@@ -1,0 +1,214 @@
+"""When each operation of a trace would run: one pass over it, with a clock for each stream and one for the host.
+
+A stream runs what it is given in order. A record notes how far its stream is, a wait moves its stream to where the
+event was recorded, a synchronisation moves the host. Copies between host and device run one after the other in each
+direction, on whatever streams they are, for they share the link.
+
+Memory is counted as streams come by: it is taken when its first kernel starts, and given back when its own stream has
+reached the point at which the host freed it, and every kernel that used it has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch_overlay.analysis.timeline_model import (
+    Arrow,
+    COPIES,
+    KERNEL,
+    Lane,
+    lane_name,
+    ON_HOST,
+    Slice,
+    Timeline,
+    WAIT,
+    with_hidden,
+)
+from torch_overlay.analysis.trace import Alloc, Free, HOST, Launch, Record, Synchronize, Wait
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch_overlay.analysis.trace import Memory, Operation
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a launch takes, in microseconds, and what it is: a kind of slice."""
+
+    us: float
+    kind: str = KERNEL
+    nbytes: int = 0
+
+
+@dataclass
+class _Stream:
+    free: float = 0.0
+    last: int | None = None  # the slice that it ran last
+    pending: list[tuple[str, _Moment]] = field(default_factory=list)  # events that its next slice waits for
+
+
+@dataclass(frozen=True)
+class _Moment:
+    stream: str
+    at: float
+    source: int | None
+
+
+class _Clock:
+    def __init__(self, costs: Mapping[int, Cost], saved: Mapping[int, tuple[str, str]]) -> None:
+        self.costs, self.saved = costs, saved
+        self.host = 0.0
+        self.streams: dict[str, _Stream] = {}
+        self.links: dict[str, float] = {}  # when the link is free, by direction
+        self.events: dict[str, _Moment] = {}
+        self.slices: list[tuple[str, Slice]] = []
+        self.arrows: list[tuple[str, _Moment, str, float, int | None]] = []
+        self.used: dict[Memory, list[float]] = {}  # from the first start to the last end
+        self.fresh: set[Memory] = set()
+        self.changes: list[tuple[float, int]] = []
+
+    def stream(self, name: str) -> _Stream:
+        return self.streams.setdefault(name, _Stream())
+
+    def launch(self, index: int, launch: Launch) -> None:
+        cost = self.costs.get(index, Cost(0.0, ON_HOST if launch.stream == HOST else KERNEL))
+        stream = self.stream(launch.stream)
+        start = max(self.host, stream.free, self.links.get(cost.kind, 0.0) if cost.kind in COPIES else 0.0)
+        end = start + cost.us
+        number = len(self.slices)
+        what, line = self.saved.get(index, ("", own_line(launch.line)))
+        name = readable(launch.name) if cost.kind not in COPIES else f"{cost.kind} {what}".strip()
+        self.slices.append((launch.stream, Slice(0, start, cost.us, name, line, cost.kind, launch.name, cost.nbytes)))
+        for event, moment in stream.pending:
+            self.arrows.append((event, moment, launch.stream, start, number))
+        stream.pending, stream.free, stream.last = [], end, number
+        if cost.kind in COPIES:
+            self.links[cost.kind] = end
+        if launch.stream == HOST:
+            self.host = end
+        for access in launch.accesses:
+            memory = access.view.memory
+            if memory.stream != HOST:
+                span = self.used.setdefault(memory, [start, end])
+                span[1] = max(span[1], end)
+
+    def record(self, event: str, name: str) -> None:
+        stream = self.stream(name)
+        self.events[event] = _Moment(name, max(stream.free, self.host), stream.last)
+
+    def wait(self, event: str, name: str) -> None:
+        moment = self.events.get(event)
+        if moment is None or moment.stream == name:
+            return
+        stream = self.stream(name)
+        stream.free = max(stream.free, moment.at)
+        stream.pending = [(e, m) for e, m in stream.pending if m.stream != moment.stream] + [(event, moment)]
+
+    def synchronize(self, operation: Synchronize) -> None:
+        if operation.event is not None:
+            moment = self.events.get(operation.event)
+            ready, on = (0.0, "") if moment is None else (moment.at, operation.event)
+        else:
+            names = (operation.stream,) if operation.stream is not None else operation.streams or tuple(self.streams)
+            ready = max((self.streams[n].free for n in names if n in self.streams), default=0.0)
+            on = names[0] if len(names) == 1 else "the device"
+        if ready > self.host:
+            self.slices.append((HOST, Slice(0, self.host, ready - self.host, f"waits for {on}", kind=WAIT)))
+            self.stream(HOST).free = self.host = ready
+
+    def free(self, memory: Memory) -> None:
+        if memory in self.fresh and memory in self.used:
+            start, end = self.used.pop(memory)
+            self.fresh.discard(memory)
+            self.changes += [(start, memory.size), (max(end, self.stream(memory.stream).free), -memory.size)]
+
+    def finish(self) -> None:
+        for memory in self.fresh & self.used.keys():
+            self.changes.append((self.used[memory][0], memory.size))
+        for name, stream in self.streams.items():
+            for event, moment in stream.pending:
+                self.arrows.append((event, moment, name, stream.free, None))
+
+
+def schedule(
+    operations: Iterable[Operation],
+    costs: Mapping[int, Cost],
+    *,
+    title: str,
+    devices: Mapping[str, int] | None = None,
+    saved: Mapping[int, tuple[str, str]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Timeline:
+    """The timeline of a trace. `costs` belong to launches by their index; `devices` are those of the streams. `saved`
+    gives name and line of what a copy moves, where it is a saved activation.
+    """
+    clock = _Clock(costs, saved or {})
+    for index, operation in enumerate(operations):
+        match operation:
+            case Launch():
+                clock.launch(index, operation)
+            case Record():
+                clock.record(operation.event, operation.stream)
+            case Wait():
+                clock.wait(operation.event, operation.stream)
+            case Synchronize():
+                clock.synchronize(operation)
+            case Alloc() if operation.memory.stream != HOST:
+                clock.fresh.add(operation.memory)
+            case Free():
+                clock.free(operation.memory)
+    clock.finish()
+    return _assemble(clock, title, devices or {}, notes)
+
+
+def _assemble(clock: _Clock, title: str, devices: Mapping[str, int], notes: tuple[str, ...]) -> Timeline:
+    names = list(dict.fromkeys(name for name, _ in clock.slices))
+    names += [m.stream for _, m, *_ in clock.arrows if m.stream not in names]
+    names = list(dict.fromkeys(names))
+    titles = {n: lane_name(n, [s for lane, s in clock.slices if lane == n]) for n in names}
+    # Default streams, others in order of use, those of copies, the host.
+    names.sort(key=lambda n: (n == HOST, titles[n] != n, not n.startswith("default stream")))
+    lanes = [Lane(titles[n], -1 if n == HOST else devices.get(n, 0)) for n in names]
+    number = {name: index for index, name in enumerate(names)}
+    slices = [replace(s, lane=number[name]) for name, s in clock.slices]
+    arrows = [
+        Arrow(event, number[m.stream], m.at, number[lane], at, m.source, target)
+        for event, m, lane, at, target in clock.arrows
+        if lane in number
+    ]
+    return Timeline(
+        title, tuple(lanes), tuple(with_hidden(lanes, slices)), tuple(arrows), running_sum(clock.changes), True, notes
+    )
+
+
+def running_sum(changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """Bytes from each time on. At one time memory is given back before it is taken."""
+    found: dict[float, int] = {}
+    total = 0
+    for at, change in sorted(changes):
+        total += change
+        found[at] = total
+    return tuple(found.items())
+
+
+_TRITON = re.compile(r"^triton_[a-z]+\d*_(?:fused_)?(.*?)_\d+$")
+
+
+def readable(symbol: str) -> str:
+    """What a kernel computes, by how it is called."""
+    if match := _TRITON.match(symbol):
+        return match[1].strip("_")
+    parts = symbol.split(".")
+    return parts[1].strip("_") if len(parts) > 1 and parts[0].isidentifier() else symbol
+
+
+def own_line(lines: str) -> str:
+    """Of the lines behind a kernel the last one: where its result was written. The others are those of its inputs."""
+    return re.split(r"; (?=[^\s:;]+:\d+: )", lines)[-1]
+
+
+__all__ = ["Cost", "readable", "running_sum", "schedule"]

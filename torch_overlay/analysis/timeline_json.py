@@ -1,0 +1,118 @@
+"""A timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing load.
+
+    X   a slice: a kernel, a copy, a wait of the host; on one track (tid) a stream
+    s,f an event: an arrow from inside the slice that was waited for to the slice that waited (`bp: e` binds it there)
+    C   memory: a counter
+    M   names and order of processes (devices) and threads (streams)
+
+Perfetto takes times in microseconds, and cuts them to nanoseconds; here they are cut before. It wants each track's
+slices nested or apart, so a slice that starts before the one in front has ended (which clocks that are read in two
+places can make it seem) begins where that one ends. An arrow needs a slice at each end: a wait for a stream that held
+nothing, and one that nothing comes behind, have none, and are only in the picture.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay.analysis.timeline_model import COPIES
+
+
+if TYPE_CHECKING:
+    from torch_overlay.analysis.timeline_model import Timeline
+
+HOST_PID = 1
+DEVICE_PID = 10  # and up: of device 0, 1, ...
+
+
+def trace(timeline: Timeline) -> str:
+    """The text of the file."""
+    return json.dumps(
+        {"displayTimeUnit": "ns", "otherData": {"title": timeline.title}, "traceEvents": events(timeline)}, indent=1
+    )
+
+
+def events(timeline: Timeline) -> list[dict[str, Any]]:
+    """Metadata first, then everything in order of time."""
+    where = [(_pid(lane.device), index + 1) for index, lane in enumerate(timeline.lanes)]
+    placed = _placed(timeline)
+    found: list[dict[str, Any]] = []
+    for index, s in enumerate(timeline.slices):
+        pid, tid = where[s.lane]
+        start, end = placed[index]
+        details: dict[str, Any] = {"line": s.line, "kernel": s.symbol, "bytes": s.nbytes}
+        if s.hidden is not None:
+            details["hidden"] = f"{s.hidden:.0%}"
+        name = f"{place(s.line)} {s.name}".strip()
+        args = {key: value for key, value in details.items() if value}
+        found.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": "copy" if s.kind in COPIES else s.kind,
+                "pid": pid,
+                "tid": tid,
+                "ts": start,
+                "dur": round(end - start, 3),
+                "args": args,
+            }
+        )
+    number = 0
+    for arrow in timeline.arrows:
+        if arrow.source is None or arrow.target is None:
+            continue
+        number += 1
+        common = {"name": arrow.name, "cat": "event", "id": number}
+        start, end = placed[arrow.source]
+        target = placed[arrow.target][0]
+        inside = round(max(start, min(end - 0.001, target)), 3)
+        for ph, lane, at in (("s", arrow.source_lane, inside), ("f", arrow.lane, max(target, inside))):
+            pid, tid = where[lane]
+            binding = {"bp": "e"} if ph == "f" else {}
+            found.append({"ph": ph, **common, "pid": pid, "tid": tid, "ts": at, **binding})
+    device = next((lane.device for lane in timeline.lanes if lane.device >= 0), 0)
+    for at, nbytes in timeline.memory:
+        found.append(
+            {"ph": "C", "name": "memory", "pid": _pid(device), "tid": 0, "ts": round(at, 3), "args": {"bytes": nbytes}}
+        )
+    order = {"X": 0, "s": 1, "f": 2, "C": 3}
+    found.sort(key=lambda e: (e["ts"], order[e["ph"]], -e.get("dur", 0)))
+    return [*_metadata(timeline, where), *found]
+
+
+def place(line: str) -> str:
+    """`file:number` of a line."""
+    return ":".join(line.split(":", 2)[:2]) if line.count(":") >= 2 else line
+
+
+def _pid(device: int) -> int:
+    return HOST_PID if device < 0 else DEVICE_PID + device
+
+
+def _placed(timeline: Timeline) -> dict[int, tuple[float, float]]:
+    """Start and end of each slice, in whole nanoseconds, apart from the others of its track."""
+    found: dict[int, tuple[float, float]] = {}
+    behind: dict[int, float] = {}
+    for index in sorted(range(len(timeline.slices)), key=lambda i: (timeline.slices[i].start, timeline.slices[i].end)):
+        s = timeline.slices[index]
+        start = max(round(s.start, 3), behind.get(s.lane, 0.0))
+        end = max(round(s.end, 3), round(start + 0.001, 3))
+        found[index] = start, end
+        behind[s.lane] = end
+    return found
+
+
+def _metadata(timeline: Timeline, where: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    kind = " (simulated)" if timeline.simulated else ""
+    found: list[dict[str, Any]] = []
+    for pid in dict.fromkeys(pid for pid, _ in where):
+        name = "host" if pid == HOST_PID else f"cuda:{pid - DEVICE_PID}"
+        found.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name + kind}})
+    for (pid, tid), lane in zip(where, timeline.lanes):
+        found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.name}})
+        found.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+    return found
+
+
+__all__ = ["events", "place", "trace"]

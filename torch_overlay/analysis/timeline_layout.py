@@ -1,0 +1,250 @@
+"""Where everything of a timeline goes in a picture of fixed width: rows of time, lanes in a row, labels under boxes.
+
+Time runs from left to right and goes on in the next row, as in a score: a step of 300 kernels fills a page or two and
+needs no scrolling sideways. The scale is one for all rows, and such that three quarters of the slices are wide enough
+for their line number; a row has the lanes that have something in it.
+
+A label stands in its box if it fits there. Otherwise it stands under the box, on the first of `LEVELS` levels that is
+free; neighbours of one source line share a label. One that finds no place is left out, and counted: its box has a
+tooltip like every other one. So labels never collide, by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch_overlay._inductor.stream_memory import amount
+from torch_overlay.analysis.timeline_json import place
+from torch_overlay.analysis.timeline_model import COPIES, WAIT
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay.analysis.timeline_model import Slice, Timeline
+
+WIDTH, LEFT, MARGIN = 1280, 178, 20
+ROOM = WIDTH - LEFT - MARGIN  # for time
+CHARACTER, LABEL = 6.1, 11  # width and height of a character of the 10-pixel monospace text
+BOX, PAD, TICKS, GAP = 18, 5, 18, 16  # heights: of a box, around it, of the axis, between rows
+LEVELS, MOST_ROWS = 3, 14
+LONGEST = 26  # characters of a name
+LEAST_IN_ROW = 16  # slices, on average
+MEMORY = 30
+
+
+@dataclass(frozen=True)
+class Label:
+    """Text with its upper left corner."""
+
+    text: str
+    x: float
+    y: float
+    inside: bool = False
+    at: float = 0.0  # of the box that it belongs to, where it stands below
+
+    @property
+    def width(self) -> float:
+        return len(self.text) * CHARACTER
+
+
+@dataclass(frozen=True)
+class Box:
+    index: int  # of the slice
+    x: float
+    width: float
+
+
+@dataclass
+class Strip:
+    """A lane in a row."""
+
+    lane: int
+    y: float
+    boxes: list[Box]
+    labels: list[Label]
+    levels: int = 0
+
+    @property
+    def middle(self) -> float:
+        return self.y + PAD + BOX / 2
+
+    @property
+    def height(self) -> float:
+        return 2 * PAD + BOX + self.levels * LABEL
+
+
+@dataclass
+class Row:
+    start: float
+    end: float
+    y: float
+    strips: list[Strip] = field(default_factory=list)
+    memory_y: float = 0.0
+    height: float = 0.0
+
+    def strip(self, lane: int) -> Strip | None:
+        return next((s for s in self.strips if s.lane == lane), None)
+
+
+@dataclass
+class Layout:
+    rows: list[Row]
+    scale: float  # pixels of a microsecond
+    unlabelled: int
+    bottom: float
+    ambiguous: frozenset[str]  # line numbers that more than one file has
+
+    def x(self, row: Row, at: float) -> float:
+        return LEFT + min(max((at - row.start) * self.scale, 0.0), ROOM)
+
+    def texts(self, s: Slice) -> tuple[str, ...]:
+        """What a slice may be called, from long to short."""
+        name = amount(s.nbytes) if s.kind in COPIES else s.name
+        if not s.line:
+            return (name,) if s.kind in (*COPIES, WAIT) else (name, clip(name, LONGEST), clip(name, 8))
+        number = place(s.line).rpartition(":")[2]
+        where = place(s.line) if number in self.ambiguous else number
+        return f"{where} {name}", f"{where} {clip(name, LONGEST)}", f"{where} {clip(name, 8)}", where
+
+
+def clip(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: max(most - 1, 1)] + "…"
+
+
+def lay_out(timeline: Timeline, top: float) -> Layout:
+    places = {place(s.line) for s in timeline.slices if s.line}
+    numbers = Counter(where.rpartition(":")[2] for where in places)
+    ambiguous = frozenset(number for number, files in numbers.items() if files > 1)
+    count = _rows(timeline)
+    length = max(timeline.end, 1e-3) / count
+    layout = Layout([], ROOM / length, 0, top, ambiguous)
+    y = top
+    for number in range(count):
+        row = Row(number * length, (number + 1) * length, y)
+        _fill(timeline, layout, row, number == count - 1)
+        layout.rows.append(row)
+        y += row.height + GAP
+    layout.bottom = y
+    return layout
+
+
+def _rows(timeline: Timeline) -> int:
+    """So many that a quarter of the slices, the shortest ones, may be narrower than a line number."""
+    widths = sorted(s.duration for s in timeline.slices if s.kind != WAIT)
+    if not widths:
+        return 1
+    wanted = 4.5 * CHARACTER / max(widths[len(widths) // 4], 1e-3)
+    return min(max(math.ceil(timeline.end * wanted / ROOM), 1), MOST_ROWS, math.ceil(len(widths) / LEAST_IN_ROW))
+
+
+def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:
+    there: dict[int, list[int]] = {}
+    for index, s in enumerate(timeline.slices):
+        if s.start < row.end and (s.end > row.start or s.start >= row.start):
+            there.setdefault(s.lane, []).append(index)
+    for arrow in timeline.arrows:
+        if row.start <= arrow.at < row.end or (is_last and arrow.at >= row.end):
+            there.setdefault(arrow.lane, [])
+            there.setdefault(arrow.source_lane, [])
+    y = row.y + TICKS
+    for lane in sorted(there):
+        strip = Strip(lane, y, [], [])
+        for index in sorted(there[lane], key=lambda i: timeline.slices[i].start):
+            s = timeline.slices[index]
+            left = layout.x(row, s.start)
+            strip.boxes.append(Box(index, left, max(layout.x(row, s.end) - left, 1.0)))
+        _label(timeline.slices, layout, row, strip)
+        row.strips.append(strip)
+        y += strip.height
+    if timeline.memory:
+        row.memory_y = y + PAD
+        y += MEMORY + 2 * PAD
+    row.height = y - row.y
+
+
+def _label(slices: Sequence[Slice], layout: Layout, row: Row, strip: Strip) -> None:
+    """Labels for the boxes of a strip. A slice that goes on from the row before has its label there, if it could."""
+    levels: list[list[_Below]] = [[] for _ in range(LEVELS)]
+    run: list[Box] = []
+    inside_y = strip.y + PAD + (BOX - LABEL) / 2
+    boxes = [b for b in strip.boxes if slices[b.index].start >= row.start or b.width > 60]
+    for position, box in enumerate(boxes):
+        if (text := _inside(slices, layout, box)) is not None:
+            strip.labels.append(Label(text, box.x + (box.width - _length(text)) / 2, inside_y, True))
+            continue
+        run.append(box)
+        after = boxes[position + 1] if position + 1 < len(boxes) else None
+        if after is not None and _same(slices, box, after) and _inside(slices, layout, after) is None:
+            continue
+        _below(slices, layout, strip, run, levels, inside_y)
+        run = []
+    for level, found in enumerate(levels):
+        y = strip.y + PAD + BOX + 1 + level * LABEL
+        for label, right in zip(found, [*(b.x - CHARACTER for b in found[1:]), WIDTH - MARGIN]):
+            text = next((t for t in label.texts if label.x + _length(t) <= right), label.texts[-1])
+            strip.labels.append(Label(text, label.x, y, False, label.at))
+        strip.levels = level + 1 if found else strip.levels
+
+
+@dataclass(frozen=True)
+class _Below:
+    """A label under its box that has place for the last of its texts, which is the shortest; it gets the first one
+    that the next label leaves place for.
+    """
+
+    texts: tuple[str, ...]
+    x: float
+    at: float
+
+    @property
+    def end(self) -> float:
+        return self.x + _length(self.texts[-1]) + CHARACTER
+
+
+def _length(text: str) -> float:
+    return len(text) * CHARACTER
+
+
+def _same(slices: Sequence[Slice], a: Box, b: Box) -> bool:
+    """Of one source line; without a line, of one name."""
+    first, second = slices[a.index], slices[b.index]
+    if first.line or second.line:
+        return place(first.line) == place(second.line)
+    return first.name == second.name
+
+
+def _inside(slices: Sequence[Slice], layout: Layout, box: Box) -> str | None:
+    """The label that stands in the box; none that says less than one below it would."""
+    return next((t for t in layout.texts(slices[box.index])[:2] if _length(t) <= box.width - 4), None)
+
+
+def _below(
+    slices: Sequence[Slice],
+    layout: Layout,
+    strip: Strip,
+    boxes: list[Box],
+    levels: list[list[_Below]],
+    inside_y: float,
+) -> None:
+    """One label for neighbours of one line: under them; if there is no place, short and inside."""
+    texts = layout.texts(slices[boxes[0].index])
+    texts = texts[1:] if len(texts) > 1 else texts
+    if len(boxes) > 1:
+        texts = (f"{texts[-1]} ×{len(boxes)}", texts[-1])
+    width = _length(texts[-1])
+    x = min(boxes[0].x, WIDTH - MARGIN - width)
+    for level in levels:
+        if not level or x >= level[-1].end:
+            level.append(_Below(texts, x, boxes[0].x + min(boxes[0].width / 2, 3)))
+            return
+    if (widest := max(boxes, key=lambda b: b.width)).width >= width + 2:
+        strip.labels.append(Label(texts[-1], widest.x + (widest.width - width) / 2, inside_y, True))
+        return
+    layout.unlabelled += len(boxes)
+
+
+__all__ = ["clip", "Label", "lay_out", "Layout", "Row", "Strip"]

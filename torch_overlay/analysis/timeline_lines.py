@@ -1,0 +1,273 @@
+"""Which source line launched what a profile shows: from the generated code, where the two agree; none is guessed.
+
+A Triton kernel is looked up by its name, where that is unique. A kernel of a library has no name that says so. Within
+one call of a compiled graph, operators run in the order of the generated statements: if the whole sequence of names is
+that of one module, each operator is its statement.
+
+The kernels of a CUDA graph are all launched by one call, and no operator is around them. But each of its streams runs
+what the generated code gives to one stream, in order, and Triton's kernels have names: if each stream's kernels are
+those of the statements of another stream of one generated function, what lies between two Triton kernels is known, too,
+as far as there is one kernel for each operator, or one operator.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay.analysis.timeline_clock import own_line, readable
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+Event = dict[str, Any]
+LAUNCH, RECORD, WAIT = "launch", "record", "wait"
+_RUN = re.compile(r"\b(triton_\w+)\.run\(|\bextern_kernels\.(\w+)\(|\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
+_SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
+_EVENT = re.compile(r"\b(ev\d+)\.(record|wait)\w*\((stream\w*)\)")
+_STREAM = re.compile(r"\bstream=(\w+)\)")
+_SET_STREAM = re.compile(r"\b(set|restore)_stream\((stream\w*)\)")
+_FUNCTION = re.compile(r"\s*def (?:call|partition_\d+)\(")
+_AMBIENT = "stream0"
+
+
+class Statement(NamedTuple):
+    """Of generated code: `name` is what the profiler calls a launch, or an event; `stream` is a variable."""
+
+    kind: str
+    name: str
+    line: str = ""
+    stream: str = ""
+
+
+Run = list[tuple[Statement, list[int]]]
+"""Statements in order, and which work of the profile each one launched."""
+
+
+def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
+    """What each function of a generated module launches, records and waits for, in order."""
+    found: list[list[Statement]] = []
+    label, current = "", _AMBIENT
+    for text in wrapper.splitlines():
+        if match := _SOURCES.match(text):
+            label = match[1]
+        elif text.lstrip().startswith("#"):
+            continue
+        elif _FUNCTION.match(text):
+            found.append([])
+            label, current = "", _AMBIENT
+        elif not found:
+            continue
+        elif match := _RUN.search(text):
+            kernel, extern, space, operator = match.groups()
+            name = kernel or (f"aten::{extern}" if extern else f"{space}::{operator}")
+            line = "; ".join(dict.fromkeys(lines[n] for n in label.split(", ") if n in lines))
+            explicit = _STREAM.search(text)
+            stream = explicit[1].removesuffix("_raw") if kernel and explicit else current
+            found[-1].append(Statement(LAUNCH, name, own_line(line), stream))
+        elif match := _EVENT.search(text):
+            found[-1].append(Statement(match[2], match[1], "", match[3].removesuffix("_raw")))
+        elif match := _SET_STREAM.search(text):
+            current = match[2]
+    return [rows for rows in found if rows]
+
+
+class Lines:
+    """Name and source line of work on the device."""
+
+    def __init__(self, events: Iterable[Event], work: Sequence[Event], seen: Any) -> None:
+        """`work` are the kernels and copies, in order of time; `runs` has their positions there."""
+        self.runs: list[Run] = []  # of calls that are known
+        self.functions: list[list[Statement]] = []
+        self.modules: list[list[Statement]] = []
+        for region in seen.regions if seen is not None else ():
+            if region.wrapper is not None:
+                parts = functions(region.wrapper, region.frame.lines if region.frame else {})
+                self.functions += parts
+                self.modules.append([row for part in parts for row in part])
+        named: dict[str, set[str]] = {}
+        for module in self.modules:
+            for row in module:
+                if row.kind == LAUNCH:
+                    named.setdefault(row.name, set()).add(row.line)
+        self.triton = {
+            n: next(iter(found)) for n, found in named.items() if n.startswith("triton_") and len(found) == 1
+        }
+        self.operators: dict[int, str] = {}  # by correlation
+        self.work = work
+        self.launched_by: dict[int, list[int]] = {}
+        for index, event in enumerate(work):
+            self.launched_by.setdefault(argument(event, "correlation"), []).append(index)
+        self._match(list(events))
+        self.statements = {index: row for run in self.runs for row, done in run for index in done}
+
+    def of(self, index: int) -> tuple[str, str]:
+        """What work computes, and its line."""
+        event = self.work[index]
+        row = self.statements.get(index)
+        operator = row.name if row is not None else self.operators.get(argument(event, "correlation"), "")
+        line, symbol = row.line if row is not None else "", str(event["name"])
+        if symbol.startswith("triton_"):
+            return readable(symbol), line or self.triton.get(symbol, "")
+        if operator.startswith("aten::") or "::" in operator:
+            return operator.rpartition("::")[2].strip("_"), line
+        return _library(symbol), line
+
+    def _match(self, events: list[Event]) -> None:
+        """Launches by the call of a compiled graph around them, in order."""
+        operators: dict[Any, list[Event]] = {}
+        launches: dict[Any, list[Event]] = {}
+        graphs: set[int] = set()
+        for event in events:
+            category = event.get("cat")
+            if category in ("cpu_op", "user_annotation") and event.get("ph") == "X":
+                operators.setdefault((event["pid"], event["tid"]), []).append(event)
+            elif category in ("cuda_runtime", "cuda_driver") and (number := argument(event, "correlation")):
+                if "GraphLaunch" in event["name"]:
+                    graphs.add(number)
+                else:
+                    launches.setdefault((event["pid"], event["tid"]), []).append(event)
+        known = {row.name for module in self.modules for row in module if row.kind == LAUNCH}
+        calls = []
+        for thread, mine in launches.items():
+            for correlation, call, name, statement in launched(operators.get(thread, []), mine):
+                done = self.launched_by.get(correlation, [])
+                if call is not None and done and (symbol := str(self.work[done[0]]["name"])) in known:
+                    name, statement = symbol, correlation  # a Triton kernel, with or without an operator around it
+                self.operators[correlation] = name
+                if call is not None and name in known:
+                    calls.append((call, name, statement, correlation))
+        self._assign(calls)
+        for number in sorted(graphs & self.launched_by.keys()):
+            if (run := of_graph(self.functions, self.work, self.launched_by[number])) is not None:
+                self.runs.append(run)
+
+    def _assign(self, calls: list[tuple[int, str, int, int]]) -> None:
+        """Rows of call, name, statement and correlation, in order: what one statement launches is in several rows."""
+        ran = {name for _, name, *_ in calls}
+        graphs: dict[int, dict[tuple[str, int], list[int]]] = {}
+        for call, name, statement, correlation in calls:
+            graphs.setdefault(call, {}).setdefault((name, statement), []).append(correlation)
+        for launches in graphs.values():
+            names = [name for name, _ in launches]
+            fitting = set()
+            for module in self.modules:
+                # Other operators than PyTorch's own need not launch anything.
+                rows = tuple(r for r in module if r.kind != LAUNCH or r.name in ran or _always_launches(r.name))
+                if [row.name for row in rows if row.kind == LAUNCH] == names:
+                    fitting.add(rows)
+            if len(fitting) == 1:
+                done = iter(launches.values())
+                self.runs.append(
+                    [(r, self._work(next(done)) if r.kind == LAUNCH else []) for r in fitting.pop()],
+                )
+
+    def _work(self, correlations: Iterable[int]) -> list[int]:
+        return [index for correlation in correlations for index in self.launched_by.get(correlation, ())]
+
+
+def argument(event: Event, name: str) -> int:
+    return int(event.get("args", {}).get(name, 0))
+
+
+def _always_launches(name: str) -> bool:
+    return name.startswith(("triton_", "aten::"))
+
+
+def launched(operators: list[Event], launches: list[Event]) -> Iterator[tuple[int, int | None, str, int]]:
+    """Of one thread, in order of time: correlation of a launch, the call of a compiled graph around it, the outermost
+    operator inside of that (around all, if there is none), and which one it was.
+    """
+    everything = [(float(e["ts"]), -float(e.get("dur", 0)), 0, number, e) for number, e in enumerate(operators)]
+    everything += [(float(e["ts"]), 0.0, 1, number, e) for number, e in enumerate(launches)]
+    stack: list[tuple[float, int, Event]] = []
+    for at, _, is_launch, number, event in sorted(everything, key=lambda row: row[:4]):
+        while stack and stack[-1][0] < at:
+            stack.pop()
+        if not is_launch:
+            stack.append((at + float(event.get("dur", 0)), number, event))
+            continue
+        call = next((i for i in reversed(range(len(stack))) if "CompiledFxGraph" in stack[i][2]["name"]), None)
+        inner = [row for row in stack[0 if call is None else call + 1 :] if row[2]["cat"] == "cpu_op"]
+        _, which, operator = (inner[-1] if call is None else inner[0]) if inner else (0.0, -1, {"name": ""})
+        yield argument(event, "correlation"), None if call is None else stack[call][1], operator["name"], which
+
+
+_FAMILIES = (("nvjet", "gemm"), ("cutlass", "gemm"), ("gemm", "gemm"), ("flash", "attention"), ("fmha", "attention"))
+
+
+def _library(symbol: str) -> str:
+    """A short name for a kernel of a library."""
+    lowered = symbol.lower()
+    for part, family in _FAMILIES:
+        if part in lowered:
+            return family
+    if match := re.search(r"(\w+)_kernel", symbol):
+        return match[1]
+    return re.split(r"[<(]", symbol.removeprefix("void "))[0].rpartition("::")[2] or symbol
+
+
+# ---- CUDA graphs
+
+
+def of_graph(parts: Iterable[Sequence[Statement]], work: Sequence[Event], launched: Sequence[int]) -> Run | None:
+    """The statements of the one generated function that a graph was captured from; None if it isn't known."""
+    lanes: dict[int, list[int]] = {}
+    for index in launched:
+        if work[index]["cat"] == "kernel":
+            lanes.setdefault(argument(work[index], "stream"), []).append(index)
+    found: list[Run] = []
+    for part in parts:
+        streams: dict[str, list[int]] = {}
+        for number, row in enumerate(part):
+            if row.kind == LAUNCH:
+                streams.setdefault(row.stream, []).append(number)
+        if len(streams) == len(lanes) and (run := _aligned(part, streams, lanes, work)) is not None:
+            found.append(run)
+    return found[0] if len({tuple(row for row, _ in run) for run in found}) == 1 else None
+
+
+def _aligned(
+    part: Sequence[Statement], streams: dict[str, list[int]], lanes: dict[int, list[int]], work: Sequence[Event]
+) -> Run | None:
+    """Each lane has to be one stream, and no other one."""
+    done: list[list[int]] = [[] for _ in part]
+    left = dict(streams)
+    for lane in lanes.values():
+        fitting = {
+            stream: found
+            for stream, numbers in streams.items()
+            if (found := _pairs([part[n].name for n in numbers], [str(work[i]["name"]) for i in lane])) is not None
+        }
+        if len(fitting) != 1:
+            return None
+        ((stream, pairs),) = fitting.items()
+        if left.pop(stream, None) is None:
+            return None
+        for row, kernel in pairs:
+            done[streams[stream][row]].append(lane[kernel])
+    return list(zip(part, done))
+
+
+def _pairs(statements: Sequence[str], kernels: Sequence[str]) -> list[tuple[int, int]] | None:
+    """Positions of statements and of what they launched: Triton kernels by name, and what lies between two of them."""
+    triton = [[i for i, name in enumerate(names) if name.startswith("triton_")] for names in (statements, kernels)]
+    if [statements[i] for i in triton[0]] != [kernels[i] for i in triton[1]]:
+        return None
+    found, before = [], (-1, -1)
+    for at in [*zip(*triton), (len(statements), len(kernels))]:
+        rows, ran = range(before[0] + 1, at[0]), range(before[1] + 1, at[1])
+        if len(rows) == len(ran):
+            found += zip(rows, ran)
+        elif len(rows) == 1 and ran:
+            found += [(rows[0], i) for i in ran]
+        else:
+            return None
+        if at[0] < len(statements):
+            found.append(at)
+        before = at
+    return found
+
+
+__all__ = ["argument", "functions", "LAUNCH", "Lines", "RECORD", "Statement", "WAIT"]

@@ -1,0 +1,250 @@
+"""What ran when, on which stream, behind which event: of a simulated run, or of a profile.
+
+    from torch_overlay.analysis import timeline, Timeline
+
+    found = timeline(fn, *args)            # on the GPU if there is one, else on a simulated one
+    found.save("step.svg")                 # a picture
+    found.save("step.json")                # for ui.perfetto.dev
+    print(found)
+
+    found = Timeline.from_profile(prof)    # of a finished torch.profiler.profile
+
+A timeline is plain data: lanes (one a stream, and the host where it has something to do), slices in them (kernels and
+copies, with the user's line), arrows (an event: one slice waits for another), and memory over time. All times are in
+microseconds from the start of the first slice; memory is in bytes.
+
+Note [Times of a simulated run]
+Nothing runs on a device, so times are estimates. A kernel takes as long as its memory traffic or its arithmetic,
+whichever is longer, at 80 % of the bandwidth and 50 % of the arithmetic of an H200's data sheet, and `LEAST_US` at
+least. Traffic is what Inductor's scheduler counts for the kernel, arithmetic what PyTorch's FLOP counter counts for the
+operator. A copy takes its bytes over the link that `device_rates` assumes. The host launches in no time, and waits
+where the program makes it wait: what is drawn is a device that never waits for launches. Kernels on different streams
+are taken to run side by side at full speed, which is the best that the order allows. A region that gets a CUDA graph is
+drawn as it runs without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+KERNEL, TO_HOST, FROM_HOST, ON_HOST, WAIT = "kernel", "copy to the host", "copy from the host", "host", "host waits"
+COPIES = (TO_HOST, FROM_HOST)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """`device` is -1 for the host."""
+
+    name: str
+    device: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One kernel or copy. `name` says what it computes, `symbol` how the device calls it, `line` where the user wrote
+    it, as "file:number: text". `kind` is one of the constants of this module; `hidden` is known of a copy: the part of
+    its time, from 0 to 1, in which a kernel of its device ran as well.
+    """
+
+    lane: int
+    start: float
+    duration: float
+    name: str
+    line: str = ""
+    kind: str = KERNEL
+    symbol: str = ""
+    nbytes: int = 0
+    hidden: float | None = None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """`lane` waits at time `at` for what `source_lane` did up to `source_at`. `source` and `target` are the slices at
+    both ends, by index: None where the stream held nothing before, or gets nothing afterwards.
+    """
+
+    name: str
+    source_lane: int
+    source_at: float
+    lane: int
+    at: float
+    source: int | None = None
+    target: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    title: str
+    lanes: tuple[Lane, ...]
+    slices: tuple[Slice, ...]
+    arrows: tuple[Arrow, ...] = ()
+    memory: tuple[tuple[float, int], ...] = ()
+    """Bytes of the device from a time on, ascending; in a simulated run what the program allocates, else all."""
+    simulated: bool = True
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def end(self) -> float:
+        return max((s.end for s in self.slices), default=0.0)
+
+    @property
+    def copies(self) -> list[Slice]:
+        """Copies between host and device, in order of time."""
+        return [s for s in self.slices if s.kind in COPIES]
+
+    @property
+    def hidden(self) -> float | None:
+        """The part of all copies' time in which a kernel ran as well; None without copies."""
+        total = sum(s.duration for s in self.copies)
+        return sum(s.duration * (s.hidden or 0.0) for s in self.copies) / total if total else None
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return max((nbytes for _, nbytes in self.memory), default=0)
+
+    @property
+    def overlap(self) -> Any:
+        """For how long work of different streams ran at the same time: an `overlap.Overlap`."""
+        from torch_overlay.analysis.overlap import overlap, Work
+
+        return overlap(Work(s.lane, s.start, s.end) for s in self.slices if self.lanes[s.lane].device >= 0)
+
+    @classmethod
+    def from_profile(cls, profile: Any, *, seen: Any = None, title: str = "profile") -> Timeline:
+        """The timeline of a finished `torch.profiler.profile`, or of the path of a Chrome trace that one exported.
+
+        Arrows need the profiler's synchronisation events, memory needs `profile_memory=True`; both are on in
+        `profiler()`. `seen` is what `torch_overlay.testing.observe()` gave while the program was compiled: with it
+        compiled kernels have the user's lines.
+        """
+        from torch_overlay.analysis.timeline_profile import read
+
+        return read(profile, seen, title)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a picture (.svg) or a trace for Perfetto (.json). ValueError for any other suffix."""
+        target = Path(path)
+        if target.suffix == ".svg":
+            text = self.svg()
+        elif target.suffix == ".json":
+            text = self.json()
+        else:
+            raise ValueError(f"a timeline is saved as .svg or .json, and {target.name} is neither")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        return target
+
+    def svg(self) -> str:
+        from torch_overlay.analysis.timeline_svg import svg
+
+        return svg(self)
+
+    def json(self) -> str:
+        from torch_overlay.analysis.timeline_json import trace
+
+        return trace(self)
+
+    def summary(self) -> str:
+        """One line."""
+        from torch_overlay._inductor.stream_memory import amount
+
+        kernels = sum(s.kind == KERNEL for s in self.slices)
+        found = [count(kernels, "kernel"), count(len(self.copies), "copy", "copies")] if self.copies else []
+        found = found or [count(kernels, "kernel")]
+        found.append(count(sum(lane.device >= 0 for lane in self.lanes), "stream"))
+        if self.arrows:
+            found.append(count(len(self.arrows), "wait"))
+        found.append(("about " if self.simulated else "") + microseconds(self.end))
+        if (both := self.overlap).shared:
+            found.append(f"streams side by side for {both.fraction:.0%}")
+        if self.memory:
+            found.append(f"{amount(self.peak)} at the peak")
+        if self.hidden is not None:
+            found.append(f"copies {self.hidden:.0%} hidden")
+        return ", ".join(found)
+
+    def __str__(self) -> str:
+        rows = [f"{self.title}: {self.summary()}"]
+        for index, lane in enumerate(self.lanes):
+            mine = [s for s in self.slices if s.lane == index]
+            rows.append(f"  {lane.name}: {count(len(mine), 'slice')}, {microseconds(sum(s.duration for s in mine))}")
+        rows += [f"  {copied(s)}" for s in self.copies]
+        return "\n".join([*rows, *(f"note: {note}" for note in self.notes)])
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def microseconds(time: float) -> str:
+    """As people read it."""
+    if time >= 1_000_000:
+        return f"{time / 1e6:.2f} s"
+    if time >= 10_000:
+        return f"{time / 1e3:.1f} ms"
+    return f"{time:.0f} µs" if time >= 100 else f"{time:.1f} µs"
+
+
+def copied(copy: Slice) -> str:
+    """A copy as a line of text."""
+    from torch_overlay._inductor.stream_memory import amount
+
+    hidden = "" if copy.hidden is None else f", {copy.hidden:.0%} hidden"
+    when = f"{copy.start:.0f} to {copy.end:.0f} µs"
+    return f"{copy.name}, {amount(copy.nbytes)}, {when}{hidden}" + (f", {copy.line}" if copy.line else "")
+
+
+def lane_name(name: str, slices: Iterable[Slice]) -> str:
+    """The name of a stream; of one that does nothing else than to copy in one direction, with that."""
+    kinds = {s.kind for s in slices}
+    only = kinds.pop() if len(kinds) == 1 else ""
+    return name + {TO_HOST: ", to the host", FROM_HOST: ", from the host"}.get(only, "")
+
+
+def with_hidden(lanes: Sequence[Lane], slices: Sequence[Slice]) -> list[Slice]:
+    """The slices, with the part of each copy that is hidden."""
+    busy: dict[int, list[tuple[float, float]]] = {}
+    for s in sorted(slices, key=lambda s: s.start):
+        if s.kind == KERNEL:
+            spans = busy.setdefault(lanes[s.lane].device, [])
+            if spans and s.start <= spans[-1][1]:
+                spans[-1] = spans[-1][0], max(spans[-1][1], s.end)
+            else:
+                spans.append((s.start, s.end))
+    return [
+        replace(s, hidden=_covered(s, busy.get(lanes[s.lane].device, []))) if s.kind in COPIES else s for s in slices
+    ]
+
+
+def _covered(copy: Slice, spans: Iterable[tuple[float, float]]) -> float:
+    if not copy.duration:
+        return 1.0
+    beside = sum(max(0.0, min(copy.end, end) - max(copy.start, start)) for start, end in spans)
+    return min(beside / copy.duration, 1.0)
+
+
+def exposed(copy: Slice, slices: Iterable[Slice]) -> Iterator[tuple[float, float]]:
+    """The parts of a copy's time in which no kernel runs."""
+    at = copy.start
+    for s in sorted((s for s in slices if s.kind == KERNEL and s.end > copy.start), key=lambda s: s.start):
+        if at >= copy.end:
+            return
+        if s.start > at:
+            yield at, min(s.start, copy.end)
+        at = max(at, s.end)
+    if at < copy.end:
+        yield at, copy.end
+
+
+__all__ = ["Arrow", "Lane", "Slice", "Timeline"]

@@ -1,0 +1,99 @@
+"""Copies of saved activations in a trace, told apart by their places in the slab.
+
+What a forward saves on the host lies in one slab, each tensor at an offset of its own, in the order in which the
+forward makes them; the copies to the host and back are known by that offset. What the plan calls the tensor, and the
+user's line that made it, come from the report that is published when the graphs are split (`offload_log`).
+
+A profile has no offsets. It has the copies of a direction in the order in which the schedule launches them: if their
+sizes are those of the schedule, once or again and again, each copy is its tensor. If not, it has no name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.offload_runtime import ALIGNMENT
+from torch_overlay.analysis.timeline_model import FROM_HOST, TO_HOST
+from torch_overlay.analysis.trace import HOST, Launch
+from torch_overlay.testing._text import innermost_frame
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay.analysis.timeline_model import Slice
+    from torch_overlay.analysis.trace import Memory, Operation
+
+
+def saved_tensors(operations: Sequence[Operation], reports: Sequence[Any]) -> dict[int, tuple[str, str]]:
+    """Name and user's line of what each copy moves, by the index of its launch."""
+    if not reports:
+        return {}
+    places: dict[int, tuple[Memory, int]] = {}
+    used: dict[Memory, set[int]] = {}
+    for index, operation in enumerate(operations):
+        if isinstance(operation, Launch) and "copy" in operation.name and operation.stream != HOST:
+            for access in operation.accesses:
+                if access.view.memory.stream == HOST and access.view.span is not None:
+                    places[index] = access.view.memory, access.view.span.offset
+                    used.setdefault(access.view.memory, set()).add(access.view.span.offset)
+    rows: dict[Memory, dict[int, Any]] = {}
+    for memory, offsets in used.items():
+        for report in reports:
+            slab = _slab(report.rows)
+            if offsets <= slab.keys() and memory.size == _end(report.rows):
+                rows[memory] = slab
+                break
+    found = {}
+    for index, (memory, offset) in places.items():
+        if (row := rows.get(memory, {}).get(offset)) is not None:
+            found[index] = row.name, _line(row)
+    return found
+
+
+def offloaded(slices: Sequence[Slice], seen: Any) -> list[Slice]:
+    """The slices of a profile, with name and line of the copies of saved activations."""
+    found = list(slices)
+    reports = getattr(seen, "offloads", None) or ()
+    graphs = [r.copies for r in getattr(seen, "regions", ()) if getattr(r, "copies", None) is not None]
+    for kind, is_backward in ((TO_HOST, False), (FROM_HOST, True)):
+        schedules = [g for g in graphs if g.is_backward == is_backward]
+        if len(schedules) != 1 or len(reports) != 1:
+            continue
+        rows = {row.name: row for row in reports[0].rows}
+        order = [rows[name] for name, *_ in sorted(schedules[0].rows, key=lambda row: row[1]) if name in rows]
+        copies = sorted((i for i, s in enumerate(slices) if s.kind == kind), key=lambda i: slices[i].start)
+        sizes = [row.nbytes for row in order]
+        if not order or [slices[i].nbytes for i in copies] != sizes * (len(copies) // len(order)):
+            continue
+        for position, i in enumerate(copies):
+            row = order[position % len(order)]
+            found[i] = replace(found[i], name=f"{kind} {row.name}", line=_line(row))
+    return found
+
+
+def _line(row: Any) -> str:
+    file, line, code = innermost_frame(row.stack_trace)
+    return f"{os.path.basename(file)}:{line}: {code}" if file else ""
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _slab(rows: Sequence[Any]) -> dict[int, Any]:
+    """Rows by offset."""
+    found, offset = {}, 0
+    for row in rows:
+        found[offset] = row
+        offset += _aligned(row.nbytes)
+    return found
+
+
+def _end(rows: Sequence[Any]) -> int:
+    return sum(_aligned(row.nbytes) for row in rows)
+
+
+__all__ = ["offloaded", "saved_tensors"]

@@ -1,0 +1,169 @@
+"""Running a function for its timeline: on a simulated device, or on a GPU under the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_overlay.analysis.timeline_clock import schedule
+from torch_overlay.analysis.timeline_model import Timeline
+from torch_overlay.analysis.timeline_offload import saved_tensors
+from torch_overlay.testing import observe, simulated_gpu
+from torch_overlay.testing._simulate import active
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch_overlay.analysis.timeline_device import TimedDevice
+    from torch_overlay.testing import Compiled, Simulation
+
+WARM_UP = 4  # calls on a GPU before the profiler starts: a graph is captured at the second one
+
+
+def timeline(
+    fn: Callable[..., Any],
+    *args: Any,
+    calls: int = 1,
+    backward: bool = False,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+    fullgraph: bool = False,
+    compile: bool = True,
+    simulate: bool | None = None,
+    devices: int = 1,
+    title: str = "",
+) -> Timeline:
+    """Compile `fn`, and draw `calls` calls of it after the first ones, which compile it.
+
+    `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
+    and so is one that calls compiled functions, with `compile=False`. `simulate` None means: where there is no GPU, or
+    inside `torch_overlay.testing.simulated_gpu()`, in which tensors and streams have to be made then; `devices` is how
+    many are simulated. Times of a simulated run are estimates: Note [Times of a simulated run].
+    """
+    if calls < 1:
+        raise ValueError(f"timeline: calls must be at least 1, got {calls}")
+    if simulate is None:
+        simulate = active() is not None or not torch.cuda.is_available()
+
+    def compiled() -> Callable[..., Any]:
+        if not compile or hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule):
+            return fn
+        return torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
+
+    title = title or getattr(fn, "__name__", type(fn).__name__)
+    if simulate:
+        return simulated(compiled, args, calls, backward, devices, title)
+    return profiled(compiled, args, calls, backward, title)
+
+
+def simulated(
+    compiled: Callable[[], Callable[..., Any]],
+    args: Sequence[Any],
+    calls: int,
+    backward: bool,
+    devices: int,
+    title: str,
+) -> Timeline:
+    """The first call compiles; the ones behind it are drawn."""
+    from torch_overlay.analysis.timeline_device import TimedDevice
+
+    with simulated_gpu(devices) as gpu:
+        convert = gpu.fake_mode.from_tensor
+        given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
+        device = TimedDevice(gpu)
+        torch._dynamo.reset()  # what was compiled before has no module on this device
+        fn = compiled()
+        with observe() as seen, device:
+            device.seen = seen
+            device.begin()
+            step(fn, given, backward)
+            device.begin()
+            kept = None
+            for _ in range(calls):
+                kept = step(fn, given, backward)
+            found = of_device(device, title)
+            del kept
+            return found
+
+
+@contextlib.contextmanager
+def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Iterator[Callable[[], Timeline]]:
+    """Whatever runs inside is drawn: by the function that is handed out, to be called afterwards. `seen` is what
+    `observe()` gave around it.
+    """
+    if simulation is None:
+        with profiler() as profile:
+            yield lambda: Timeline.from_profile(profile, seen=seen, title=title)
+        return
+    from torch_overlay.analysis.timeline_device import TimedDevice
+
+    device = TimedDevice(simulation)
+    device.seen = seen
+    with device:
+        device.begin()
+        yield lambda: of_device(device, title)
+
+
+def of_device(device: TimedDevice, title: str) -> Timeline:
+    """What a device has seen since its last `begin`."""
+    device.sweep()
+    devices = {name: index for (index, _), name in device.streams.items()}
+    operations = device.trace.operations
+    saved = saved_tensors(operations, device.seen.offloads if device.seen is not None else ())
+    return schedule(operations, device.costs, title=title, devices=devices, saved=saved)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor)
+
+
+def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
+    """One call. A backward makes gradients anew; it adds none to those of the call before."""
+    if backward:
+        parameters = fn.parameters() if isinstance(fn, torch.nn.Module) else ()
+        for tensor in (*pytree.tree_leaves(args), *parameters):
+            if isinstance(tensor, torch.Tensor) and tensor.is_leaf:
+                tensor.grad = None
+    outputs = fn(*args)
+    if backward:
+        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not leaves:
+            raise ValueError("timeline(backward=True): no output requires a gradient")
+        torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+    return outputs
+
+
+@contextlib.contextmanager
+def profiler() -> Iterator[Any]:
+    """`torch.profiler.profile` with all that a timeline draws: kernels, events between streams, memory."""
+    from torch.profiler import _ExperimentalConfig, profile, ProfilerActivity
+
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        profile_memory=True,
+        experimental_config=_ExperimentalConfig(enable_cuda_sync_events=True),
+    ) as found:
+        yield found
+        torch.cuda.synchronize()
+
+
+def profiled(
+    compiled: Callable[[], Callable[..., Any]], args: Sequence[Any], calls: int, backward: bool, title: str
+) -> Timeline:
+    with observe() as seen:
+        fn = compiled()
+        for _ in range(WARM_UP):
+            step(fn, args, backward)
+        torch.cuda.synchronize()
+    with profiler() as found:
+        for _ in range(calls):
+            step(fn, args, backward)
+    return Timeline.from_profile(found, seen=seen, title=title)
+
+
+__all__ = ["profiler", "timeline", "watching"]

@@ -1,0 +1,250 @@
+"""A timeline as a picture: one SVG, no script, no drawing library.
+
+Boxes are kernels and copies, to scale; a copy is red for as long as no kernel hides it. Arrows are events: from where
+one stream was to where another one went on. Under the lanes is the memory of the device, under it all the source lines
+that boxes are numbered by. What a box is, and when it ran, is its tooltip.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING
+
+from torch_overlay._inductor.stream_memory import amount
+from torch_overlay.analysis.timeline_json import place
+from torch_overlay.analysis.timeline_layout import (
+    BOX,
+    CHARACTER,
+    clip,
+    LABEL,
+    lay_out,
+    LEFT,
+    MARGIN,
+    MEMORY,
+    PAD,
+    TICKS,
+    WIDTH,
+)
+from torch_overlay.analysis.timeline_model import COPIES, exposed, microseconds, WAIT
+
+
+if TYPE_CHECKING:
+    from torch_overlay.analysis.timeline_layout import Layout, Row
+    from torch_overlay.analysis.timeline_model import Slice, Timeline
+
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6", "#79706e")
+GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"
+TOP = 56
+MOST_LINES = 48
+AT_ONCE = 5.0  # us that a device may take to go on behind an event
+
+STYLE = """text { font: 10px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }
+.title { font-size: 15px; font-weight: bold; }
+.quiet { fill: #6b7280; }
+.event { fill: none; stroke: #30343b; stroke-width: 0.9; stroke-opacity: 0.7; }
+.slack { stroke-opacity: 0.25; }"""
+
+HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">
+<path d="M0 0 L8 4 L0 8 z" fill="#30343b"/></marker></defs>"""
+
+
+def svg(timeline: Timeline) -> str:
+    """The text of the picture."""
+    layout = lay_out(timeline, TOP)
+    parts: list[str] = []
+    for number, row in enumerate(layout.rows):
+        parts += _axis(layout, row)
+        parts += _strips(timeline, layout, row)
+        parts += _arrows(timeline, layout, row, number == len(layout.rows) - 1)
+        parts += _labels(row)
+        if timeline.memory:
+            parts += _memory(timeline, layout, row)
+    legend, height = _legend(timeline, layout)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
+            f'viewBox="0 0 {WIDTH} {height:.0f}" role="img">',
+            f"<title>{escape(timeline.title)}</title>",
+            f"<style>{STYLE}</style>",
+            HEAD,
+            f'<rect width="{WIDTH}" height="{height:.0f}" fill="#fff"/>',
+            _text(MARGIN, 26, clip(timeline.title, 130), "title"),
+            _text(MARGIN, 44, clip(timeline.summary(), 200), "quiet"),
+            *parts,
+            *legend,
+            "</svg>\n",
+        ]
+    )
+
+
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "") -> str:
+    attributes = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor else "")
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(text)}</text>'
+
+
+def colour(lane: int) -> str:
+    return COLOURS[lane % len(COLOURS)]
+
+
+def _axis(layout: Layout, row: Row) -> list[str]:
+    """Lines and times at round distances, some 90 pixels apart."""
+    step = 10 ** math.ceil(math.log10(90 / layout.scale))
+    step = next((step / d for d in (5, 2) if step / d * layout.scale >= 90), step)
+    parts = []
+    base, bottom = row.y + TICKS, row.y + row.height
+    for i, strip in enumerate(row.strips):
+        shade = "#f6f7f9" if i % 2 == 0 else "#ffffff"
+        parts.append(f'<rect x="0" y="{strip.y:.1f}" width="{WIDTH}" height="{strip.height:.1f}" fill="{shade}"/>')
+    first, last = math.ceil(row.start / step - 1e-9), math.floor(row.end / step + 1e-9)
+    for number in range(first, last + 1):
+        x = layout.x(row, number * step)
+        parts.append(f'<path d="M{x:.1f} {base - 3:.1f} V{bottom:.1f}" stroke="#dfe2e6"/>')
+        if x < WIDTH - MARGIN - 50:
+            value = number * step
+            text = f"{value / 1e3:.6g} ms" if layout.rows[-1].end >= 10_000 else f"{value:.6g} µs"
+            parts.append(_text(x + 2, row.y + 10, text, "quiet"))
+    return parts
+
+
+def _strips(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
+    parts = []
+    for strip in row.strips:
+        name, shade = timeline.lanes[strip.lane].name, colour(strip.lane)
+        parts.append(f'<rect x="{MARGIN}" y="{strip.y + PAD + 2:.1f}" width="5" height="14" rx="2" fill="{shade}"/>')
+        parts.append(_text(MARGIN + 11, strip.middle + 3.5, clip(name, int((LEFT - MARGIN - 16) / CHARACTER))))
+        for box in strip.boxes:
+            s = timeline.slices[box.index]
+            ink = GREY if s.kind == WAIT else shade
+            y = strip.y + PAD
+            body = (
+                f'<rect x="{box.x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{BOX}" rx="1.5" '
+                f'fill="{ink}" fill-opacity="0.28" stroke="{ink}" stroke-width="0.7"/>'
+            )
+            if s.kind in COPIES:
+                for start, end in exposed(s, timeline.slices):
+                    a, b = layout.x(row, start), layout.x(row, end)
+                    if b > a:
+                        body += (
+                            f'<rect x="{a:.1f}" y="{y:.1f}" width="{b - a:.1f}" height="{BOX}" fill="{RED}" '
+                            'fill-opacity="0.55"/>'
+                        )
+            parts.append(f"<g><title>{escape(_tooltip(s))}</title>{body}</g>")
+    return parts
+
+
+def _tooltip(s: Slice) -> str:
+    lines = [s.name + (f" ({s.symbol})" if s.symbol not in ("", s.name) else ""), s.line]
+    lines.append(f"{microseconds(s.duration)}, from {s.start:.1f} to {s.end:.1f} µs")
+    if s.nbytes:
+        lines.append(amount(s.nbytes))
+    if s.hidden is not None:
+        lines.append(f"{s.hidden:.0%} hidden behind kernels")
+    return "\n".join(line for line in lines if line)
+
+
+def _labels(row: Row) -> list[str]:
+    parts, texts = [], []
+    for strip in row.strips:
+        for label in strip.labels:
+            if not label.inside:
+                parts.append(
+                    f'<path d="M{label.at:.1f} {strip.y + PAD + BOX:.1f} V{label.y + 3:.1f}" stroke="{GREY}" '
+                    'stroke-width="0.7"/>'
+                )
+                texts.append(
+                    f'<rect x="{label.x - 1:.1f}" y="{label.y + 1:.1f}" width="{label.width + 2:.1f}" '
+                    f'height="{LABEL - 1}" fill="#fff" fill-opacity="0.8"/>'
+                )
+            texts.append(_text(label.x, label.y + LABEL - 2.5, label.text))
+    return parts + texts
+
+
+def _arrows(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> list[str]:
+    parts = []
+    for arrow in timeline.arrows:
+        if not (row.start <= arrow.at < row.end or (is_last and arrow.at >= row.end)):
+            continue
+        source, target = row.strip(arrow.source_lane), row.strip(arrow.lane)
+        if source is None or target is None:
+            continue
+        x1, x2 = layout.x(row, arrow.source_at), layout.x(row, arrow.at)
+        y1, y2 = source.middle, target.middle
+        bend = min(max(10.0, (x2 - x1) / 2), 40.0)
+        late = arrow.at - arrow.source_at > (1e-6 if timeline.simulated else AT_ONCE)
+        style = "event slack" if late else "event"  # pale: what waited was held up by something else
+        names = timeline.lanes[arrow.lane].name, timeline.lanes[arrow.source_lane].name
+        tip = f"{arrow.name}: {names[0]} waits for {names[1]}"
+        parts.append(
+            f'<path class="{style}" marker-end="url(#head)" d="M{x1:.1f} {y1:.1f} C{x1 + bend:.1f} {y1:.1f} '
+            f'{x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"><title>{escape(tip)}</title></path>'
+        )
+        if arrow.source_at >= row.start:
+            parts.append(f'<circle cx="{x1:.1f}" cy="{y1:.1f}" r="1.8" fill="{INK}"/>')
+    return parts
+
+
+def _memory(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
+    lowest = 0 if timeline.simulated else min(nbytes for _, nbytes in timeline.memory)
+    span = max(timeline.peak - lowest, 1)
+    bottom = row.memory_y + MEMORY
+
+    def height(nbytes: int) -> float:
+        return bottom - (nbytes - lowest) / span * (MEMORY - 2)
+
+    now = lowest
+    for at, nbytes in timeline.memory:
+        if at <= row.start:
+            now = nbytes
+    right = layout.x(row, timeline.end)
+    path = f"M{LEFT} {bottom:.1f} V{height(now):.1f}"
+    for at, nbytes in timeline.memory:
+        if row.start < at <= row.end:
+            path += f" H{layout.x(row, at):.1f} V{height(nbytes):.1f}"
+    path += f" H{right:.1f} V{bottom:.1f} Z"
+    shown = f"{amount(lowest)} to {amount(timeline.peak)}" if lowest else f"0 to {amount(timeline.peak)}"
+    return [
+        f'<path d="{path}" fill="#c7d0dc" stroke="#8a97a8" stroke-width="0.7"/>',
+        _text(MARGIN + 11, row.memory_y + 12, "memory"),
+        _text(MARGIN + 11, row.memory_y + 25, shown, "quiet"),
+    ]
+
+
+def _legend(timeline: Timeline, layout: Layout) -> tuple[list[str], float]:
+    """Source lines with their time, and what there is to know; the height of the whole picture."""
+    time: dict[str, float] = {}
+    number: dict[str, int] = {}
+    for s in timeline.slices:
+        if s.line:
+            time[s.line] = time.get(s.line, 0.0) + s.duration
+            number[s.line] = number.get(s.line, 0) + 1
+    shown = sorted(time, key=lambda line: -time[line])[:MOST_LINES]
+    y = layout.bottom + 4
+    parts = []
+    for line in sorted(shown, key=_order):
+        where, _, code = line.partition(": ")
+        spent = f"{number[line]} ×, {microseconds(time[line])}"
+        parts.append(_text(MARGIN, y + 10, clip(where, 38)))
+        parts.append(_text(MARGIN + 40 * CHARACTER, y + 10, clip(code, 128)))
+        parts.append(_text(WIDTH - MARGIN, y + 10, spent, "quiet", "end"))
+        y += 14
+    notes = [f"and {len(time) - len(shown)} more lines"] if len(shown) < len(time) else []
+    if layout.unlabelled:
+        notes.append(f"{layout.unlabelled} boxes are too narrow for a label")
+    if any(s.kind in COPIES for s in timeline.slices):
+        notes.append("red: a copy that no kernel hides")
+    if timeline.simulated:
+        notes.append("times are estimates, for a device that never waits for the host")
+    notes += timeline.notes
+    if notes:
+        parts.append(_text(MARGIN, y + 14, clip(". ".join(n[0].upper() + n[1:] for n in notes) + ".", 200), "quiet"))
+        y += 18
+    return parts, y + 12
+
+
+def _order(line: str) -> tuple[str, int, str]:
+    file, _, number = place(line).rpartition(":")
+    return file, int(number) if number.isdigit() else 0, line
+
+
+__all__ = ["svg"]
