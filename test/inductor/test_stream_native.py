@@ -214,6 +214,19 @@ query@9 record1@11 wait1@12
 """,
         )
 
+    def test_event_of_an_idle_stream_is_recorded_again(self):
+        """What the first record left out does not make the second one void."""
+        output = self.run_script("""
+            entry, leave = (("record_busy", 0, 0), ("wait", 0, 1)), (("record", 0, 1), ("wait", 0, 0))
+            r = region((-1, 1), 1, entry=entry, exit=leave)
+            thread.objects = (None, Stream(11))
+            driver.set_idle(1)
+            frame, = r.enter()
+            frame.leave()
+            print(calls())
+        """)
+        self.assertExpectedInline(output, """create1 query@9 record1@11 wait1@9\n""")
+
     def test_idle_streams_follow_the_callers(self):
         """Note [Streams can't pay on an idle device]: asked are all, captured is none."""
         output = self.run_script("""

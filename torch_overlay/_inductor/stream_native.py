@@ -220,7 +220,10 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
             event->idle = self->asked ? self->asked == IDLE : holds_nothing(stream, &mode);
             if (event->idle) break;
             /* fall through */
-        case RECORD: code = cu.record(event->event, stream); break;
+        case RECORD:
+            event->idle = 0;
+            code = cu.record(event->event, stream);
+            break;
         case RECORD_ENTRY:
             event->captured = is_capturing(stream);
             code = cu.record(event->event, stream);
