@@ -241,9 +241,11 @@ class Report:
                 where = f"{_short(file)}:{line}" if file else ""
                 out = forward[i].text(row.name) if i < len(forward) else ""
                 back = backward[i].text(row.name) if i < len(backward) else ""
-                rows.append((row.name, f"{row.nbytes / 1e6:.2f}", where, code, out, back))
+                plan = next((t for t in report.choice.transfers if t.name == row.name), None)
+                hidden = f"{100 * plan.hidden:.0f} %" if plan is not None else ""
+                rows.append((row.name, f"{row.nbytes / 1e6:.2f}", where, code, out, back, hidden))
             columns = ("tensor", "MB", "line", "code", "to the host: launched / awaited", "back: launched / read")
-            self._table("Steps are operations of the schedule", columns, rows)
+            self._table("Steps are operations of the schedule", (*columns, "hidden by the plan"), rows)
 
     def _events(self, frame: Frame, regions: list[Region]) -> None:
         forward = [p for r in regions if r.kind != "backward" for p in r.plans]

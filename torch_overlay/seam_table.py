@@ -166,6 +166,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
+        impl="torch_overlay._functorch.offload_policies:enable_activation_offloading",
+        kind="wrap",
+        patch="aot-stream-placement",
+        fingerprint="45016e983d303648",
+        why="Copies to the host on a stream of their own free the original's storage before its last reader.",
+        ends="upstream's wait frees by dropping references, and the patch is merged",
+    ),
+    Seam(
         target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
         impl="torch_overlay._functorch.backward_placement:donated_buffers",
         kind="wrap",

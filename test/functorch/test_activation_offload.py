@@ -11,8 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import os
 import re
 import sys
+import tempfile
 import threading
 import unittest
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 import torch._dynamo.variables.streams
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
@@ -34,12 +37,19 @@ import training_races
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._functorch import device_rates, offload_config, offload_graph, offload_log
-from torch_overlay._functorch.offload_plan import Again, Candidate, choose, Link, Model, Step
+from torch_overlay._functorch import (
+    device_profile,
+    device_rates,
+    kernel_times,
+    offload_config,
+    offload_graph,
+    offload_log,
+)
+from torch_overlay._functorch.offload_plan import _spread, Again, Candidate, choose, Link, Model, Step
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import capture, native, runner
-from torch_overlay._inductor.cudagraphs.template import CopyNode
-from torch_overlay._inductor.offload_placement import Load, place_loads, place_waits, Store
+from torch_overlay._inductor.cudagraphs import capture, copies, native, runner
+from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
+from torch_overlay._inductor.offload_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.stream_runtime import Spec
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -68,12 +78,60 @@ class TestPlan(TestCase):
         self.assertEqual(chain(8).peak(()), 9 * MB)
 
     def test_launched_graph_holds_what_goes_in_and_comes_out_from_its_begin_to_its_end(self) -> None:
+        """A backward of stages, here of two steps each, holds it for as long as a stage takes."""
         model = chain(8)
         graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
-        self.assertEqual(graphed.peak(()), 8 * MB + 3 * MB)  # the result, and two gradients on the way
-        self.assertEqual(graphed.peak(["a0"]), 10 * MB)
-        self.assertEqual(model.peak(["a0"]), 8 * MB)
+        self.assertEqual([n // MB for n in graphed._forward_live({}, ())], [8] * 8)
+        self.assertEqual([n // MB for n in model._forward_live({}, ())], [1, 2, 3, 4, 5, 6, 7, 8])
+        self.assertEqual([n // MB for n in graphed._backward_live({}, ())], [9, 10, 8, 8, 6, 6, 5, 4])
+        self.assertEqual([n // MB for n in model._backward_live({}, ())], [9, 9, 8, 7, 6, 5, 4, 3])
+        self.assertEqual((graphed.peak(["a0"]), model.peak(["a0"])), (9 * MB, 8 * MB))
         self.assertEqual(choose(graphed, 8 * MB, FAST).peak, 8 * MB)
+
+    def test_steps_that_wait_for_copies_so_that_the_peak_fits_are_counted(self) -> None:
+        """Layers take 10 us and copies 15; a launch has the memory of all that stays from its begin on, so copies of
+        layers in a row can't fall behind. Those of every second one or so needn't."""
+        model = chain(20)
+        graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
+        link = Link(out=MB / 15, back=MB / 15, latency_us=0.0)
+        in_a_row = [f"a{i}" for i in range(8)]
+        self.assertEqual(graphed.peak(in_a_row), 14 * MB)
+        self.assertEqual(graphed.exposed(in_a_row, link), 0.0)
+        self.assertGreater(graphed.exposed(in_a_row, link, (), 14 * MB), 20.0)
+        found = choose(graphed, 14 * MB, link)
+        self.assertEqual((found.peak, found.exposed_us, len(found.chosen)), (14 * MB, 0.0, 8))
+
+    def test_recomputation_takes_the_place_of_most_copies_where_the_link_is_far_too_slow(self) -> None:
+        """Each second value can be made of the one before it, for next to nothing."""
+        base = chain(20)
+        candidates = [
+            dataclasses.replace(c, again=Again(0.5, frozenset({f"a{i - 1}"})) if i % 2 else None)
+            for i, c in enumerate(base.candidates)
+        ]
+        link = Link(out=MB / 60, back=MB / 60, latency_us=0.0)
+        for at_once in (False, True):
+            without = choose(
+                Model(base.forward, base.backward, base.saved, ["g0"], base.candidates, at_once), 12 * MB, link
+            )
+            model = Model(base.forward, base.backward, base.saved, ["g0"], candidates, at_once)
+            found = choose(model, 12 * MB, link)
+            self.assertLessEqual(found.peak, 12 * MB)
+            self.assertGreater(len(found.recomputed), len(found.chosen))
+            self.assertLess(found.exposed_us + found.recompute_us, without.exposed_us / 2)
+            read = {name for c in candidates if c.name in found.recomputed and c.again for name in c.again.reads}
+            self.assertTrue(read.isdisjoint(found.recomputed))
+
+    def test_spread_sets_are_spread_however_many_are_taken(self) -> None:
+        model = chain(64)
+        for part in (1.0, 0.5):
+            names = _spread(model, model.candidates, part)
+            self.assertEqual(sorted(names), sorted(model.saved))
+            early = int(64 * part)
+            for count in (4, 8, 16):
+                taken = sorted(model.made[n] for n in names[:count])
+                gaps = [b - a for a, b in zip(taken, taken[1:])]
+                self.assertLessEqual(max(gaps), early // count)
+                self.assertLess(taken[-1], early)
 
     def test_nothing_is_chosen_where_the_peak_fits(self) -> None:
         found = choose(chain(8), 9 * MB, FAST)
@@ -106,6 +164,22 @@ class TestPlan(TestCase):
         self.assertGreater(found.exposed_us, 200)
         self.assertLess(found.hidden, 0.7)
 
+    def test_each_copy_says_when_it_runs_and_how_much_of_it_shows(self) -> None:
+        """Layers take 10 us and copies 25: the third one ends 5 us behind the forward, and is waited for in between."""
+        model, slow = chain(8), Link(out=MB / 25, back=MB / 25, latency_us=0.0)
+        found = {t.name: t for t in model.transfers(["a0", "a1", "a2"], slow)}
+        self.assertEqual([found[n].out for n in ("a0", "a1", "a2")], [(10.0, 35.0), (35.0, 60.0), (60.0, 85.0)])
+        # They come back in the order of their readers, which begin after 50, 60 and 70 us.
+        self.assertEqual([found[n].back for n in ("a2", "a1", "a0")], [(0.0, 25.0), (25.0, 50.0), (50.0, 75.0)])
+        self.assertEqual([found[n].exposed_us for n in ("a0", "a1", "a2")], [5.0, 0.0, 5.0])
+        self.assertEqual(found["a0"].hidden, 0.9)
+        self.assertEqual(model.exposed(["a0", "a1", "a2"], slow), 10.0)
+        # With a budget they come back when there is room, and steps wait longer.
+        found = choose(model, 6 * MB, slow)
+        self.assertEqual(found.transfers, tuple(model.transfers(["a0", "a1", "a2"], slow, (), 6 * MB)))
+        self.assertEqual([t.back for t in found.transfers], [(20.0, 45.0), (45.0, 70.0), (70.0, 95.0)])
+        self.assertEqual(found.exposed_us, 30.0)
+
     def test_what_is_cheap_to_compute_again_is_not_copied_where_the_copy_would_show(self) -> None:
         slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
         model = chain(8)
@@ -117,6 +191,22 @@ class TestPlan(TestCase):
         self.assertLessEqual(found.peak, 6 * MB)
         self.assertEqual(found.recompute_us, 1.0)
         self.assertEqual(choose(model, 6 * MB, FAST).recomputed, ())
+
+    def test_what_is_cheap_to_compute_again_takes_the_place_of_copies_of_others_that_would_show(self) -> None:
+        """Half of the values can be made of others, for next to nothing; the plan would have copied the first ones."""
+        base = chain(8)
+        cheap = [
+            dataclasses.replace(c, again=Again(0.5, frozenset({f"a{i - 1}"})) if i % 2 and i >= 5 else None)
+            for i, c in enumerate(base.candidates)
+        ]
+        slow = Link(out=MB / 25, back=MB / 25, latency_us=0.0)
+        without = choose(base, 5 * MB, slow)
+        self.assertGreater(without.exposed_us, 0)
+        model = Model(base.forward, base.backward, base.saved, ["g0"], cheap)
+        found = choose(model, 5 * MB, slow)
+        self.assertTrue(set(found.recomputed) & {"a5", "a7"}, found)
+        self.assertLess(found.exposed_us + found.recompute_us, without.exposed_us)
+        self.assertLessEqual(found.peak, without.peak)
 
     def test_value_that_another_recomputation_reads_is_not_computed_again_itself(self) -> None:
         slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
@@ -155,6 +245,17 @@ class TestPlacement(TestCase):
     def test_load_is_launched_as_early_as_the_budget_allows(self) -> None:
         self.assertEqual(place_loads([8, 6, 4, 4, 4], [Load(4, 2)], 6), [2])
         self.assertEqual(place_loads([4, 4, 4, 4, 4], [Load(4, 2)], 6), [0])
+
+    def test_load_is_launched_no_earlier_than_it_takes_to_end_well_before_its_reader(self) -> None:
+        """Steps of 10 us, copies of 5 that are counted four times, one after the other."""
+        starts = [10.0 * i for i in range(10)]
+        self.assertEqual(just_in_time(starts, [9, 6, 8], [5.0, 5.0, 5.0]), [7, 3, 5])
+        self.assertEqual(just_in_time(starts, [9, 9, 9, 9, 9], [5.0] * 5), [7, 5, 3, 1, 0])
+        self.assertEqual(just_in_time(starts, [0, 1], [5.0, 5.0]), [0, 0])
+        self.assertEqual(just_in_time([], [0], [5.0]), [0])
+        loads = [Load(6, 5), Load(8, 5)]
+        self.assertEqual(place_loads([0] * 10, loads, 100, [3, 5]), [3, 5])
+        self.assertEqual(place_loads([0] * 10, loads, 5, [3, 5]), [3, 6])
 
     def test_load_without_room_is_launched_before_its_reader(self) -> None:
         self.assertEqual(place_loads([9, 9, 9], [Load(2, 1)], 6), [2])
@@ -343,6 +444,18 @@ class TestSlabs(TestCase):
             for t in threads:
                 t.join()
             self.assertEqual(len({s.data_ptr() for s in found}), 8)
+
+    def test_pages_of_a_large_slab_are_made_by_several_threads(self) -> None:
+        def resident() -> int:
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+        with mock.patch.object(offload_runtime, "PART", 4 << 20):
+            before = resident()
+            slab = offload_runtime._Slab((64 << 20) + 5)
+            grown = resident() - before
+            self.assertEqual(bytes(slab.memory[-3:]), bytes(3))
+        self.assertGreater(grown, 48 << 20)
 
     def test_memory_that_can_not_be_pinned(self) -> None:
         with host_slabs(), mock.patch.object(offload_runtime, "_pin", lambda *args: 2):
@@ -656,6 +769,62 @@ class TestDecision(TestCase):
         self.assertEqual(seen.offloads, [])
         self.assertIn("Training goes on without offload", logs.output[0])
 
+    def test_auto_takes_what_the_device_has_free_less_room_for_an_optimizer(self) -> None:
+        gradients = 4 * 256 * 256 * 4
+        total = 140_000_000_000
+        for free, fraction, held, expected in (
+            (30_000_000, 1.0, (0, 0), 0.9 * 30_000_000),
+            (20_000_000, 1.0, (25_000_000, 15_000_000), 0.9 * 30_000_000),  # 10 MB are the allocator's, and unused
+            (total, 40_000_000 / total, (10_000_000, 10_000_000), 0.9 * 30_000_000),
+        ):
+            reserved, allocated = held
+            answers = {
+                "mem_get_info": (free, total),
+                "get_per_process_memory_fraction": fraction,
+                "memory_reserved": reserved,
+                "memory_allocated": allocated,
+            }
+            mocks = {name: mock.Mock(return_value=value) for name, value in answers.items()}
+            with mock.patch.multiple(torch.cuda, **mocks):
+                seen = self.compile("auto")
+            self.assertIsNone(seen.error)
+            (report,) = seen.offloads
+            self.assertLess(abs(report.budget - int(expected - 2 * gradients)), 10)
+            self.assertLessEqual(report.choice.peak, report.budget)
+
+    def test_auto_offloads_as_much_as_can_be_where_that_is_not_enough(self) -> None:
+        with (
+            mock.patch.object(offload_graph, "free_bytes", lambda *_: 1_000_000),
+            self.assertLogs(offload_graph.__name__, "WARNING") as logs,
+        ):
+            seen = self.compile("auto")
+        self.assertIsNone(seen.error)
+        self.assertIn("As much as can be is offloaded", logs.output[0])
+        choice = seen.offloads[0].choice
+        self.assertLess(choice.peak, choice.peak_before)
+        self.assertEqual(choice.peak, choice.least)
+
+    def test_policy_goes_with_a_budget(self) -> None:
+        """What a policy names goes to the host though the budget wouldn't need it; the budget takes what is missing."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(lambda x: torch.sin(x @ w), x, use_reentrant=False, context_fn=MATMULS_TO_THE_HOST)
+            for _ in range(4):
+                y = torch.tanh(y @ w)
+            return y.sum()
+
+        with simulated_gpu(), torch.device("cuda"):
+            x, w = torch.randn(4096, 256), torch.randn(256, 256, requires_grad=True)
+        names = []
+        for option in (None, {"budget_gb": 1.0}, {"budget_gb": 0.017, "min_bytes": 0}):
+            with offloading(option):
+                (report,) = compile_only(fn, x, w, backward=True).offloads
+            names.append([row.name for row in report.rows])
+        self.assertEqual(names[0], ["mm"])
+        self.assertEqual(names[1], ["mm"])
+        self.assertIn("mm", names[2])
+        self.assertGreater(len(names[2]), 1)
+
     def test_small_tensors_stay(self) -> None:
         seen = self.compile({"budget_gb": 0.03, "min_bytes": 1 << 30, "strict": False})
         self.assertEqual(seen.offloads, [])
@@ -813,13 +982,20 @@ class TestRaces(TestCase):
 class TestGraphs(TestCase):
     """What relaunch makes of copies to and from slabs, without a device."""
 
-    def test_slab_is_a_part_of_the_key_by_its_address(self) -> None:
+    def test_slab_is_a_part_of_the_key_by_its_address_and_number(self) -> None:
         with host_slabs():
             slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
             key_of = runner._key_of([0], [1])
-            self.assertEqual(key_of([3, slabs[0]]), (3, (slabs[0].data_ptr(),)))
-            self.assertNotEqual(key_of([3, slabs[0]]), key_of([3, slabs[1]]))
+            keys = [key_of([3, slab]) for slab in slabs]
+            self.assertEqual([key[1][0] for key in keys], [slab.data_ptr() for slab in slabs])
+            self.assertEqual(keys[0], key_of([3, slabs[0]]))
+            self.assertNotEqual(*keys)
             self.assertEqual(key_of([3, torch.tensor([1, 2])]), (3, (1, 2)))
+            # Another slab, which has come to lie at the same address.
+            found = offload_runtime.slab_of(slabs[0])
+            assert found is not None
+            found.number += 1000
+            self.assertNotEqual(keys[0], key_of([3, slabs[0]]))
 
     def test_other_large_tensors_of_the_host_are_refused_still(self) -> None:
         with host_slabs():
@@ -840,7 +1016,7 @@ class TestGraphs(TestCase):
         copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
         for nodes, launches, expected in (((copy,), 0, True), ((copy,), 3, False), ((), 0, False)):
             relaunch = mock.Mock(totals=(launches, 0))
-            relaunch.template.nodes = nodes
+            relaunch.template = Template(1, nodes, tuple(Word(n.index, 0, 0, 0, 0) for n in nodes))
             self.assertEqual(runner.has_copies_never_launched(relaunch), expected)
 
     def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:
@@ -867,6 +1043,12 @@ class TestGraphs(TestCase):
 
 
 gpu_only = unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+
+
+def release() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @gpu_only
@@ -913,6 +1095,88 @@ class TestGpu(TestCase):
             self.assertLess(lower, plain - reports[0].choice.nbytes // 2)
         self.assertEqual(offload_runtime.live()["in_use"], 0)
         self.assertEqual(set(runner.refusals()) - before, set())
+
+    def test_copies_that_the_driver_will_not_point_elsewhere(self) -> None:
+        """As if the graph's copies had been left at the addresses of the capture: each graph is made anew."""
+        before = counters["torch_overlay"]["cudagraph_rebuilds"]
+        expected, _, _ = self.step(None, "reduce-overhead")
+        with mock.patch.object(copies, "settle", lambda *args: None):
+            found, _, _ = self.step({"budget_gb": 0.35}, "reduce-overhead")
+        self.assertEqual(found, expected, rtol=0, atol=0)
+        self.assertGreater(counters["torch_overlay"]["cudagraph_rebuilds"], before)
+
+    def test_what_upstream_marks_waits_on_the_host(self) -> None:
+        """S8: on stock the sine reads a storage that is gone."""
+
+        def mark(joint: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+            for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+                node.meta["should_offload"] = True
+            return joint
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x @ w
+            return (torch.relu(y) + torch.sin(y)).sum()
+
+        x, w = torch.randn(2048, 1024, device="cuda"), torch.randn(1024, 1024, device="cuda", requires_grad=True)
+        options = {"enable_activation_offloading": True, "activation_offload_separate_stream": True}
+        with torch._functorch.config.patch(**options, joint_custom_pass=mark), offloading(None) as reports:
+            compiled = torch.compile(fn)
+            for _ in range(3):
+                (found,) = torch.autograd.grad(compiled(x, w), w)
+        (expected,) = torch.autograd.grad(fn(x, w), w)
+        self.assertEqual(found, expected, rtol=1e-4, atol=1e-2)
+        self.assertEqual([row.name for r in reports if hasattr(r, "choice") for row in r.rows], ["mm"])
+
+    def test_library_kernels_are_measured_once_and_their_memory_goes_back(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+            device_profile.forget()
+            asked: list[Any] = []
+            us = kernel_times._us
+
+            def note(node: torch.fx.Node) -> float:
+                asked.append(kernel_times.name_of(node))
+                return us(node)
+
+            # A graph pair from a cache has no plan.
+            planned = torch._functorch.config.patch(enable_autograd_cache=False)
+            with planned, mock.patch.object(kernel_times, "_us", note):
+                _, _, first = self.step({"budget_gb": 0.35}, None, steps=2)
+                device_profile.forget()
+                _, _, second = self.step({"budget_gb": 0.35}, None, steps=2)
+            known = device_profile.profile(0).known
+        device_profile.forget()
+        self.assertTrue(first[0].rates.measured)
+        self.assertEqual(len(asked), len(set(asked)))
+        self.assertEqual([r.name for r in first[0].rows], [r.name for r in second[0].rows])
+        times = [us for name, us in known.items() if "aten.mm" in name]
+        self.assertGreaterEqual(len(times), 2)
+        # 2 x 8192 x 1024 x 1024 operations of 32 bits: between 10 us and 3 ms on anything that runs this.
+        self.assertTrue(all(10 < t < 3000 for t in times), known)
+        self.assertGreater(known[device_rates.OUT], 1e3)
+
+    def test_measuring_leaves_random_numbers_and_memory_as_they_were(self) -> None:
+        torch.cuda.manual_seed(5)
+        torch.empty(1, device="cuda")
+        state, reserved = torch.cuda.get_rng_state(), torch.cuda.memory_reserved()
+        with device_rates.measuring(0):
+            torch.randn(1 << 24, device="cuda")
+        self.assertEqual(torch.cuda.get_rng_state(), state)
+        self.assertEqual(torch.cuda.memory_reserved(), reserved)
+
+    def test_batch_that_does_not_fit_trains_with_auto(self) -> None:
+        expected, peak, _ = self.step(None, None)
+        release()
+        limit = int(0.85 * peak) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(limit)
+        try:
+            with self.assertRaises(torch.OutOfMemoryError):
+                self.step(None, None)
+            release()
+            found, _, reports = self.step("auto", None)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        self.assertEqual(found, expected, rtol=0, atol=0)
+        self.assertGreater(len(reports[0].rows), 0)
 
     def test_slow_device_work_does_not_let_a_slab_be_overwritten(self) -> None:
         """The host is far ahead of the device for many steps."""

@@ -67,6 +67,11 @@ class TestUpstreamBugs(TestCase):
     def test_on_stock_the_current_stream_has_many_numbers(self) -> None:
         self.assertGreater(len(found_on_stock()["streams_by_other_numbers"]), 1)
 
+    @form.overlay_only
+    def test_on_stock_an_offloaded_storage_is_gone_before_its_reader(self) -> None:
+        (found, *_) = found_on_stock()["offloaded_storage"]
+        self.assertRegex(found, r"the storage of \w+ is gone, and then: ")
+
 
 instantiate_parametrized_tests(TestUpstreamBugs)
 

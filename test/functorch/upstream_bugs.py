@@ -181,7 +181,45 @@ def inputs_saved_and_written() -> list[str]:
     return wrong
 
 
-CHECKS = (stale_streams, donated_twins, unjoined_gradients, streams_by_other_numbers, inputs_saved_and_written)
+def _matmuls_to_the_host(joint: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        node.meta["should_offload"] = True
+    return joint
+
+
+@simulated_gpu()
+def offloaded_storage() -> list[str]:
+    """S8: a tensor whose copy to the host has a stream of its own loses its storage before it is read."""
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x @ weight
+        return (torch.relu(y) + torch.sin(y)).sum()
+
+    torch._dynamo.reset()
+    options = {"enable_activation_offloading": True, "activation_offload_separate_stream": True}
+    options["joint_custom_pass"] = _matmuls_to_the_host
+    with observe() as seen, torch._functorch.config.patch(options):
+        torch.compile(forward)(_square(), _square()).backward()
+    text = _wrapper(seen, "forward")
+    if "ao.offload" not in text and "copy_out" not in text:
+        return ["nothing goes to the host"]
+    found = []
+    for wait in re.finditer(r"wait_tensor\.default\(\w+, (\w+)", text):
+        name = wait[1]
+        later = re.search(rf"^ *(?!del ).*\b{name}\b.*$", text[wait.end() :], re.MULTILINE)
+        if later is not None:
+            found.append(f"the storage of {name} is gone, and then: {later[0].strip().split('(')[0]}")
+    return found
+
+
+CHECKS = (
+    stale_streams,
+    donated_twins,
+    unjoined_gradients,
+    streams_by_other_numbers,
+    offloaded_storage,
+    inputs_saved_and_written,
+)
 
 
 if __name__ == "__main__":

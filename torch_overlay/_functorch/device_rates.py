@@ -1,13 +1,13 @@
-"""How fast a device computes, reads its memory, and copies to and from the host: measured once per process and device.
+"""How fast a device computes, reads its memory, and copies to and from the host: measured once, kept on disk.
 
-Three matmuls and four copies, some 30 ms in all, when the first function with offloaded activations is compiled.
-Without a device the rates of the data sheet serve, by clock, width and number of multiprocessors, and a PCIe 5 link.
+Three matmuls and four copies, some 30 ms in all, when the first function with offloaded activations is compiled on a
+machine (`device_profile`). Without a device the rates of the data sheet serve, by clock, width and number of
+multiprocessors, and a PCIe 5 link.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -15,18 +15,20 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_overlay._functorch import device_profile
 from torch_overlay._functorch.offload_plan import Link
 from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
 LINK = Link(out=45e3, back=45e3)
 SIZE = 1 << 26  # bytes of a measured copy
 SIDE = 4096  # of a measured matmul
+OUT, BACK, MEMORY, FLOPS = "bytes/us to the host", "bytes/us from the host", "bytes/us of memory", "flops/us of bf16"
 
 
 @dataclass(frozen=True)
@@ -45,44 +47,53 @@ class Rates:
 
 def rates(device_index: int) -> Rates:
     try:
-        return _measured(device_index)
+        found = device_profile.profile(device_index).get([OUT, BACK, MEMORY, FLOPS], lambda _: _measure(device_index))
+        return Rates(Link(found[OUT], found[BACK]), found[MEMORY], found[FLOPS], True)
     except Exception as error:  # no device, or one that is out of memory
         log.info("copy and compute rates are estimates: %s", error)
         return Rates(LINK, 0.8 * bytes_per_us(device_index), 0.5 * flops_per_us(device_index, 2), False)
 
 
-@functools.cache
-def _measured(device_index: int) -> Rates:
+@contextlib.contextmanager
+def measuring(device_index: int) -> Iterator[None]:
+    """For work that measures on the device while something is being compiled: its tensors are real ones, its memory
+    goes back, and random numbers are drawn on from where they were."""
     with _disable_current_modes(), torch.cuda.device(device_index), torch.no_grad():
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a graph is being captured")
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            return _measure()
+        if isinstance(torch.empty(1, device="cuda"), torch._subclasses.FakeTensor):
+            raise RuntimeError("there is no device")
+        with torch.random.fork_rng([device_index]):
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                yield
 
 
-def _measure() -> Rates:
-    host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
-    other = torch.empty_like(device)
-    square = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
-    if not device.is_cuda or isinstance(device, torch._subclasses.FakeTensor):
-        raise RuntimeError("there is no device")
-    out = _us(lambda: host.copy_(device, non_blocking=True))
-    back = _us(lambda: device.copy_(host, non_blocking=True))
-    moved = _us(lambda: other.copy_(device))
-    matmul = _us(lambda: torch.mm(square, square))
-    found = Rates(Link(SIZE / out, SIZE / back), 2 * SIZE / moved, 2 * SIDE**3 / matmul, True)
-    log.info("measured rates, in bytes or operations per us: %s", found)
+def _measure(device_index: int) -> dict[str, float]:
+    with measuring(device_index):
+        host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+        device = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+        other = torch.empty_like(device)
+        square = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
+        result = torch.empty_like(square)
+        found = {
+            OUT: SIZE / shortest_us(lambda: host.copy_(device, non_blocking=True)),
+            BACK: SIZE / shortest_us(lambda: device.copy_(host, non_blocking=True)),
+            MEMORY: 2 * SIZE / shortest_us(lambda: other.copy_(device)),
+            FLOPS: 2 * SIDE**3 / shortest_us(lambda: torch.mm(square, square, out=result)),
+        }
+    log.info("measured rates: %s", found)
     return found
 
 
-def _us(work: Callable[[], Any]) -> float:
-    """The shortest of three runs, by events of the device."""
-    times = []
-    with contextlib.suppress(AttributeError):
-        work()
-    for _ in range(3):
+LONG = 20e3  # us: once is enough
+
+
+def shortest_us(work: Callable[[], Any]) -> float:
+    """The shortest of three runs behind a first one, by events of the device; of what takes long, the second one."""
+    work()
+    times: list[float] = []
+    while len(times) < 3 and not (times and times[0] > LONG):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         work()

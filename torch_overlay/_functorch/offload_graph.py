@@ -24,7 +24,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from torch_overlay import config
-from torch_overlay._functorch import offload_log, offload_ops
+from torch_overlay._functorch import kernel_times, offload_log, offload_ops
 from torch_overlay._functorch.device_rates import Rates, rates
 from torch_overlay._functorch.offload_plan import Again, Candidate, Choice, choose, Model, Step
 from torch_overlay._functorch.offload_policies import MUST, OFFLOAD
@@ -161,11 +161,16 @@ class Pair:
     def model(self, candidates: list[Candidate], known: Rates) -> Model:
         assert self.device is not None
         kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {root(n) for n in self.saved}
-        forward = Reader(self.forward.graph, kept | {root(n) for n in kept}, known, self.device)
+        times = (
+            kernel_times.measure([*self.forward.graph.nodes, *self.backward.graph.nodes], self.device.index or 0)
+            if (known.measured)
+            else {}
+        )
+        forward = Reader(self.forward.graph, kept | {root(n) for n in kept}, known, self.device, times)
         names = {m.name: owner.name for owner, saved in self.saved.items() for m in saved.members}
         (output,) = self.backward.graph.find_nodes(op="output")
         gradients = {root(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)}
-        backward = Reader(self.backward.graph, gradients, known, self.device)
+        backward = Reader(self.backward.graph, gradients, known, self.device, times)
         steps = [Step(s.name, s.us, s.makes, frozenset(names.get(r, r) for r in s.reads)) for s in backward.steps]
         results = {root(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
         saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}
@@ -325,7 +330,7 @@ def offload(forward: GraphModule, backward: GraphModule, count: int, wanted: Set
     candidates = pair.candidates(least, known) if known is not None else []
     for owner, why in pair.refused.items():
         if any(n.meta.get(OFFLOAD) == MUST for n in (owner, *pair.saved[owner].members)):
-            log.warning("%s stays on the device, though its checkpoint policy is MUST_CPU_OFFLOAD: %s", owner, why)
+            log.warning("%s stays on the device, though it was asked to go to the host: %s", owner, why)
     if known is None or wanted is None and not candidates:
         return
     budget = _budget(wanted, forward, backward, pair)

@@ -19,12 +19,29 @@ The module imports no torch.
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch_overlay._inductor.offload_placement import (
+    held_from,
+    held_until,
+    just_in_time,
+    Load,
+    MARGIN,
+    place_loads,
+    place_waits,
+    Store,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+
+
+UNBOUNDED = 1 << 62
+PARTS = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the forward
+MOST_TRIES = 64  # of sets that differ in one value, each time that one is improved
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,22 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """The copies of one value: (begin, end) of the one to the host, in microseconds of the forward, and of the one from
+    it, in those of the backward; and how long steps wait for either."""
+
+    name: str
+    out: tuple[float, float]
+    back: tuple[float, float]
+    exposed_us: float
+
+    @property
+    def hidden(self) -> float:
+        total = self.out[1] - self.out[0] + self.back[1] - self.back[0]
+        return max(0.0, 1.0 - self.exposed_us / total) if total else 1.0
+
+
+@dataclass(frozen=True)
 class Choice:
     chosen: tuple[str, ...]  # to be copied, in the order in which the forward makes them
     recomputed: tuple[str, ...]  # to be computed again
@@ -78,6 +111,7 @@ class Choice:
     exposed_us: float  # the part of the copies that isn't hidden behind them
     recompute_us: float
     hidden: float  # the part of the copies' time that is, from 0 to 1
+    transfers: tuple[Transfer, ...] = ()
 
 
 class Model:
@@ -142,29 +176,31 @@ class Model:
 
     def peak(self, chosen: Collection[str], link: Link | None = None, again: Collection[Candidate] = ()) -> int:
         """Bytes, with copies that nobody waits for; without a link, with steps that wait for each copy."""
-        away = set(chosen)
-        return max(self._forward_peak(away, link, again), self._backward_peak(away, link, again))
+        firsts = self.first_reads(again)
+        copied = {n: self.made[n] for n in chosen} if link is None else self._copied(chosen, link)
+        begun = {n: firsts[n] for n in chosen} if link is None else self._begun(chosen, link, firsts)
+        return max(*self._forward_live(copied, again), *self._backward_live(begun, again), 0)
 
-    def _forward_peak(self, away: set[str], link: Link | None, again: Collection[Candidate]) -> int:
-        copied = dict(self.made) if link is None else self._copied(away, link)
-        copied.update({c.name: self.made[c.name] for c in again})
-        away = away | {c.name for c in again}
-        changes = [0] * (len(self.forward) + 2)
+    def _forward_live(self, copied: Mapping[str, int], again: Collection[Candidate]) -> list[int]:
+        """Bytes in memory during each step; what is copied goes behind the step that is given for it."""
+        away = {**copied, **{c.name: self.made[c.name] for c in again}}
+        count = len(self.forward)
+        changes = [0] * (count + 2)
         for i, step in enumerate(self.forward):
             for name, nbytes in step.makes.items():
                 last = self.last_read_forward.get(name, i)
                 if name in away:
-                    last = max(last, copied[name])
+                    last = max(last, away[name])
                 elif name in self.saved or name in self.results:
-                    last = len(self.forward)
+                    last = count
                     if self.at_once:
                         changes[0] += nbytes
                         changes[i] -= nbytes
                 changes[i] += nbytes
-                changes[min(last, len(self.forward)) + 1] -= nbytes
-        return _highest(changes)
+                changes[min(last, count) + 1] -= nbytes
+        return list(itertools.accumulate(changes[:count]))
 
-    def _copied(self, away: set[str], link: Link) -> dict[str, int]:
+    def _copied(self, away: Collection[str], link: Link) -> dict[str, int]:
         """The step of the forward during which each copy ends."""
         found, clock, at = {}, 0.0, 0
         for i, step in enumerate(self.forward):
@@ -177,7 +213,7 @@ class Model:
                     found[name] = at
         return found
 
-    def _begun(self, away: set[str], link: Link, firsts: Mapping[str, int]) -> dict[str, int]:
+    def _begun(self, away: Collection[str], link: Link, firsts: Mapping[str, int]) -> dict[str, int]:
         """The step of the backward during which each copy has to begin, so that its reader need not wait."""
         found, clock = {}, float("inf")
         for name in sorted(away, key=firsts.__getitem__, reverse=True):
@@ -187,41 +223,113 @@ class Model:
             found[name] = min(bisect.bisect_right(self.backward_ends, max(clock, 0.0)), first)
         return found
 
-    def _backward_peak(self, away: set[str], link: Link | None, again: Collection[Candidate]) -> int:
-        changes = [0] * (len(self.backward) + 2)
-        firsts, lasts = self.first_reads(again), self.last_reads(again)
-        begun = dict(firsts) if link is None else self._begun(away, link, firsts)
-        begun.update({c.name: self.first_read[c.name] for c in again})
-        away = away | {c.name for c in again}
+    def _backward_live(self, begun: Mapping[str, int], again: Collection[Candidate]) -> list[int]:
+        """... and what comes back is there from the step that is given for it. A launched graph has stages."""
+        count = len(self.backward)
+        changes = [0] * (count + 2)
+        lasts = self.last_reads(again)
+        away = {**begun, **{c.name: self.first_read[c.name] for c in again}}
         for name, nbytes in self.saved.items():
-            first = begun.get(name, 0) if name in away else 0
-            last = len(self.backward) if self.at_once and name not in away else lasts.get(name, 0)
-            changes[first] += nbytes
+            last = lasts.get(name, 0)
+            if self.at_once and name not in away:
+                last = held_until(last, count)
+            changes[away.get(name, 0)] += nbytes
             changes[last + 1] -= nbytes
         for i, step in enumerate(self.backward):
             for name, nbytes in step.makes.items():
-                last = len(self.backward) if name in self.results else self.last_read.get(name, i)
-                changes[0 if self.at_once and name in self.results else i] += nbytes
-                changes[last + 1] -= nbytes
-        return _highest(changes)
+                is_result = name in self.results
+                changes[held_from(i, count) if self.at_once and is_result else i] += nbytes
+                changes[(count if is_result else self.last_read.get(name, i)) + 1] -= nbytes
+        return list(itertools.accumulate(changes[:count]))
 
     # -- time
 
-    def exposed(self, chosen: Collection[str], link: Link, again: Collection[Candidate] = ()) -> float:
+    def exposed(
+        self, chosen: Collection[str], link: Link, again: Collection[Candidate] = (), budget: int = UNBOUNDED
+    ) -> float:
         """Microseconds that the copies of the chosen ones add to the step."""
+        return sum(copy.exposed_us for copy in self.transfers(chosen, link, again, budget))
+
+    def transfers(
+        self, chosen: Collection[str], link: Link, again: Collection[Candidate] = (), budget: int = UNBOUNDED
+    ) -> list[Transfer]:
+        """When the copies run if they stand where the schedule will put them (`offload_placement`), and how long steps
+        wait for them; in the order in which they come back."""
+        waited: dict[str, float] = dict.fromkeys(chosen, 0.0)
+        out = self._out(chosen, link, again, budget, waited)
+        back = self._back(chosen, link, again, budget, waited)
+        return [Transfer(name, out[name], times, waited[name]) for name, times in back.items()]
+
+    def _out(
+        self,
+        chosen: Collection[str],
+        link: Link,
+        again: Collection[Candidate],
+        budget: int,
+        waited: dict[str, float],
+    ) -> dict[str, tuple[float, float]]:
+        names = sorted(chosen, key=self.made.__getitem__)
+        count = len(self.forward)
+        careful = Link(link.out / MARGIN, link.back, MARGIN * link.latency_us)
+        ended = self._copied(chosen, careful)
+        stores = [
+            Store(made, max(made, self.last_read_forward.get(n, made)), self.saved[n], ended.get(n, count) + 1)
+            for n in names
+            for made in [self.made[n]]
+        ]
+        places = place_waits(self._forward_live(dict.fromkeys(names, count), again), stores, budget)
+        awaited: dict[int, list[str]] = {}
+        launched: dict[int, list[str]] = {}
+        for name, store, place in zip(names, stores, places):
+            awaited.setdefault(place, []).append(name)
+            launched.setdefault(store.made, []).append(name)
+        out: dict[str, tuple[float, float]] = {}
+        clock = now = 0.0
+        for i, step in enumerate(self.forward):
+            for name in awaited.get(i, ()):
+                waited[name] += max(0.0, out[name][1] - now)
+                now = max(now, out[name][1])
+            now += step.us
+            for name in launched.get(i, ()):
+                begin = max(clock, now)
+                clock = begin + link.latency_us + self.saved[name] / link.out
+                out[name] = begin, clock
+        for name, (begin, end) in out.items():  # all of them are joined at the end
+            waited[name] += max(0.0, end - max(begin, now))
+        return out
+
+    def _back(
+        self,
+        chosen: Collection[str],
+        link: Link,
+        again: Collection[Candidate],
+        budget: int,
+        waited: dict[str, float],
+    ) -> dict[str, tuple[float, float]]:
         firsts = self.first_reads(again)
-        sizes = {c.name: c.nbytes for c in self.candidates}
-        clock = 0.0
-        for name in sorted(chosen, key=self.made.__getitem__):
-            clock = max(clock, self.ends[self.made[name]]) + link.latency_us + sizes[name] / link.out
-        late = max(0.0, clock - self.ends[-1]) if chosen else 0.0
-        clock = stalled = 0.0
-        for name in sorted(chosen, key=firsts.__getitem__):
-            first = firsts[name]
-            clock += link.latency_us + sizes[name] / link.back
-            needed = (self.backward_ends[first - 1] if first else 0.0) + stalled
-            stalled += max(0.0, clock - needed)
-        return late + stalled
+        names = sorted(chosen, key=firsts.__getitem__)
+        live = self._backward_live({n: firsts[n] for n in names}, again)
+        starts = [0.0, *self.backward_ends[:-1]]
+        us = [link.latency_us + self.saved[n] / link.back for n in names]
+        wanted = just_in_time(starts, [firsts[n] for n in names], us)
+        places = place_loads(live, [Load(firsts[n], self.saved[n]) for n in names], budget, wanted)
+        launched: dict[int, list[str]] = {}
+        read: dict[int, list[str]] = {}
+        for name, place in zip(names, places):
+            launched.setdefault(place, []).append(name)
+            read.setdefault(firsts[name], []).append(name)
+        back: dict[str, tuple[float, float]] = {}
+        clock = now = 0.0
+        for i, step in enumerate(self.backward):
+            for name in launched.get(i, ()):
+                begin = max(clock, now)
+                clock = begin + link.latency_us + self.saved[name] / link.back
+                back[name] = begin, clock
+            for name in read.get(i, ()):
+                waited[name] += max(0.0, back[name][1] - now)
+                now = max(now, back[name][1])
+            now += step.us
+        return back
 
     def copy_us(self, chosen: Collection[str], link: Link) -> float:
         sizes = {c.name: c.nbytes for c in self.candidates}
@@ -236,32 +344,42 @@ def _ends(steps: Sequence[Step]) -> list[float]:
     return found
 
 
-def _highest(changes: Sequence[int]) -> int:
-    highest = now = 0
-    for change in changes:
-        now += change
-        highest = max(highest, now)
-    return highest
+def _spread(model: Model, candidates: Sequence[Candidate], part: float) -> list[str]:
+    """Candidates that are made in the first part of the forward, in an order of which each beginning is spread evenly
+    over it: copies then keep up with what is made, and little memory waits for them. The rest follows, by slack."""
+    early = [c for c in candidates if model.ends[model.made[c.name]] <= part * model.ends[-1]]
+    early.sort(key=lambda c: model.made[c.name])
+    order = sorted(range(len(early)), key=lambda i: int(f"{i:032b}"[::-1], 2))
+    names = [early[i].name for i in order]
+    taken = set(names)
+    return names + [c.name for c in candidates if c.name not in taken]
 
 
 def choose(model: Model, budget: int, link: Link) -> Choice:
     """The cheapest set whose peak is within `budget` bytes, or as near to it as can be had.
 
-    Two sets are compared: one that fits though no step waits for a copy, and a smaller one that fits if they wait.
+    Several sets are compared: what has most slack, as much of it as fits though no step waits for a copy, or less, with
+    steps that do; and sets that are spread over parts of the forward, where a launch needs memory for all at once.
     """
     must = [c.name for c in model.candidates if c.must]
     optional = [c for c in model.candidates if not c.must]
     # A copy that takes longer than its slack is never hidden: what has slack to spare first.
     optional.sort(key=lambda c: (-(model.slack(c) - c.nbytes / min(link.out, link.back)), -c.nbytes, c.name))
     names = [c.name for c in optional]
-    found = []
-    for rate in (link, None):
-        chosen = _fewest(model, must, names, budget, rate)
-        found.append((model.peak(chosen, rate) > budget, model.exposed(chosen, link), len(chosen), chosen, rate))
-    *_, chosen, rate = min(found, key=lambda item: item[:3])
-    chosen, again = _recompute(model, chosen, max(budget, model.peak(chosen, rate)), link, rate)
+    orders: list[tuple[list[str], Link | None]] = [(names, link), (names, None)]
+    best = min((_tried(model, must, order, budget, link, rate) for order, rate in orders), key=Tried.cost)
+    if best.cost()[:2] != (0, 0.0):
+        orders += [(_spread(model, optional, part), link) for part in PARTS]
+        found = [_tried(model, must, order, budget, link, rate) for order, rate in orders[2:]]
+        best = _recompute(model, min([best, *found], key=Tried.cost), budget, link)
+    if best.exposed > 0 and (cheap := _all_cheap(model)):
+        found = [_tried(model, must, order, budget, link, rate, cheap) for order, rate in orders]
+        if found := [tried for tried in found if tried.chosen]:  # something is copied in any case
+            best = min(best, _without_superfluous(model, min(found, key=Tried.cost), budget, link), key=Tried.cost)
+    chosen, rate, again = best.chosen, best.rate, best.again
+    limit = max(budget, model.peak(chosen, rate, again))
     sizes = {c.name: c.nbytes for c in model.candidates}
-    exposed, total = model.exposed(chosen, link, again), model.copy_us(chosen, link)
+    exposed, total = model.exposed(chosen, link, again, limit), model.copy_us(chosen, link)
     before = model.peak(())
     return Choice(
         tuple(sorted(chosen, key=model.made.__getitem__)),
@@ -274,39 +392,115 @@ def choose(model: Model, budget: int, link: Link) -> Choice:
         exposed,
         sum(c.again.us for c in again if c.again is not None),
         max(0.0, 1.0 - exposed / total) if total else 1.0,
+        tuple(model.transfers(chosen, link, again, limit)),
     )
 
 
-def _recompute(
-    model: Model, chosen: list[str], limit: int, link: Link, rate: Link | None
-) -> tuple[list[str], list[Candidate]]:
-    """Of what was chosen, compute again what costs less than the part of its copies that isn't hidden; the cheapest by
-    the byte first. What is read for that must be at hand: saved, and not itself computed again."""
-    known = {c.name: c for c in model.candidates}
-    cheap = [c for n in chosen if (c := known[n]).again is not None and not c.must]
-    cheap.sort(key=lambda c: (c.again.us / c.nbytes if c.again is not None else 0.0, -c.nbytes, c.name))
+@dataclass(frozen=True)
+class Tried:
+    """A set: bytes that its peak is over the budget, microseconds that steps wait for its copies, what is copied, and
+    computed again; `rate` is None if it fits because steps wait."""
+
+    missing: int
+    exposed: float
+    chosen: list[str]
+    rate: Link | None
+    again: list[Candidate]
+
+    def cost(self) -> tuple[int, float, int]:
+        return self.missing, self.exposed + sum(c.again.us for c in self.again if c.again is not None), len(self.chosen)
+
+
+def _set(model: Model, chosen: list[str], budget: int, link: Link, rate: Link | None, again: list[Candidate]) -> Tried:
+    peak = model.peak(chosen, rate, again)
+    exposed = model.exposed(chosen, link, again, max(budget, peak))
+    return Tried(max(0, peak - budget), exposed, chosen, rate, again)
+
+
+def _tried(
+    model: Model,
+    must: list[str],
+    order: list[str],
+    budget: int,
+    link: Link,
+    rate: Link | None,
+    again: Sequence[Candidate] = (),
+) -> Tried:
+    taken = {c.name for c in again}
+    names = [n for n in order if n not in taken]
+    return _set(model, _fewest(model, must, names, budget, rate, again), budget, link, rate, list(again))
+
+
+def _cheap(model: Model) -> list[Candidate]:
+    """What can be computed again, the cheapest by the byte first."""
+    found = [c for c in model.candidates if c.again is not None and not c.must]
+    return sorted(found, key=lambda c: (c.again.us / c.nbytes if c.again else 0.0, -c.nbytes, c.name))
+
+
+def _fits(candidate: Candidate, again: Sequence[Candidate]) -> bool:
+    """What is read to compute a value again must be at hand: saved, and not itself computed again."""
+    taken = {c.name for c in again}
+    needed = {name for c in again if c.again is not None for name in c.again.reads}
+    return candidate.again is not None and not candidate.again.reads & taken and candidate.name not in needed
+
+
+def _all_cheap(model: Model) -> list[Candidate]:
     again: list[Candidate] = []
-    exposed = model.exposed(chosen, link)
-    for candidate in cheap:
-        if exposed <= 0 or len(chosen) == 1:
+    for candidate in _cheap(model):
+        if _fits(candidate, again):
+            again.append(candidate)
+    return again
+
+
+def _without_superfluous(model: Model, tried: Tried, budget: int, link: Link) -> Tried:
+    """Of what is computed again, the dearest first, what makes no difference to the peak or to copies is left saved."""
+    for candidate in reversed(tried.again[-MOST_TRIES:]):
+        again = [c for c in tried.again if c is not candidate]
+        without = _set(model, tried.chosen, budget, link, tried.rate, again)
+        if without.cost() < tried.cost():
+            tried = without
+    return tried
+
+
+def _recompute(model: Model, tried: Tried, budget: int, link: Link) -> Tried:
+    """Compute again what costs less than the part of the copies that isn't hidden and that this makes superfluous: its
+    own copy, or others that the peak no longer needs; of what was chosen first, and then of the rest."""
+    must = {c.name for c in model.candidates if c.must}
+    before = set(tried.chosen)
+    for candidate in sorted(_cheap(model), key=lambda c: c.name not in before)[:MOST_TRIES]:
+        if tried.exposed <= 0 or len(tried.chosen) == 1:
             break
-        assert candidate.again is not None
-        taken = {c.name for c in again}
-        needed = {name for c in again if c.again is not None for name in c.again.reads}
-        if candidate.again.reads & taken or candidate.name in needed:
+        if not _fits(candidate, tried.again):
             continue
-        copied = [n for n in chosen if n != candidate.name]
-        now = model.exposed(copied, link, [*again, candidate])
-        if exposed - now > candidate.again.us and model.peak(copied, rate, [*again, candidate]) <= limit:
-            chosen, again, exposed = copied, [*again, candidate], now
-    return chosen, again
+        again = [*tried.again, candidate]
+        copied = [n for n in tried.chosen if n != candidate.name]
+        if len(copied) == len(tried.chosen):
+            limit = max(budget, model.peak(tried.chosen, tried.rate, tried.again))
+            copied = _given_back(model, copied, must, limit, tried.rate, again)
+        now = _set(model, copied, budget, link, tried.rate, again)
+        if now.cost()[:2] < tried.cost()[:2]:
+            tried = now
+    return tried
 
 
-def _fewest(model: Model, must: list[str], names: list[str], budget: int, rate: Link | None) -> list[str]:
+def _given_back(
+    model: Model, chosen: list[str], must: set[str], limit: int, rate: Link | None, again: list[Candidate]
+) -> list[str]:
+    """Without the least hidden ones that the peak doesn't need; `chosen` has them last. One of them stays."""
+    for name in reversed(chosen[-MOST_TRIES:]):
+        without = [n for n in chosen if n != name]
+        if name not in must and without and model.peak(without, rate, again) <= limit:
+            chosen = without
+    return chosen
+
+
+def _fewest(
+    model: Model, must: list[str], names: list[str], budget: int, rate: Link | None, again: Sequence[Candidate] = ()
+) -> list[str]:
     """As many of `names`, from the first on, as it takes."""
 
     def peak(count: int) -> int:
-        return model.peak([*must, *names[:count]], rate)
+        return model.peak([*must, *names[:count]], rate, again)
 
     low, high = -1, len(names)  # at `low` the peak is over the budget
     while high - low > 1:
@@ -316,10 +510,10 @@ def _fewest(model: Model, must: list[str], names: list[str], budget: int, rate: 
         else:
             low = middle
     chosen = [*must, *names[:high]]
-    limit = max(budget, model.peak(chosen, rate))
+    limit = max(budget, model.peak(chosen, rate, again))
     # Give back, the least hidden first, what the limit doesn't need; a bounded number of tries.
-    for name in reversed(names[max(0, high - 64) : high]):
+    for name in reversed(names[max(0, high - MOST_TRIES) : high]):
         without = [n for n in chosen if n != name]
-        if model.peak(without, rate) <= limit:
+        if model.peak(without, rate, again) <= limit:
             chosen = without
     return chosen

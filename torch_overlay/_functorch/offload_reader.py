@@ -1,8 +1,9 @@
 """FX graphs as the steps of an offload plan.
 
 What is in memory is estimated as Inductor will have it: a pointwise operation that only others of its kind read is
-fused away, and its readers read what it read. A step takes the time of its memory traffic or of its arithmetic,
-whichever is longer, at the rates of the device.
+fused away, and its readers read what it read. A library kernel takes the time that it was measured to take
+(`kernel_times`). Any other step takes the time of its memory traffic or of its arithmetic, whichever is longer, at the
+measured rates of the device.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from torch_overlay._functorch.kernel_times import name_of
 from torch_overlay._functorch.offload_plan import Step
 from torch_overlay._functorch.stream_placement import is_view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch.fx import Graph, Node
 
@@ -85,8 +87,17 @@ def is_dense(value: torch.Tensor) -> bool:
 class Reader:
     """One graph as the plan's steps."""
 
-    def __init__(self, graph: Graph, kept: set[Node], known: Rates, device: torch.device) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        kept: set[Node],
+        known: Rates,
+        device: torch.device,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        """`times` has the microseconds of library kernels, by `kernel_times.name_of`."""
         self.graph, self.kept, self.rates, self.device = graph, kept, known, device
+        self.times = times or {}
         self.inlined: dict[Node, frozenset[str]] = {}  # what is fused away, and what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
@@ -106,28 +117,34 @@ class Reader:
             self.inlined[node] = reads
             return
         made = {node.name: nbytes(value)} if value is not None and value.device == self.device else {}
-        self.steps.append(Step(node.name, self.us(node, value), made, reads))
+        self.steps.append(Step(node.name, self.us(node), made, reads))
 
     def is_inlined(self, node: Node, reads: frozenset[str]) -> bool:
-        creates = not node.all_input_nodes and not _is_library_call(node)
+        creates = not node.all_input_nodes and not is_library_call(node)
         if not creates and node.target not in ALSO_POINTWISE and not is_pointwise(node):
             return False
         readers = set(_readers(node))
         if len(reads) > (MOST_READS if len(readers) < 2 else MOST_READS_OF_SHARED):
             return False
-        return not any(map(_is_library_call, readers))
+        return not any(map(is_library_call, readers))
 
-    def us(self, node: Node, value: torch.Tensor | None) -> float:
-        if node.target is operator.getitem:
-            return 0.0
-        moved = sum(nbytes(t) for n in {root(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
-        results = node.meta.get("val")
-        found = [t for t in torch.utils._pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
-        moved += sum(map(nbytes, found))
-        time = moved / self.rates.bytes
-        if (flops := _flops(node)) and found:
-            time = max(time, flops / self.rates.flops_of(self.device.index or 0, found[0].element_size()))
-        return time
+    def us(self, node: Node) -> float:
+        name = name_of(node)
+        if name is not None and (measured := self.times.get(name)) is not None:
+            return measured
+        return estimated_us(node, self.rates, self.device.index or 0)
+
+
+def estimated_us(node: Node, known: Rates, device_index: int) -> float:
+    """By memory traffic and arithmetic, as far as they are known."""
+    if node.target is operator.getitem:
+        return 0.0
+    moved = sum(nbytes(t) for n in {root(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
+    found = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    time = (moved + sum(map(nbytes, found))) / known.bytes
+    if (flops := _flops(node)) and found:
+        time = max(time, flops / known.flops_of(device_index, found[0].element_size()))
+    return time
 
 
 def is_pointwise(node: Node) -> bool:
@@ -135,7 +152,7 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
-def _is_library_call(node: Node) -> bool:
+def is_library_call(node: Node) -> bool:
     """A kernel that reads its inputs from memory: nothing is fused into it."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):

@@ -20,10 +20,13 @@ The host waits nowhere.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
+import itertools
 import logging
 import mmap
+import os
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -83,10 +86,13 @@ def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
 class _Slab:
     """Pinned memory of so many bytes; `used_on` is the stream that is ordered behind its last copies, or will be."""
 
+    numbers = itertools.count()
+
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.number = nbytes, next(self.numbers)
         self.memory = _host_memory(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        _populate(self.address, nbytes)
         self.pinned = False
         self.used_on: Any = None
         self.device_index = 0
@@ -105,6 +111,26 @@ def _host_memory(nbytes: int) -> mmap.mmap:
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes its time by the page
     return memory
+
+
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+PART = 256 << 20  # bytes that a thread has the system make at a time
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Has the system make the pages, by several threads; who pins memory makes its pages one after the other, some
+    seconds for 10 GB. A system that doesn't know how leaves it to that."""
+    parts = [(address + at, min(PART, nbytes - at)) for at in range(0, nbytes, PART)]
+    if len(parts) < 2:
+        return
+    with contextlib.suppress(AttributeError, OSError):
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+        with concurrent.futures.ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1, 16)) as pool:
+            for failed in pool.map(lambda part: madvise(*part, POPULATE_WRITE), parts):
+                if failed:
+                    log.info("pages of a slab were not made beforehand: errno %d", ctypes.get_errno())
+                    break
 
 
 _lock = threading.RLock()
@@ -235,6 +261,12 @@ def is_slab(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.data_ptr() in _all
 
 
+def identity(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its address, and which slab is there: another one may be some day, and a graph's copies are of this one."""
+    found = slab_of(tensor)
+    return (tensor.data_ptr(), *([found.number] if found is not None else []))
+
+
 def holds(address: int) -> bool:
     """Does the address lie in pinned memory of ours?"""
     with _lock:
@@ -265,8 +297,9 @@ def release_free() -> None:
         _free.clear()
         for slab in slabs:
             del _all[slab.address]
-    if slabs:
-        torch.cuda.synchronize()
+    if not slabs:
+        return
+    torch.cuda.synchronize()
     runtime: Any = torch.cuda.cudart()
     for slab in slabs:
         runtime.cudaHostUnregister(slab.address)

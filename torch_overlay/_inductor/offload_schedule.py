@@ -8,6 +8,7 @@ noted, before everything else.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir
@@ -16,10 +17,21 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch import offload_log, offload_ops
+from torch_overlay._functorch.kernel_times import known_us
 from torch_overlay._functorch.offload_graph import holds_memory_at_once
 from torch_overlay._functorch.offload_ops import BUDGET, VALUE
+from torch_overlay._functorch.offload_reader import estimated_us, is_library_call
 from torch_overlay._inductor.offload_codegen import LoadKernel, StoreKernel
-from torch_overlay._inductor.offload_placement import Load, place_loads, place_waits, Store
+from torch_overlay._inductor.offload_placement import (
+    held_from,
+    held_until,
+    just_in_time,
+    Load,
+    MARGIN,
+    place_loads,
+    place_waits,
+    Store,
+)
 from torch_overlay._inductor.stream_idle import _device_us
 
 
@@ -28,7 +40,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-MARGIN = 1.5  # a copy may take so much longer than it should before somebody waits for it
+    from torch_overlay._functorch.device_rates import Rates
+    from torch_overlay._functorch.offload_plan import Link
 
 
 def overload_of(node: BaseSchedulerNode) -> Any:
@@ -107,12 +120,14 @@ class Schedule:
             size = _bytes(name)
             if size:
                 last = end if name in away else self.last.get(name, step)
-                changes[0 if self.at_once and self.last.get(name) == end else step] += size
+                leaves = self.at_once and self.last.get(name) == end
+                changes[(held_from(step, end) if V.graph.is_backward else 0) if leaves else step] += size
                 changes[min(last, end) + 1] -= size
         for name in V.graph.graph_inputs:
             if V.graph.is_backward and not name.startswith(("primals", "tangents")) and (size := _bytes(name)):
+                last = min(self.last.get(name, 0), end)
                 changes[0] += size
-                changes[(end if self.at_once else min(self.last.get(name, 0), end)) + 1] -= size
+                changes[(held_until(last, end) if self.at_once else last) + 1] -= size
         for load in self.loads:
             name = _output(load)
             if name in self.first_read:
@@ -164,19 +179,19 @@ class Schedule:
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
         return is_kernel and not isinstance(node.node, ir.MultiOutput) and not user_stream(self.scheduler, node)
 
-    def copies_end(self, sources: list[str], made: list[int]) -> list[int]:
-        """For each store, a step by which it has ended, with a margin."""
+    def times(self, device: Any) -> tuple[Link, list[float]]:
+        """The rates of copies, and when each step begins and the last one ends."""
         from torch_overlay._functorch.device_rates import rates
 
+        index = (device.index if device is not None else None) or 0
+        known = rates(index)
+        return known.link, list(itertools.accumulate((_step_us(n, known, index) for n in self.steps), initial=0.0))
+
+    def copies_end(self, sources: list[str], made: list[int]) -> list[int]:
+        """For each store, a step by which it has ended, with a margin."""
         if not sources:
             return []
-        device = _device(sources[0])
-        link = rates((device.index if device is not None else None) or 0).link
-        clock, starts = 0.0, []
-        for node in self.steps:
-            starts.append(clock)
-            clock += _device_us(node) or 0.0
-        starts.append(clock)
+        link, starts = self.times(_device(sources[0]))
         ends = [len(self.steps)] * len(sources)
         done = 0.0
         for i in sorted(range(len(sources)), key=made.__getitem__):
@@ -186,11 +201,27 @@ class Schedule:
 
     def place_loads(self, before: list[list[BaseSchedulerNode]]) -> None:
         names = list(map(_output, self.loads))
+        if not names:
+            return
         loads = [Load(self.first_read.get(name, len(self.steps)), _bytes(name)) for name in names]
-        places = place_loads(self.live(set()), loads, self.budget)
+        link, starts = self.times(_device(names[0]))
+        us = [link.latency_us + load.nbytes / link.back for load in loads]
+        wanted = just_in_time(starts[:-1], [load.first for load in loads], us)
+        places = place_loads(self.live(set()), loads, self.budget, wanted)
         for place, _, node in sorted(zip(places, (load.first for load in loads), self.loads), key=lambda t: t[:2]):
             before[place].append(node)
             self.placed.append((_saved_name(node), place, self.first_read.get(_output(node), len(self.steps))))
+
+
+def _step_us(node: BaseSchedulerNode, known: Rates, device_index: int) -> float:
+    """The device time of a step: as measured for the plan, or by the device's rates."""
+    if isinstance(node.node, ir.MultiOutput):
+        return 0.0
+    origins = [o for o in node.node.get_origins() if is_library_call(o)] if node.is_extern() and node.node else []
+    if len(origins) == 1:
+        time = known_us(origins[0], device_index)
+        return estimated_us(origins[0], known, device_index) if time is None else time
+    return _device_us(node) or 0.0
 
 
 def _output(load: BaseSchedulerNode) -> str:

@@ -15,6 +15,8 @@ from torch_overlay._inductor.cudagraphs import graph_native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_overlay._inductor.cudagraphs.template import CopyNode
+
 
 UNKNOWN = -1
 KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
@@ -115,6 +117,24 @@ class Driver:
 
     def memcpy(self, node: int) -> Any:
         return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
+
+    def set_memcpy(self, node: int, copy: CopyNode) -> None:
+        """Of a node in a graph, not in an executable."""
+        kind = self.api.CUmemorytype
+        params = self.api.CUDA_MEMCPY3D()
+        for side, address, on_host, pitch, rows in (
+            ("src", copy.src, copy.src_on_host, copy.src_pitch, copy.src_height),
+            ("dst", copy.dst, copy.dst_on_host, copy.dst_pitch, copy.dst_height),
+        ):
+            setattr(params, f"{side}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
+            if on_host:
+                setattr(params, f"{side}Host", address)
+            else:
+                setattr(params, f"{side}Device", self.api.CUdeviceptr(address))
+            setattr(params, f"{side}Pitch", pitch)
+            setattr(params, f"{side}Height", rows)
+        params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
+        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
 
     def function_of(self, kernel: int) -> int:
         """The CUfunction of a CUkernel in the current context."""

@@ -38,10 +38,16 @@ class Part:
                     self.handle_of[node] = found
                 else:
                     self.driver.destroy(found)
-            self.executable = self.driver.instantiate(self.clone)
+            self.instantiate()
         except BaseException:
             self.reset()
             raise
+
+    def instantiate(self) -> None:
+        """Makes the executable; the one that there was goes."""
+        before, self.executable = self.executable, self.driver.instantiate(self.clone)
+        if before:
+            self.driver.destroy_executable(before)
 
     def renamed(self, template: Template) -> Template:
         """The template with the handles that the nodes have here."""

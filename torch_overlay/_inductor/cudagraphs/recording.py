@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import graph as graphs, native
+from torch_overlay._inductor.cudagraphs import copies, graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.graph_part import Part
 from torch_overlay._inductor.cudagraphs.signatures import signatures_of
@@ -72,10 +72,16 @@ class Launcher:
         self.graph = graph
         self.template = template
         self.direct = direct  # it draws no random numbers: what launches it need not know the generators
-        self.exec = native.implementation().Exec(
-            graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
-        )
-        self.patch: Callable[..., int] = self.exec.patch
+        self.patcher: copies.Patcher | None = None
+        if copies.moving(template):
+            self.patcher = copies.Patcher(graph, template, upload=_upload, synchronize=torch.cuda.synchronize)
+            self.exec = None  # the patcher's changes
+            self.patch: Callable[..., int] = self.patcher.patch
+        else:
+            self.exec = native.implementation().Exec(
+                graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
+            )
+            self.patch = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class launches, and advances the generators.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
@@ -155,10 +161,10 @@ class Cuda:
             )
             second.recording.discard()
             arrangement = arrange(template, read[0].edges)
-            stream = torch.cuda.current_stream(self.device).cuda_stream
+            _held = copies.settle(arrangement.template, self._bytes)  # until the executables are made
             if arrangement.stages:
                 try:
-                    launchers = self._parts(graph, arrangement, stream)
+                    launchers = self._parts(graph, arrangement)
                 except graphs.DriverError as error:  # it takes more memory as a whole, and works
                     log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                     arrangement = dataclasses.replace(arrangement, stages=())
@@ -166,16 +172,23 @@ class Cuda:
                     graph.reset()
                     return arrangement, launchers
             graph.instantiate()
-            graphs.upload(graph, stream)
+            _upload(graph)
             return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
 
-    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, stream: int) -> list[Launcher]:
+    def _bytes(self, count: int) -> torch.Tensor:
+        return self.empty((count,), (1,), torch.uint8)
+
+    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
         launchers = []
         for stage in arrangement.stages:
             part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
-            graphs.upload(part, stream)
+            _upload(part)
             launchers.append(Launcher(part, part.renamed(stage.template), direct=True))
         return launchers
+
+
+def _upload(graph: Any) -> None:
+    graphs.upload(graph, torch.cuda.current_stream().cuda_stream)
 
 
 def check_libraries(graph: CapturedGraph) -> None:

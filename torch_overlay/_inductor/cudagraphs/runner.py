@@ -17,6 +17,7 @@ not even that is copied, and copied back if the region writes it: compiled code 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import capture, policy, relaunch, seeds, split
+from torch_overlay._inductor.cudagraphs import capture, copies, policy, relaunch, seeds, split
 from torch_overlay._inductor.cudagraphs.allocations import (
     namespace_of,
     observed,
@@ -38,7 +39,7 @@ from torch_overlay._inductor.cudagraphs.allocations import (
     Watch,
 )
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
-from torch_overlay._inductor.cudagraphs.template import CopyNode, Refusal
+from torch_overlay._inductor.cudagraphs.template import Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
 
@@ -303,6 +304,9 @@ class Runner:
                 self.device, self.model, inputs, alignments, state.plan, self.code
             )
             made = split.launchable(self.device, arrangement, launchers, self.code.static_inputs, alignments)
+            for launcher in launchers:
+                if (patcher := getattr(launcher, "patcher", None)) is not None:
+                    patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         except Refusal as refusal:
             state.refused = True
             policy.refuse(self.code, refusal.reason, str(refusal))
@@ -332,11 +336,20 @@ class Runner:
 
 
 def has_copies_never_launched(relaunch: Any) -> bool:
-    """A driver may refuse to point copies between device and host at other memory; the first launch finds out."""
+    """A driver may refuse to make anything of copies; the first launch finds out."""
     if isinstance(relaunch, Verified):
         return has_copies_never_launched(relaunch.relaunch)
-    copies = [node for node in relaunch.template.nodes if isinstance(node, CopyNode)]
-    return any(node.dst_on_host or node.src_on_host for node in copies) and not relaunch.totals[0]
+    return not relaunch.totals[0] and bool(copies.moving(relaunch.template))
+
+
+def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -> None:
+    """From the next call on, the region runs without a graph."""
+    owner, found = runner(), state()
+    if found is not None:
+        found.refused, found.relaunch = True, None
+    if owner is not None:
+        owner.attempt = None
+        policy.refuse(owner.code, "host-memory", why)
 
 
 def address_of(value: Any) -> int:
@@ -360,7 +373,7 @@ def _key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequenc
 def _host_value(tensor: torch.Tensor) -> Any:
     """A number in host memory is a part of the key, for the graph holds it. Of a slab, it holds the address."""
     if tensor.numel() > LARGEST_HOST_TENSOR:
-        return (tensor.data_ptr(),)
+        return offload_runtime.identity(tensor)
     return tuple(tensor.flatten().tolist())
 
 
