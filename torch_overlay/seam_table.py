@@ -532,6 +532,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="compiled autograd keeps the streams of what it traces",
     ),
     Seam(
+        target="torch._functorch._aot_autograd.runtime_wrappers:_AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
+        impl="torch_overlay._functorch.saved_numbers:look_at_operator",
+        kind="wrap",
+        patch="dynamo-stream-objects",
+        fingerprint="3819d257ae3fd568",
+        why="Under compiled autograd, code for a GPU that reads a number which autograd saved fails in its first call.",
+        ends="the mode lets operators through that were given numbers in place of tensors",
+    ),
+    Seam(
         target="torch._dynamo.utils:GmWrapper.forward",
         impl="torch_overlay._dynamo.compiled_backward:run_wrapped_graph",
         kind="wrap",

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_report import Report
 
 
-# Compiled autograd traces the backwards of a whole step into graphs of its own, whose inputs no forward names.
-OWN_FRAMES = [p for p in PROGRAMS if not p.name.startswith("train_compiled_autograd")]
-
-
-def cases(programs: Any = OWN_FRAMES) -> list[tuple[str, str]]:
+def cases(programs: Any = PROGRAMS) -> list[tuple[str, str]]:
     """Each program in each of its modes."""
     return [(p.name, mode or "default") for p in programs for mode in p.modes]
 
@@ -69,42 +65,9 @@ def check_program(
         )
 
 
-# Mutants that are right although a rule calls them wrong: what was left out is more than the plan owes.
-KNOWN = {
-    # `attention_pattern`: the pattern's replacement takes the entry and exit of the side stream over, so that the side
-    # stream waits at the exit for a reader of its memory, which eager doesn't make it do.
-    "attention_pattern": ("wait_exit ev2 stream1", "record ev2 stream0"),
-}
+def findings(report: Report) -> list[str]:
+    """What is wrong with a program of the corpus: races, and what eager promises and the compiled code doesn't keep."""
+    return [*(p.text for p in report.lost), *(describe(race) for race in report.races)]
 
 
-# Programs whose compiled code keeps less than eager promises, to a side stream that the caller goes on using without a
-# join of its own; results on the current stream are right. To be mended in the compiler.
-LOST = {
-    # A temporary of the side stream is read on the current one instead of the buffer that it was copied into, and is
-    # given back at the exit.
-    "running_statistics": ("stream 1 may hand on the free memory of stream 1",),
-    # Under reduce-overhead a partition that holds a nested region doesn't know of the streams inside of it: there is no
-    # entry and no exit for them.
-    "stream_inside_nested_region": (
-        *("stream 1 may read", "stream 1 may overwrite"),
-        *("default stream may read the caller's work", "default stream may overwrite the caller's work"),
-    ),
-    # In eager a copy between devices orders the current streams of both.
-    "streams_of_two_devices": ("default stream of cuda:1 may",),
-    # A multiplication by the number 1 is dropped, and with it the only reader of the input on the side stream.
-    "item_on_side_stream": ("stream 1 may overwrite input 0",),
-}
-
-
-def unexpected(name: str, report: Report) -> list[str]:
-    """Findings about a program of the corpus, but for those of `LOST`."""
-    known = LOST.get(name, ())
-    lost = [p.text for p in report.lost if not p.text.startswith(known or ("nothing",))]
-    return [*lost, *(describe(race) for race in report.races)]
-
-
-def is_known(mistake: str) -> bool:
-    return any(mistake.startswith(name) and site in mistake for name, sites in KNOWN.items() for site in sites)
-
-
-__all__ = ["OWN_FRAMES", "cases", "check_program", "is_known", "unexpected"]
+__all__ = ["cases", "check_program", "findings"]

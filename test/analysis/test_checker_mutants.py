@@ -7,6 +7,7 @@ programs and as many small ones as one wants.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -19,14 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import brute_force
 import corpus
 import mutants
+import plan_contract
 from mutants import Tally
 
-import form  # noqa: F401
-from stream_programs import by_name
+import form
+from stream_programs import by_name, PROGRAMS
 from torch_overlay.analysis.trace import HOST, Trace
 
 
-SOME = [(p.name, mode or "default") for p in corpus.OWN_FRAMES[::4] for mode in p.modes[:1]]
+SOME = [(p.name, mode or "default") for p in PROGRAMS[::4] for mode in p.modes[:1]]
 
 
 class TestSmallPrograms(TestCase):
@@ -42,14 +44,15 @@ class TestSmallPrograms(TestCase):
 
 
 class TestCompiledPrograms(TestCase):
-    @parametrize("name,mode", SOME)
+    @parametrize("name,mode", form.representative(SOME))
     def test_mutants(self, name: str, mode: str) -> None:
-        report = corpus.check_program(by_name(name), None if mode == "default" else mode)
-        self.assertEqual(corpus.unexpected(name, report), [], str(report))
+        with plan_contract.requests() as requests:
+            report = corpus.check_program(by_name(name), None if mode == "default" else mode)
+        self.assertEqual(plan_contract.mistakes(requests)[1], [])
+        self.assertEqual(corpus.findings(report), [], str(report))
         tally = Tally()
         mutants.count_compiled(report, f"{name}, {mode}", tally)
-        mistakes = [m for m in tally.mistakes if not corpus.is_known(m)]
-        self.assertEqual(mistakes, [], "\n".join([*mistakes, str(report)]))
+        self.assertEqual(tally.mistakes, [], "\n".join([*tally.mistakes, str(report)]))
 
     def test_enough_of_them(self) -> None:
         """Each kind of mutant is there, and the eight experts alone have dozens of waits."""
@@ -60,6 +63,23 @@ class TestCompiledPrograms(TestCase):
         kinds = {kind for kind, _, _ in tally.counts}
         self.assertEqual(kinds, {"delete wait", "delete record", "drop boundary effect", "early free", "swap"})
         self.assertGreater(tally.decided, 150, tally.table())
+
+
+class TestPlans(TestCase):
+    def test_needless_and_missing_waits_are_seen(self) -> None:
+        """What says that plans are minimal sees one that isn't, and one that orders too little."""
+        with plan_contract.requests() as requests:
+            corpus.check_program(by_name("running_statistics"))
+        (request,) = requests
+        plan = request.plan
+        self.assertEqual(plan_contract.mistakes(requests), (4, []))
+        ((_, less), *_) = plan_contract.smaller(plan)
+        _, wrong = plan_contract.mistakes([dataclasses.replace(request, plan=less)])
+        self.assertRegex(wrong[0], "^not ordered: ")
+        more = dataclasses.replace(plan.events[-1], index=9, after=0, stream=1, waits=((2, 0),))
+        more = dataclasses.replace(plan, events=(*plan.events, more))
+        _, wrong = plan_contract.mistakes([dataclasses.replace(request, plan=more)])
+        self.assertTrue(any(what.startswith("needless: ev9") for what in wrong), wrong)
 
 
 class TestOracle(TestCase):

@@ -33,8 +33,6 @@ from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selectiv
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import training_races
-
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch import (
@@ -52,6 +50,7 @@ from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
 from torch_overlay._inductor.offload_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.stream_runtime import Spec
+from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -936,7 +935,7 @@ class TestRaces(TestCase):
         self.assertIn("copy_out(", forward.wrapper)
         self.assertIn("copy_in(", backward.wrapper)
         with simulated_gpu():
-            self.assertEqual(training_races.check_step(forward, backward, steps=3), [])
+            check_step(forward, backward, steps=3).raise_if_any()
         return forward, backward
 
     def test_chain(self) -> None:
@@ -975,7 +974,7 @@ class TestRaces(TestCase):
             region.wrapper, count = re.subn(order, "", wrapper)
             self.assertGreater(count, 0)
             with simulated_gpu():
-                self.assertNotEqual(training_races.check_step(forward, backward, steps=3), [])
+                self.assertFalse(check_step(forward, backward, steps=3).ok)
             region.wrapper = wrapper
 
 

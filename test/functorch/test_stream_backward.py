@@ -1,7 +1,7 @@
 """Training with streams: where a backward runs, what it waits for and hands back, what is saved for it.
 
 `TestPrograms` compiles the training programs of the corpus without a GPU, and runs forward and backward together on a
-machine model (`training_races`). The other classes show one rule or one hazard each; "(S1)" names a silent bug of
+simulated device (`check_step`). The other classes show one rule or one hazard each; "(S1)" names a silent bug of
 upstream's. `TestGpu` compares each program with ordered eager under injected delays.
 """
 
@@ -23,16 +23,14 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import training_races
-
-import form  # noqa: F401
-import wrapper_races
+import form
 from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
 from torch_overlay._dynamo import compiled_backward, objects
 from torch_overlay._inductor.stream_planner import Buffer, ENTRY, Op, plan_streams
+from torch_overlay.analysis import check_step, check_wrapper, step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
@@ -110,22 +108,22 @@ class TestPrograms(TestCase):
             for backward in backwards:
                 if forward.frame is backward.frame:
                     with simulated_gpu():
-                        found = training_races.check_step(forward, backward)
-                    self.assertEqual(found, [], forward.wrapper + backward.wrapper)
+                        report = check_step(forward, backward)
+                    self.assertTrue(report.ok, f"{report}\n{forward.wrapper}{backward.wrapper}")
 
-    @parametrize("name,mode", PAIRS)
+    @parametrize("name,mode", form.representative(PAIRS))
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
 
-    @parametrize("name", WRITTEN)
+    @parametrize("name", form.representative(WRITTEN))
     def test_compiles_with_operators_between(self, name: str) -> None:
         self.check(name, sleeps=True)
 
-    @parametrize("name", WRITTEN)
+    @parametrize("name", form.representative(WRITTEN))
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", DRAWN)
+    @parametrize("name", form.representative(DRAWN))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:
@@ -148,7 +146,7 @@ class TestPrograms(TestCase):
             self.assertEqual(text.count(wait), 1)
             backward.wrapper = text.replace(wait, "")
             with simulated_gpu():
-                self.assertNotEqual(training_races.check_step(forward, backward), [], wait)
+                self.assertFalse(check_step(forward, backward).ok, wait)
 
 
 class TestOracle(TestCase):
@@ -389,8 +387,9 @@ class TestBoundary(TestCase):
                 backward.wrapper, count = re.subn(r"\n.*record_stream.*", "", backward.wrapper)
                 self.assertEqual(count, 1)
                 with simulated_gpu():
-                    races = training_races.check_step(forward, backward)
-                self.assertRegex("".join(races), r"gradient \d is memory of object1")
+                    report = check_step(forward, backward)
+                lost = {promise.text for promise in report.lost}
+                self.assertRegex("; ".join(lost), r"default stream may drop the gradient of input \d that it reads")
 
     def test_forward_does_not_wait_for_its_saved_tensors(self) -> None:
         """What is saved is read by the backward on its own stream; the forward joins what the user joins, no more."""
@@ -469,7 +468,7 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", COMPARED)
+    @parametrize("name", form.representative(COMPARED))
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
 
@@ -495,20 +494,20 @@ class TestPartition(TestCase):
         for op in ("exp", "mm"):
             streams = re.findall(rf"aten\.{op}\.default\((?!permute).*# stream (\d)", forward_region.graph)
             self.assertEqual(sorted(set(streams)), ["1", "2"], forward_region.graph)
-        saved = training_races.saved_names(forward_region, backward_region)
+        saved = step_check.saved_names(forward_region, backward_region)
         texts = [n.text for n in forward_region.nodes if n.text.partition(":")[0] in saved]
         self.assertEqual(sum("aten.exp" in t or "permute.default(exp" in t for t in texts), 1, texts)
         with simulated_gpu():
-            self.assertEqual(training_races.check_step(forward_region, backward_region), [])
+            check_step(forward_region, backward_region).raise_if_any()
 
 
 def _saved_bytes(forward: Any, backward: Any) -> int:
     """What the forward keeps for the backward, without its inputs and views of them."""
     texts = {n.text.partition(":")[0]: n.text for n in forward.nodes}
     total = 0
-    for name in training_races.saved_names(forward, backward):
+    for name in step_check.saved_names(forward, backward):
         source = re.fullmatch(r".*aten\.(?:permute|view|slice)\S*\((\w+).*", texts[name])
-        if source is None or source[1] not in training_races.input_names(forward):
+        if source is None or source[1] not in step_check.input_names(forward):
             total += _bytes(texts[name])
     return total
 
@@ -677,7 +676,8 @@ class TestCompiledAutograd(TestCase):
     def test_no_race(self, name: str) -> None:
         for r in self.traced(name):
             with simulated_gpu():
-                self.assertEqual(wrapper_races.check(r.wrapper), [], r.wrapper)
+                report = check_wrapper(r.wrapper)
+            self.assertTrue(report.ok, f"{report}\n{r.wrapper}")
 
     def test_current_stream_waits_for_those_that_saved_values_are_in_the_memory_of(self) -> None:
         (r,) = self.traced("train_compiled_autograd_of_saved_memory")

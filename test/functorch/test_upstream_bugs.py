@@ -72,6 +72,11 @@ class TestUpstreamBugs(TestCase):
         (found, *_) = found_on_stock()["offloaded_storage"]
         self.assertRegex(found, r"the storage of \w+ is gone, and then: ")
 
+    @form.overlay_only
+    def test_on_stock_a_saved_number_has_no_value(self) -> None:
+        (error,) = found_on_stock()["saved_numbers"]
+        self.assertRegex(error, "_local_scalar_dense.*found type 'int'")
+
 
 instantiate_parametrized_tests(TestUpstreamBugs)
 

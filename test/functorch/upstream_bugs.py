@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch._dynamo
+from torch._functorch._aot_autograd import runtime_wrappers
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -156,6 +158,16 @@ def streams_by_other_numbers() -> list[str]:
     return [f"stream {number} of a program with streams 0 and 1" for number in sorted(set(named) - {"0", "1"})]
 
 
+def saved_numbers() -> list[str]:
+    """Not of the list: a number that autograd saved has no value for compiled code in its first call."""
+    saved = (torch.ones(1, requires_grad=True) * 2).grad_fn._saved_other  # type: ignore[union-attr]
+    with runtime_wrappers._AnalyzeCustomOpInputOutputMode():
+        try:
+            return [] if saved.item() == 2 else ["another number"]
+        except RuntimeError as error:
+            return [str(error).splitlines()[0]]
+
+
 def inputs_saved_and_written() -> list[str]:
     """The backward computes a factor again, from an input that the forward has written to by then."""
 
@@ -218,6 +230,7 @@ CHECKS = (
     unjoined_gradients,
     streams_by_other_numbers,
     offloaded_storage,
+    saved_numbers,
     inputs_saved_and_written,
 )
 

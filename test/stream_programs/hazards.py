@@ -628,3 +628,22 @@ def streams_of_two_devices(k: Kit) -> Any:
         return a + c
 
     return fn
+
+
+@program(
+    "a copy between devices orders their current streams, of which the function names none",
+    tensors(whole_numbers(64, 64), lambda device, generator: whole_numbers(64, 64)("cuda:1", generator)),
+    devices=2,
+)
+def copy_from_another_device(k: Kit) -> Any:
+    side, sleep = k.stream(device="cuda:0"), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+        current.wait_stream(side)
+        return a + y.to("cuda:0")
+
+    return fn

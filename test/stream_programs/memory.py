@@ -228,3 +228,23 @@ def one_joined_one_not(k: Kit) -> Any:
         return a + 1, b
 
     return fn
+
+
+@program(
+    "memory of the current stream, updated in place on another: functional code makes new memory of that stream's, "
+    "which eager never gives back",
+    matrices(2, low=-1, high=1),
+)
+def updated_in_place_on_side_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        total = x @ y
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            total.add_(sleep(y) @ y)
+        current.wait_stream(side)
+        return total @ x
+
+    return fn

@@ -14,8 +14,10 @@ crosses the break as it is, and must not be taken for a context that was made an
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.constant import ConstantVariable
@@ -23,16 +25,18 @@ from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextV
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
 
 from torch_overlay._dynamo.state import handled
+from torch_overlay._functorch.stream_placement import annotate, node_stream, TARGET
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph, StackLocalsMetadata
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+    from torch.fx import Node
 
 
 def make_context(tx: InstructionTranslatorBase, stream: VariableTracker, **kwargs: Any) -> VariableTracker:
@@ -87,6 +91,7 @@ def enter(
     if stream.device.type == "cuda" and stream.device.index != state.device_index():
         context.overlay_device_context = CUDADeviceVariable.create(tx, stream.device.index)
         context.overlay_device_context.enter(tx)
+    context.overlay_nodes_before = len(tx.output.graph.nodes)
     result = original(context, tx, *args)
     state.levels[-1].context = context
     return context.overlay_stream if isinstance(context, _StreamBlock) else result
@@ -101,12 +106,25 @@ def exit(
     if not handled(tx):
         return original(context, tx, *args)
     result = original(context, tx, *args)
+    nodes = tx.output.graph.nodes
+    _note_targets(itertools.islice(reversed(nodes), max(0, len(nodes) - context.overlay_nodes_before)))
     if context.overlay_device_context is not None:
         context.overlay_device_context.exit(tx)
     if not tx.output.should_exit:
         # The block has ended. At a graph break it goes on, and what set_stream did in it is needed to enter it again.
         context.overlay_stream_now = None
     return result if result is not None else ConstantVariable.create(None)
+
+
+def _note_targets(nodes: Iterable[Node]) -> None:
+    """Functional graphs don't say that an operator was given a tensor to write to, so the node says whose memory it is:
+    `eager_memory`.
+    """
+    for node in nodes:
+        target = node.kwargs.get("out")
+        if isinstance(target, torch.fx.Node):
+            made = target.op in ("call_function", "call_method")
+            annotate(node, **{TARGET: node_stream(target) if made else -1})
 
 
 def reconstruct_type(original: Callable[..., None], context: VariableTracker, codegen: PyCodegen) -> None:

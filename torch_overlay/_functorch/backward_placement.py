@@ -47,6 +47,7 @@ from torch_overlay._functorch.stream_placement import (
     node_stream,
     ORDER,
     OWNED,
+    READS,
     REQUIRES,
 )
 from torch_overlay._functorch.stream_twins import split_twins
@@ -97,7 +98,7 @@ def place_recomputed(graph: Graph) -> None:
         if node.target is operator.getitem:
             annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
         inside = ("s0",) if node_stream(node) else ()
-        annotate(node, **{AFTER: inside, BEFORE: inside, LEAVE: None, REQUIRES: None, ORDER: None})
+        annotate(node, **{AFTER: inside, BEFORE: inside, LEAVE: None, READS: None, REQUIRES: None, ORDER: None})
 
 
 def place_computed_early(graph: Graph) -> None:

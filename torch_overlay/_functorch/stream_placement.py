@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
+READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
+TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
@@ -134,9 +136,13 @@ class _Program:
     """The stream operations of one graph in program order, and what they promise to each node."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
+        from torch_overlay._functorch.peer_copies import PeerCopies
+
         self.nodes = nodes
         self.ops = [n for n in self.nodes if is_stream_op(n)]
         self.observed = _observed_events(self.ops)
+        copies = PeerCopies()
+        self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, str] = {}
         records: dict[int, int] = defaultdict(int)
         synchronizations = 0
@@ -176,6 +182,11 @@ class _Program:
             elif node.target is _streams.wait_stream.default:
                 waiting, waited = args
                 clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
+            elif node in self.peers:
+                source, target = self.peers[node]
+                both = state(source) | state(target)
+                found[node] = both - {f"s{node_stream(node)}"}
+                clock[source], clock[target] = both - {f"s{source}"}, both - {f"s{target}"}
             elif node.op == "call_function":
                 found[node] = clock[node_stream(node)]
         return found, clock
@@ -214,6 +225,11 @@ class _Program:
             elif node.target is _streams.synchronize_device.default:
                 for stream in streams:
                     promised[stream] = promised[stream] | {self.tokens[node]}
+            elif node in self.peers:
+                source, target = self.peers[node]
+                both = promised[source] | promised[target] | {f"s{source}", f"s{target}"}
+                found[node] = both - {f"s{node_stream(node)}"}
+                promised[source], promised[target] = both, both
             elif node.op == "call_function":
                 stream = node_stream(node)
                 found[node] = promised[stream] - {f"s{stream}"}
@@ -269,6 +285,8 @@ def _promise_outputs(gm: GraphModule, count: int) -> None:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
+    from torch_overlay._functorch.eager_memory import foreign_reads
+
     program = _Program(nodes)
     (after, last), before = program.after(), program.before()
     leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
@@ -282,10 +300,14 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             AFTER: tuple(sorted(after.get(node, frozenset()) | engine)),
             BEFORE: tuple(sorted(before.get(node, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
+            READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node),
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         annotate(node, stream=stream, **tokens)
+    for node in nodes:
+        if TARGET in node.meta.get("custom", {}):
+            annotate(node, **{TARGET: None})
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
     computes = any(n.op == "call_function" and not is_stream_op(n) for n in gm.graph.nodes)
     for node in program.ops:

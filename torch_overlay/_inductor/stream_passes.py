@@ -4,7 +4,8 @@ A pass may replace a node by another and overwrite the survivor's metadata with 
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass:
 a node that was there before keeps its stream and tokens. A new write in place takes those of the nodes that it was put
 in the place of, as far as their inputs tell; any other new node between nodes of one stream joins that stream. What
-remains without a placement runs on the ambient stream: correct in any case, for the planner orders it.
+remains without a placement runs on the ambient stream: correct in any case, for the planner orders it. Where a node
+is gone because it did nothing, its readers take over what the caller relies on.
 """
 
 from __future__ import annotations
@@ -12,22 +13,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
+import torch
+
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, node_stream
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import Graph, Node
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """What a node's `custom` held before a pass, and what the node read."""
+    """What a node's `custom` held before a pass, what the node read, and who read the node."""
 
     custom: dict[str, Any] | None
     inputs: frozenset[Node]
+    users: frozenset[Node]
 
 
 def _placements(graph: Graph) -> dict[Node, _Placed] | None:
@@ -36,7 +40,7 @@ def _placements(graph: Graph) -> dict[Node, _Placed] | None:
     streams = False
     for node in graph.nodes:
         custom = node.meta.get("custom")
-        found[node] = _Placed(custom, frozenset(node.all_input_nodes))
+        found[node] = _Placed(custom, frozenset(node.all_input_nodes), frozenset(node.users))
         streams = streams or bool(custom and (custom.get("stream") or LEAVE in custom))
     return found if streams else None
 
@@ -53,9 +57,13 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                     node.meta["custom"] = custom
         elif node.op == "call_function" and not node.meta.get("custom"):
             new.append(node)
+    left = set(graph.nodes)
+    if not any(_is_write(node) for node in new):  # a pass that makes writes in place drops what the writes replace
+        for node, placed in before.items():
+            if node not in left and placed.custom and node.op == "call_function":
+                _hand_down(placed, before, left)
     if not new:
         return
-    left = set(graph.nodes)
     gone = [placed for node, placed in before.items() if node not in left and placed.custom]
     for node in new:
         _inherit(node, gone)
@@ -67,12 +75,59 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                 node.meta["custom"] = {"stream": stream}
 
 
+def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> None:
+    """What a node read that did nothing (`x * 1`) is read by its readers now.
+
+    The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
+    ahead of what the caller does on that stream later. Whose memory is read in eager is known of the same stream only.
+    """
+    custom: Any = gone.custom
+    stream = custom.get("stream") or 0
+    for user in _heirs(gone, before, left):
+        own = user.meta.get("custom", {})
+        taken = ({*user.all_input_nodes} - before[user].inputs) & gone.inputs
+        if not taken or own.get(AFTER) is None or custom.get(AFTER) is None:
+            continue
+        also = {}
+        if node_stream(user) == stream:
+            also[READS] = tuple(sorted({*own.get(READS, ()), *custom.get(READS, ())}))
+        elif any(_is_callers(value) for value in taken):
+            for key in (AFTER, BEFORE):
+                also[key] = tuple(sorted({*own[key], *custom[key], f"s{stream}"} - {f"s{node_stream(user)}"}))
+        user.meta["custom"] = {**own, **also}
+
+
+def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Iterator[Node]:
+    """The operations that are left of those that read a node, or one in its place."""
+    seen: set[Node] = set()
+    todo = [*gone.users]
+    while todo:
+        user = todo.pop()
+        if user in seen or user not in before:
+            continue
+        seen.add(user)
+        if user not in left:
+            todo += before[user].users
+        elif user.op == "call_function":
+            yield user
+
+
+def _is_callers(value: Node) -> bool:
+    while is_view(value) and isinstance(base := next(iter(value.args), None), torch.fx.Node):
+        value = base
+    return value.op == "placeholder"
+
+
+def _is_write(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _inherit(node: Node, gone: Sequence[_Placed]) -> None:
     """A write in place was a copy, and perhaps a scatter before it: their stream is the new node's, if they have one,
     and so is what the caller relies on.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not _is_write(node):
         return
     inputs = set(node.all_input_nodes)
     customs = [placed.custom for placed in gone if placed.custom and not inputs.isdisjoint(placed.inputs)]
@@ -86,7 +141,7 @@ def _inherit(node: Node, gone: Sequence[_Placed]) -> None:
 
 def _union(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    for key in (AFTER, BEFORE):
+    for key in (AFTER, BEFORE, READS):
         known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
         if known:
             made[key] = tuple(sorted({token for tokens in known for token in tokens}))

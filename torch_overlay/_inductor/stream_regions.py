@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload_ops import is_copy_stream
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, node_stream
 from torch_overlay._inductor.offload_schedule import is_copy
 from torch_overlay._inductor.stream_codegen import (
     _root,
@@ -30,6 +30,7 @@ from torch_overlay._inductor.stream_codegen import (
 )
 from torch_overlay._inductor.stream_schedule import (
     _origins,
+    ambient_device,
     needs_plan,
     plan_region,
     private_streams,
@@ -109,13 +110,22 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
             for stream, tokens in custom.get(LEAVE) or ():
                 named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
                 streams.update((s, None) for s in named if s)
+    streams.update(dict.fromkeys(_nested_streams()))
     theirs = {s for s in set(streams) - private_streams() if not is_copy_stream(s)}
     return sorted(theirs), sorted(events)
 
 
+def _nested_streams() -> list[int]:
+    """The user's streams inside of nested regions, which fork from the stream of the node that calls them."""
+    bodies = [m for m in V.graph.module.modules() if isinstance(m, torch.fx.GraphModule) and m is not V.graph.module]
+    return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
+
+
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
-    if not (config.streams and inductor_config.triton.cudagraphs) or not needs_plan(scheduler):
+    if not (config.streams and inductor_config.triton.cudagraphs):
+        return original(scheduler)
+    if not needs_plan(scheduler) and not _nested_streams():
         return original(scheduler)
     if registry.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
@@ -125,11 +135,13 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     wrapper: Any = V.graph.wrapper_code
     root: Any = _root(wrapper)
     declare_runtime(root)
-    names = {f"stream{s}_outer": s for s in streams}
+    # Copies between devices are ordered by streams that are current there, which nobody need have named.
+    current = {s: there for s in streams if (there := ambient_device(s)) is not None}
+    names = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in streams}
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
     device: int = torch.accelerator.current_device_index()
-    on_device = stream_devices()
+    on_device = stream_devices() | current
     is_one_device = all(on_device.get(s, device) == device for s in streams)
     # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
     record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")

@@ -31,6 +31,7 @@ from torch_overlay._functorch.stream_placement import (
     LEAVE,
     MEMORY,
     OWNED,
+    READS,
     REQUIRES,
 )
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
@@ -136,6 +137,8 @@ class RegionReader:
         self.output_memory = {self.storage(name) for name in V.graph.get_output_names()}
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
+        self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
+        self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
         self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
@@ -202,6 +205,12 @@ class RegionReader:
         if found is None and any(key in origin.meta.get("custom", {}) for origin in _origins(node)):
             return set()
         return found
+
+    def reads_in_eager(self, node: BaseSchedulerNode) -> set[str] | None:
+        """The streams whose memory the operation reads in eager, too; None where no pass kept that."""
+        known = [n.meta.get("custom", {}).get(READS) for n in self.own_origins(node)]
+        found = [tokens for tokens in known if tokens is not None]
+        return self.renumbered(token for tokens in found for token in tokens) if found else None
 
     def collect_tokens(self) -> None:
         for node in self.nodes:
@@ -299,6 +308,8 @@ class RegionReader:
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
+        if gpu and (known := self.reads_in_eager(node)) is not None:
+            self.excused[len(self.ops)] = known
         if is_copy_stream(stream):
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
@@ -349,6 +360,9 @@ class RegionReader:
         views: dict[str, set[str]] = {}
         for view, owner in self.owners.items():
             views.setdefault(owner, set()).add(view)
+        for i in self.excused:
+            for name in {self.owners.get(n, n) for n in self.ops[i].reads | self.ops[i].writes}:
+                self.users.setdefault(name, []).append(i)
         for name in self.fresh:
             streams = [s for s in self.writer_streams.get(name, ()) if s != HOST]
             if streams:
@@ -356,8 +370,7 @@ class RegionReader:
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
                 stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
                 leaves = name in self.output_memory
-                # The autograd engine records the streams that read another one's gradient, whoever computed it.
-                settles = V.graph.is_backward and stream != shared and not leaves and not self.enclosed
+                settles = not leaves and not self.enclosed and self.settles(name, stream, shared)
                 found.append(
                     Buffer(
                         name,
@@ -386,6 +399,17 @@ class RegionReader:
                     )
                 )
         return found
+
+    def settles(self, name: str, stream: int, shared: int) -> bool:
+        """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
+
+        The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
+        is so for what eager does not read like that (`eager_memory`).
+        """
+        if V.graph.is_backward:
+            return stream != shared
+        owner = f"s{stream}"
+        return any(self.ops[i].stream != stream and owner not in self.excused[i] for i in self.users.get(name, ()))
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
         """A stream need not be ordered after an operation that touched neither the caller's memory nor a block of

@@ -17,6 +17,7 @@ _PUBLIC = {
     "check": "checking",
     "check_eager": "eager_check",
     "check_graph": "graph_check",
+    "check_step": "step_check",
     "check_trace": "race_report",
     "check_wrapper": "wrapper_check",
     "memory_blocks": "memory_snapshot",

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay.analysis.happens_before import analyse, Findings, Reliance
 from torch_overlay.analysis.race_report import describe, Promise, Report
 from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, Synchronize, Trace, View
+from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, RecordStream, Synchronize, Trace, View
 from torch_overlay.testing import observe, simulated_gpu
 
 
@@ -41,12 +41,14 @@ CALLER = "the caller"
 
 @dataclass(frozen=True)
 class Eager:
-    """What eager orders: for each call what may be relied on after it (None: not known); and which of the captured
-    tensors the caller must not write between calls, for that would race in eager.
+    """What eager orders: for each call what may be relied on after it (None: not known); which of the captured
+    tensors the caller must not write between calls, for that would race in eager; and of which streams' memory outputs
+    are that it must tell the allocator that it reads, for they would be handed on under its hands.
     """
 
     promises: Promises | None = None
     keeps: frozenset[str] = frozenset()
+    lends: frozenset[str] = frozenset()
 
 
 def check(
@@ -127,7 +129,7 @@ def _in_eager(
     """What eager orders; nothing where the function doesn't run in eager here."""
     try:
         with torch.compiler.set_stance("force_eager"), device:
-            _run(device, fn, args, calls, backward, Eager())
+            caller = _run(device, fn, args, calls, backward, Eager())
     except Exception as error:
         notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
         return Eager()
@@ -135,13 +137,15 @@ def _in_eager(
     names = {name for name, _ in device.captured() if not name.startswith("input")}
     by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
     keeps = names & {r.second.view.memory.name for r in by_caller}
-    races = [r for r in found.races if r.second.view.memory.name not in keeps]
+    taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
+    races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
     if races and not device.ran_backward:  # the engine's own accumulation is not modelled in full
         notes.append(
             f"in eager the function has {len(races)} race{'s'[: len(races) != 1]} of its own, the first:\n"
             + textwrap.indent(describe(races[0]), "  ")
         )
-    return Eager(found.boundaries, frozenset(keeps))
+    lends = {r.first.view.memory.stream for r in taken}
+    return Eager(found.boundaries, frozenset(keeps), frozenset(lends))
 
 
 def _first_line(error: Exception) -> str:
@@ -157,9 +161,9 @@ def _run(
     before: Eager,
     seen: Compiled | None = None,
     idle: Sequence[bool] = (False,),
-) -> None:
+) -> Caller:
     device.begin()
-    caller = Caller(device, before.promises, seen is None, before.keeps)
+    caller = Caller(device, before, joins=seen is None)
     for number in range(calls):
         device.idle = idle[number % len(idle)]
         caller.prepare(args)
@@ -170,6 +174,7 @@ def _run(
             seen.output = outputs
         caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
         del outputs
+    return caller
 
 
 def _backward(outputs: Any) -> None:
@@ -190,14 +195,9 @@ def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
 class Caller:
     """The code around a call, which does all that eager allows it to do."""
 
-    def __init__(
-        self,
-        device: SimulatedDevice,
-        promises: Promises | None,
-        joins: bool = False,
-        keeps: frozenset[str] = frozenset(),
-    ) -> None:
-        self.device, self.promises, self.joins, self.keeps = device, promises, joins, keeps
+    def __init__(self, device: SimulatedDevice, before: Eager, joins: bool = False) -> None:
+        self.device, self.before, self.joins = device, before, joins
+        self.outputs: set[Memory] = set()
         self.work: dict[str, Memory] = {}  # on each stream the caller has something to do
 
     @property
@@ -215,7 +215,7 @@ class Caller:
             for index, tensor in enumerate(tensors):
                 self.device.memory(tensor, f"input {index}")
             for name, memory in self.device.captured():
-                if name not in self.keeps and not name.startswith("input"):
+                if name not in self.before.keeps and not name.startswith("input"):
                     self.trace.launch(CALLER, memory.stream, [], [memory], site=CALLER)
             for stream in dict.fromkeys(self.device.place(t) for t in tensors):
                 mine = [t for t in tensors if self.device.place(t) == stream]
@@ -224,7 +224,7 @@ class Caller:
                 if isinstance(event, torch.Event):  # which the function waits for
                     self.trace.add(Record(self.device.event_name(event), self.device.current(), CALLER))
 
-    def rely(self, call: str, args: Any, outputs: Any, gradients: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def rely(self, call: str, args: Any, outputs: Any, gradients: Sequence[tuple[str, Any]]) -> None:
         """Ask what may be relied on, then rely on what eager promises, and drop gradients."""
         named = [(f"output {i}", t) for i, t in enumerate(_tensors(outputs))]
         named += [(f"input {i}", t) for i, t in enumerate(_tensors(args))]
@@ -242,6 +242,11 @@ class Caller:
             for stream in dict.fromkeys(current.values()):
                 read = [t for name, t in named if current[name] == stream]
                 self.device.launch(CALLER, stream, read, [], line="")
+            outputs = {views[name].memory: current[name] for name in views if name.startswith("output")}
+            self.outputs |= outputs.keys()
+            for memory, stream in outputs.items():
+                if memory.stream in self.before.lends and stream != HOST:
+                    self.trace.add(RecordStream(memory, stream, CALLER))
             for _, tensor in gradients:
                 tensor.grad = None
 
@@ -252,9 +257,10 @@ class Caller:
         return (*found, *((name, name) for name in self.device.events.values()))
 
     def promised(self, call: str, name: str, stream: str) -> bool:
-        if self.promises is None or name not in self.promises.get(call, {}):
+        promises = self.before.promises
+        if promises is None or name not in promises.get(call, {}):
             return not name.startswith("output") or stream != HOST
-        reliance = self.promises[call][name]
+        reliance = promises[call][name]
         return stream in (reliance.writable if name.startswith("input") else reliance.readable)
 
     def join(self) -> None:
@@ -291,6 +297,8 @@ class Context:
                     yield from self._presumed(call, name, now)
                 elif (before := self.promises.get(call, {}).get(name)) is not None:
                     yield from self._compared(call, name, before, now)
+                elif (pool := name.removeprefix("free memory of ")) != name and self.is_public(pool):
+                    yield Promise(call, name, "reuse", pool, True, pool in now.readable)  # eager frees nothing there
 
     def is_public(self, who: str) -> bool:
         return who in self.public or who in self.events or who.endswith(" of the output")
@@ -298,6 +306,8 @@ class Context:
     def _presumed(self, call: str, name: str, now: Reliance) -> Iterator[Promise]:
         if name.startswith(("output", "gradient")) and HOST not in now.known:
             yield Promise(call, name, "read", self.current, True, self.current in now.readable)
+            if name.startswith("gradient"):
+                yield Promise(call, name, "drop", self.current, True, self.current in now.known)
 
     def _compared(self, call: str, name: str, before: Reliance, now: Reliance) -> Iterator[Promise]:
         if name.startswith("gradient"):

@@ -21,6 +21,7 @@ import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -88,6 +89,7 @@ class SimulatedDevice:
         self.outside: dict[
             int, tuple[StorageWeakRef, str]
         ] = {}  # what the program didn't allocate, and how it is called
+        self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
         self.paused = 0
@@ -144,7 +146,7 @@ class SimulatedDevice:
             self.graph_stream = outer
 
     def is_listening(self) -> bool:
-        return not self.paused and torch._guards.CompileContext.try_get() is None
+        return not self.paused and not _is_compiling()
 
     # ---- names
 
@@ -268,6 +270,16 @@ class SimulatedDevice:
             self.outside[storage._cdata] = known
         return self.allocate(tensor, known[1], self.home[tensor.device.index or 0] if tensor.is_cuda else HOST)
 
+    def take_slab(self, nbytes: int, device: int, strict: bool = True) -> torch.Tensor:
+        """Pinned host memory that is used again by every call."""
+        if nbytes not in self.slabs:
+            with self.pause():
+                self.slabs[nbytes] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        slab = self.slabs[nbytes]
+        if slab.untyped_storage()._cdata not in self.memories:
+            self.allocate(slab, "slab", HOST)
+        return slab
+
     def captured(self) -> list[tuple[str, Memory]]:
         """What the program uses of the caller's."""
         return [
@@ -351,6 +363,8 @@ class SimulatedDevice:
 
     def blocks_host(self, func: Any, operator: Operator) -> bool:
         """Whether the operator returns only when the device is done: copies between host and device, by default."""
+        if not any(t.numel() for t in operator.touched):
+            return False  # nothing is copied: `torch.tensor([], device="cuda")`
         host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
         if func._schema.name == _COPY_TO_HOST:
             return any(not self.mode.is_pinned(t) for t in host_writes)
@@ -422,6 +436,15 @@ def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # of the tensor that they are given
 _OVERWRITE = ("::copy_", "::zero_", "::fill_", "::copy_to_host_")
+
+
+def _is_compiling() -> bool:
+    """A graph of compiled autograd runs inside of a context of its own, in which no frame is compiled."""
+    context = torch._guards.CompileContext.try_get()
+    if context is None:
+        return False
+    is_running = torch._dynamo.compiled_autograd.in_compiled_autograd_region
+    return not (is_running and context.compile_id is not None and context.compile_id.frame_id is None)
 
 
 # ---- where in the program

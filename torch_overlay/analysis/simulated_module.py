@@ -189,17 +189,9 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
 def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
-    """Names of generated code that are C functions below the dispatcher, or that pin memory of the host: each call has
-    a slab of its own.
-    """
+    """Names of generated code that are C functions below the dispatcher, or that pin memory of the host."""
     return {
-        "take_slab": _take_slab,
-        "note_use": _ignore,
         "empty_strided_cuda": _strided("cuda"),
         "empty_strided_cpu": _strided("cpu"),
         "empty_strided_cpu_pinned": _strided("cpu", True),
@@ -210,6 +202,9 @@ def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
         "assert_size_stride_grouped": _ignore,
         "assert_alignment": _ignore,
         "assert_tensor_metadata": _ignore,
+        # Host memory for saved activations: the same at every call, as when one forward is alive at a time.
+        "take_slab": device.take_slab,
+        "note_use": _ignore,
     }
 
 

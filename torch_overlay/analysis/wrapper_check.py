@@ -16,7 +16,7 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor.stream_runtime import Region
-from torch_overlay.analysis.checking import Caller, Context
+from torch_overlay.analysis.checking import Caller, Context, Eager
 from torch_overlay.analysis.race_report import Report
 from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.analysis.simulated_module import CheckError, Module
@@ -42,7 +42,7 @@ def check_wrapper(
         except (SyntaxError, KeyError) as error:
             raise CheckError(f"this is not the text of a generated module: {type(error).__name__}: {error}") from error
         reports, traces = [], []
-        for idle in _patterns(text):
+        for idle in idle_patterns(text):
             device.begin()
             _run(device, module, calls, owned, joined, idle)
             context = Context(None, device.current(), frozenset(), frozenset())
@@ -53,7 +53,7 @@ def check_wrapper(
     return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
 
 
-def _patterns(text: str) -> Sequence[Sequence[bool]]:
+def idle_patterns(text: str) -> Sequence[Sequence[bool]]:
     """What regions that ask whether their streams are idle are told in one call after the other."""
     return (
         ((False,), (True,), (True, False), (False, True))
@@ -63,13 +63,13 @@ def _patterns(text: str) -> Sequence[Sequence[bool]]:
 
 
 def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joined: bool, idle: Sequence[bool]) -> None:
-    table = _table(module)
+    table = caller_objects([module])
     leave = objects.enter(*table)
     try:
-        caller = Caller(device, None, joins=not joined)
+        caller = Caller(device, Eager(), joins=not joined)
         for number in range(calls):
             device.idle = idle[number % len(idle)]
-            with device.pause(), mock.patch("torch._dynamo.testing.rand_strided", _empty):
+            with device.pause(), mock.patch("torch._dynamo.testing.rand_strided", empty):
                 args = module.scope["get_args"]()
             device.allocate_all(args, "input")
             caller.prepare((args, table))
@@ -82,14 +82,14 @@ def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joine
         leave()
 
 
-def _empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
+def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _table(module: Module) -> list[Any]:
-    """Streams and events of the caller, as the module's regions number them."""
+def caller_objects(modules: Sequence[Module]) -> list[Any]:
+    """Streams and events of the caller, as the regions of modules of one frame number them."""
     found: dict[int, Any] = {0: objects.ambient(0)}
-    for region in module.scope.values():
+    for region in (value for module in modules for value in module.scope.values()):
         if isinstance(region, Region):
             for where in region.spec.streams.values():
                 if isinstance(where, int):
@@ -100,4 +100,4 @@ def _table(module: Module) -> list[Any]:
     return [found.get(index) for index in range(max(found) + 1)]
 
 
-__all__ = ["check_wrapper"]
+__all__ = ["caller_objects", "check_wrapper", "empty", "idle_patterns"]

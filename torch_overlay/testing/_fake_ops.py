@@ -34,6 +34,8 @@ class SimulatedTensorMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+            return args[0]  # a tensor that is marked as a number comes as that number (`saved_numbers`)
         if self.listener is None:
             return self._simulate(func, types, args, kwargs)
         return self.listener.dispatch(func, args, kwargs, lambda: self._simulate(func, types, args, dict(kwargs)))

@@ -1,0 +1,95 @@
+"""Whose memory a node's value is in eager, and which memory that eager never allocates is settled at the exit."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.test_case import run_tests, TestCase
+from torch.fx import Graph, Node
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form  # noqa: F401
+from torch_overlay._functorch.eager_memory import foreign_reads, memory_stream
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+aten = torch.ops.aten
+
+
+class TestMemory(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.graph = Graph()
+        self.x = self.graph.placeholder("x")
+
+    def node(self, target: Any, *args: Any, stream: int = 0, written: Any = None, **custom: Any) -> Node:
+        """An operation on a stream; `written` is what the user called."""
+        node = self.graph.call_function(target, args)
+        node.meta["custom"] = {"stream": stream, **custom}
+        if written is not None:
+            node.meta["source_fn_stack"] = [("call", written)]
+        return node
+
+    def test_of_operations(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x, stream=1)
+        self.assertEqual(memory_stream(made), 1)
+        self.assertEqual(memory_stream(self.node(aten.permute.default, made, [1, 0], stream=2)), 1)
+        self.assertIsNone(memory_stream(self.node(aten.permute.default, self.x, [1, 0], stream=2)))
+
+    def test_of_updates_in_place(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x)
+        for written in ("add_", operator.iadd, torch.relu_):
+            updated = self.node(aten.add.Tensor, made, 1, stream=1, written=written)
+            self.assertEqual(memory_stream(updated), 0, str(written))
+        self.assertIsNone(memory_stream(self.node(aten.add.Tensor, self.x, 1, stream=1, written="add_")))
+        for written in ("add", "__add__", torch.relu, operator.add):
+            self.assertEqual(memory_stream(self.node(aten.add.Tensor, made, 1, stream=1, written=written)), 1)
+
+    def test_of_updates_of_a_part(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x)
+        part = self.node(aten.add.Tensor, made, 1, stream=1)
+        self.assertEqual(memory_stream(self.node(aten.select_scatter.default, made, part, 0, 0, stream=1)), 0)
+
+    def test_of_targets(self) -> None:
+        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)
+        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=-1)))
+
+    def test_foreign_reads(self) -> None:
+        made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other, stream=1)), ("s2",))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other)), ("s1", "s2"))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1)), ())
+
+
+class TestPlans(TestCase):
+    @simulated_gpu()
+    def exit_waits(self, update: bool) -> list[tuple[int, int]]:
+        """Which streams wait at the exit; `update`: the side stream updates a tensor, or else makes one."""
+        side = torch.cuda.Stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            total = x @ x
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                total = total.add_(x @ x) if update else total + x @ x
+            current.wait_stream(side)
+            return total @ x
+
+        (plan,) = compile_only(fn, torch.ones(64, 64, device="cuda")).plans
+        return [wait for event in plan.events for wait in event.waits if wait[0] == len(plan.ops)]
+
+    def test_side_memory_that_dies_is_given_back_as_in_eager(self) -> None:
+        self.assertEqual(self.exit_waits(update=False), [])
+
+    def test_side_memory_that_eager_never_allocates_is_settled(self) -> None:
+        self.assertEqual([stream for _, stream in self.exit_waits(update=True)], [1])
+
+
+if __name__ == "__main__":
+    run_tests()

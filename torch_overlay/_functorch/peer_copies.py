@@ -1,0 +1,64 @@
+"""What a copy between two GPUs orders in eager, though nobody wrote it.
+
+PyTorch runs such a copy on the stream that is current on the source's device. That stream waits for the one that is
+current on the destination's device before, and is waited for by it afterwards. So a copy is two waits of the user's
+stream program, and code behind the call may rely on them. Which stream is current on a device follows from where the
+node was placed: on a stream of that device, or else the device's stream is the one of the frame's caller.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_overlay._functorch.stream_placement import node_stream
+
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+_COPIES = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.copy.default,
+    torch.ops.aten.copy_.default,
+    torch.ops.prims.device_put.default,
+)
+
+
+def _device(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.device.index if isinstance(value, torch.Tensor) and value.device.type == "cuda" else None
+
+
+class PeerCopies:
+    """Finds the copies of a graph, with their streams, as indices of the registry."""
+
+    def __init__(self) -> None:
+        from torch_overlay._dynamo import registry
+
+        streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
+        self.devices = {i.index: i.device.index for i in streams if i.device is not None}
+        self.ambient = {i.device.index: i.index for i in streams if i.origin == "ambient" and i.device is not None}
+
+    def current(self, device: int, node: Node) -> int:
+        stream = node_stream(node)
+        if stream and self.devices.get(stream) == device:
+            return stream
+        if device not in self.ambient:  # no operation of the user's names it
+            from torch_overlay._inductor.stream_schedule import ambient_stream
+
+            self.ambient[device] = ambient_stream(device)
+        return self.ambient[device]
+
+    def ends(self, node: Node) -> tuple[int, int] | None:
+        """The streams that are current on the devices of the source and of the result; None if it is no such copy."""
+        if node.target not in _COPIES or (target := _device(node)) is None:
+            return None
+        for source in node.all_input_nodes:
+            if (device := _device(source)) is not None and device != target:
+                return self.current(device, node), self.current(target, node)
+        return None
+
+
+__all__ = ["PeerCopies"]

@@ -1,0 +1,136 @@
+"""`check_step`: are a forward's module and its backward's ordered, one after the other, as autograd runs them?
+
+    report = check_step(forward, backward)
+
+The two are regions that `torch_overlay.testing.observe` saw. What was saved reaches the backward in the memory, and in
+the state of the streams, in which the forward left it; the backward holds the last reference to it. In between stands
+autograd's engine, which writes the incoming gradients on the current stream. Afterwards an optimizer reads the
+gradients there and drops them, when a side stream may be far ahead: a gradient in that stream's memory must be known to
+the allocator as the current stream's, too. The next step takes the memory that this one left.
+
+Unlike `check` this needs neither the program nor its inputs, and one may change the text of a module to see what
+becomes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from torch_overlay._dynamo import objects
+from torch_overlay.analysis.checking import Caller, Context, Eager
+from torch_overlay.analysis.race_report import Report
+from torch_overlay.analysis.simulated_device import SimulatedDevice
+from torch_overlay.analysis.simulated_module import Module
+from torch_overlay.analysis.wrapper_check import caller_objects, empty, idle_patterns
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay.testing._observe import Region
+
+ENGINE = "autograd's engine"
+
+
+def output_names(region: Region) -> list[str]:
+    """The graph's outputs, by the names of their nodes."""
+    match = re.fullmatch(r"return \((.*?),?\)", str(region.nodes[-1].text), re.DOTALL)
+    assert match is not None, region.nodes[-1].text
+    return [name.strip() for name in match[1].split(",")]
+
+
+def input_names(region: Region) -> list[str]:
+    return [m[1] for n in region.nodes if (m := re.match(r"(\w+)(?:: [^=]*)?$", n.text)) and "return" not in n.text]
+
+
+def saved_names(forward: Region, backward: Region) -> list[str]:
+    """What the backward takes from its forward and the forward computed, by node names."""
+    inputs = set(input_names(forward))
+    return [name for name in input_names(backward) if "tangents" not in name and name not in inputs]
+
+
+def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
+    """The report of `steps` training steps with the modules of the two regions, on one device."""
+    if forward.wrapper is None or backward.wrapper is None:
+        raise ValueError("check_step: a region has no generated module")
+    with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
+        modules = [Module(device, text, number) for number, text in enumerate((forward.wrapper, backward.wrapper))]
+        reports, traces = [], []
+        runs = [(idle, False) for idle in idle_patterns(forward.wrapper + backward.wrapper)]
+        for idle, device.captures in [*runs, ((False,), True)]:
+            if device.captures and not device.has_partitions:
+                break
+            device.begin()
+            _run(device, modules, (forward, backward), steps, idle)
+            context = Context(None, device.current(), frozenset(), frozenset())
+            reports.append(context.judge(device.trace.operations))
+            traces.append(device.trace)
+    races = {race.key: race for report in reports for race in report.races}
+    boundary = dict.fromkeys(p for report in reports for p in report.boundary)
+    return Report(list(races.values()), reports[0].redundant, list(boundary), traces=traces)
+
+
+def _run(
+    device: SimulatedDevice,
+    modules: Sequence[Module],
+    regions: tuple[Region, Region],
+    steps: int,
+    idle: Sequence[bool],
+) -> None:
+    forward, backward = regions
+    table = caller_objects(modules)
+    leave = objects.enter(*table)
+    try:
+        caller = Caller(device, Eager())
+        for number in range(steps):
+            device.idle = idle[number % len(idle)]
+            args = _inputs(device, modules[0], "input")
+            caller.prepare((args, table))
+            held = tuple(args)
+            results = modules[0].call(args)
+            saved = dict(zip(output_names(forward), results, strict=True))
+            saved |= dict(zip(input_names(forward), held, strict=True))
+            with device.pause():
+                made = _arguments(modules[1])
+            args = [value if "tangents" in name else saved[name] for name, value in zip(input_names(backward), made)]
+            tangents = [value for name, value in zip(input_names(backward), made) if "tangents" in name]
+            device.allocate_all(tangents, "incoming gradient")
+            with device.pause():
+                on_device = [t for t in tangents if isinstance(t, torch.Tensor)]
+                for stream in dict.fromkeys(device.place(t) for t in on_device):
+                    device.launch(ENGINE, stream, [], [t for t in on_device if device.place(t) == stream], line="")
+            del results, saved, made, tangents, on_device
+            found = modules[1].call(args)
+            gradients = [(f"input {i}", _Leaf(g)) for i, g in enumerate(found) if isinstance(g, torch.Tensor)]
+            del args, found
+            caller.rely(f"step {number + 1}", held, (), gradients)
+            del held, gradients
+    finally:
+        leave()
+
+
+class _Leaf:
+    """Holds a gradient, as a parameter does."""
+
+    def __init__(self, grad: torch.Tensor | None) -> None:
+        self.grad = grad
+
+
+def _arguments(module: Module) -> list[Any]:
+    with mock.patch("torch._dynamo.testing.rand_strided", empty):
+        return module.scope["get_args"]()
+
+
+def _inputs(device: SimulatedDevice, module: Module, name: str) -> list[Any]:
+    with device.pause():
+        args = _arguments(module)
+    device.allocate_all(args, name)
+    return args
+
+
+__all__ = ["check_step", "input_names", "output_names", "saved_names"]
