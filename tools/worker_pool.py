@@ -152,8 +152,11 @@ def run_all(
     limit: float,
     seen: Callable[[Result], None] = lambda result: None,
     run: Callable[[Worker, Any], Result] = Worker.run,
+    quiet: bool = False,
 ) -> list[Result]:
-    """Every case, `jobs` at a time; after `limit` seconds no case is started. `seen` is called with each result."""
+    """Every case, `jobs` at a time; after `limit` seconds no case is started. `seen` is called with each result, and
+    prints what it likes where this is `quiet`.
+    """
     todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for case in cases:
         todo.put(case)
@@ -173,6 +176,8 @@ def run_all(
                 with lock:
                     results.append(result)
                     seen(result)
+                    if quiet:
+                        continue
                     if not result.good:
                         print(f"{result.status} {case.row} {case.column}: {result.reason[:200]}", flush=True)
                     elif len(results) % 50 == 0:

@@ -258,6 +258,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.scheduler:Scheduler._populate_stream_assignments",
+        impl="torch_overlay._inductor.stream_foreach:populate_stream_assignments",
+        kind="wrap",
+        patch="inductor-stream-planner",
+        fingerprint="22fc540650abd2ff",
+        why="Kernels grouped beforehand (foreach, copies into a concatenation) run on the stream of their operation.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._inductor.scheduler:Scheduler.get_buf_stream",
         impl="torch_overlay._inductor.stream_codegen:get_buf_stream",
         kind="wrap",

@@ -222,10 +222,10 @@ free buf2 (stream 3) after exit
             self.table("mutation_joined_by_wait_stream"),
             """\
    stream  operation  waits before  records after
-           entry                    ev0@0
-0  0       op0
-1  1       op1_op2    ev0@1         ev1@1
-           exit       ev1@0
+           entry                    ev0@0 ev1@1
+0  0       op0        ev1@0
+1  1       op1_op2    ev0@1         ev2@1
+           exit       ev2@0
 free arg0_1 (stream 0) after exit
 """,
         )
@@ -310,9 +310,9 @@ free buf2 (stream 1) after exit
 _region0 = region(
     device=0,
     streams={'stream0': 'cuda:0', 'stream1': 1},
-    events=2,
+    events=1,
     entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('ev1', 'stream1_raw', 'event2', 'stream1', 'stream0'),
+    returns=('event2', 'stream1', 'stream1_raw', 'stream0'),
     objects={'event2': 2},
     distinct=('stream0', 'stream1'),
     records_again=(('event2', 'stream1'),),
@@ -320,7 +320,7 @@ _region0 = region(
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, ev1, stream1_raw, event2, stream1, stream0, = _region0.enter()
+    frame0, event2, stream1, stream1_raw, stream0, = _region0.enter()
     try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -332,12 +332,10 @@ def call(self, args):
         buf1 = empty_strided_cpu_pinned((64, 64), (64, 1), torch.float32)
         buf1.copy_(buf0, True)
         del buf0
-        ev1.record(stream1_raw)
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             event2.record(stream1)
             event2.synchronize()
-            ev1.synchronize()
         buf4 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
         cpp_fused_add_1(buf1, buf4)
         del buf1

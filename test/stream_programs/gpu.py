@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from stream_programs._program import Inputs, Instance, Program
 
@@ -134,19 +134,21 @@ def _sleep(stream: torch.Stream, cycles: int) -> None:
             torch.cuda._sleep(cycles)
 
 
-def _run_late(instance: Instance, call: _Call, late: list[Any], delays: random.Random) -> None:
+def _run_late(
+    instance: Instance, call: _Call, late: list[Any], delays: random.Random, lengths: Sequence[int] = DELAYS
+) -> None:
     current = torch.cuda.current_stream()
-    _sleep(current, delays.choice(DELAYS))
+    _sleep(current, delays.choice(lengths))
     for target, source in late:
         target.copy_(source)
     _record_events(call.inputs)
     given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, torch.Stream)]
     for stream in (*instance.streams, *given):
-        _sleep(stream, delays.choice(DELAYS))
+        _sleep(stream, delays.choice(lengths))
     torch.compiler.cudagraph_mark_step_begin()
     outputs = _call(instance, call.inputs, call.seed)
     call.seen = [v.clone() if isinstance(v, torch.Tensor) else v for v in _values(outputs)]
-    _sleep(current, delays.choice(DELAYS))
+    _sleep(current, delays.choice(lengths))
     sizes = [torch.empty_like(t, device="meta") for t in (*_tensors(outputs), *_tensors(call.inputs)) if t.is_cuda]
     del outputs
     for shape in sizes:

@@ -63,16 +63,23 @@ def memory_stream(node: Node) -> int | None:
         selects = node.target is operator.getitem or is_view(node)
         if not (selects or _updates(node)):
             return node_stream(node)
-        base = next((a for a in node.args if isinstance(a, torch.fx.Node)), None)
-        if base is None:
-            return node_stream(node)
+        base = _base(node)
+        if base is None:  # `zero_` reads nothing of what it overwrites
+            return None if _updates(node) else node_stream(node)
         node = base
     return None
 
 
+def _base(node: Node) -> Node | None:
+    return next((a for a in node.args if isinstance(a, torch.fx.Node)), None)
+
+
 def foreign_reads(node: Node) -> tuple[str, ...]:
-    """The streams, as tokens, whose memory the node reads in eager, without its own stream."""
-    found = {memory_stream(value) for value in node.all_input_nodes} - {None, node_stream(node)}
+    """The streams, as tokens, whose memory the node reads in eager, without its own stream. What it updates in place
+    lives on in eager as its result.
+    """
+    updated = _base(node) if _updates(node) else None
+    found = {memory_stream(v) for v in node.all_input_nodes if v is not updated} - {None, node_stream(node)}
     return tuple(sorted(f"s{stream}" for stream in found))
 
 

@@ -52,6 +52,7 @@ KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward com
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 AMBIENT = 0
 
+_aten = torch.ops.aten
 _streams = torch.ops.streams
 _WAITS = (_streams.wait_event.default, _streams.wait_stream.default)
 _SYNCHRONIZE = (
@@ -75,6 +76,27 @@ def is_view(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
+
+
+def blocks_host(node: Node) -> bool:
+    """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
+    say otherwise.
+    """
+    target, args = node.target, node.args
+    if target is _aten._local_scalar_dense.default:
+        return True
+    if target is _aten._to_copy.default:
+        source, waits = args[0], not node.kwargs.get("non_blocking")
+    elif target is torch.ops.prims.device_put.default:
+        source, waits = args[0], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
+    elif target in (_aten.copy.default, _aten.copy_.default):
+        source, waits = args[1], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
+    else:
+        return False
+    made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+    if not (waits and isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
+        return False
+    return (made.device.type == "cpu") != (given.device.type == "cpu")
 
 
 def node_stream(node: Node) -> int:
@@ -144,6 +166,13 @@ class _Program:
         copies = PeerCopies()
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, str] = {}
+        self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
+        for node in self.ops:
+            named: Any = node.args
+            if node.target is _RECORD or node.target is _streams.wait_event.default:
+                self.streams.add(named[1])
+            elif node.target is _streams.wait_stream.default:
+                self.streams.update(named)
         records: dict[int, int] = defaultdict(int)
         synchronizations = 0
         for node in self.ops:
@@ -167,15 +196,29 @@ class _Program:
         clock: dict[int, frozenset[str]] = defaultdict(frozenset)
         events: dict[int, frozenset[str]] = {}
         found: dict[Node, frozenset[str]] = {}
+        host: frozenset[str] = frozenset()  # what the host has waited for: whatever is launched later comes after it
 
         def state(stream: int) -> frozenset[str]:
-            return clock[stream] | {f"s{stream}"}
+            return clock[stream] | host | {f"s{stream}"}
+
+        def known(stream: int) -> frozenset[str]:
+            return (clock[stream] | host) - {f"s{stream}"}
 
         for node in self.nodes:
             args: Any = node.args
             if node.target is _RECORD:
-                found[node] = clock[args[1]]
+                found[node] = known(args[1])
                 events[args[0]] = state(args[1])
+            elif node.target is _streams.synchronize_event.default:
+                outside = frozenset() if args[0] in events else frozenset((f"e{args[0]}",))
+                found[node] = outside
+                host |= events.get(args[0], outside)
+            elif node.target is _streams.synchronize_stream.default:
+                found[node] = known(args[0])
+                host |= state(args[0])
+            elif node.target is _streams.synchronize_device.default:
+                found[node] = frozenset(f"s{stream}" for stream in self.streams)
+                host = host.union(*map(state, self.streams))
             elif node.target is _streams.wait_event.default:
                 event, stream = args
                 clock[stream] = (clock[stream] | events.get(event, frozenset((f"e{event}",)))) - {f"s{stream}"}
@@ -188,20 +231,15 @@ class _Program:
                 found[node] = both - {f"s{node_stream(node)}"}
                 clock[source], clock[target] = both - {f"s{source}"}, both - {f"s{target}"}
             elif node.op == "call_function":
-                found[node] = clock[node_stream(node)]
+                found[node] = known(node_stream(node))
+                if blocks_host(node):
+                    host |= state(node_stream(node))
         return found, clock
 
     def before(self) -> dict[Node, frozenset[str]]:
         """What the user has ordered behind each node by the end of the graph."""
         promised: dict[int, frozenset[str]] = defaultdict(frozenset)
         by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
-        streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
-        for node in self.ops:
-            named: Any = node.args
-            if node.target is _RECORD or node.target is _streams.wait_event.default:
-                streams.add(named[1])
-            elif node.target is _streams.wait_stream.default:
-                streams.update(named)
         found: dict[Node, frozenset[str]] = {}
         for node in reversed(self.nodes):
             args: Any = node.args
@@ -223,7 +261,7 @@ class _Program:
             elif node.target is _streams.synchronize_stream.default:
                 promised[args[0]] = promised[args[0]] | {self.tokens[node]}
             elif node.target is _streams.synchronize_device.default:
-                for stream in streams:
+                for stream in self.streams:
                     promised[stream] = promised[stream] | {self.tokens[node]}
             elif node in self.peers:
                 source, target = self.peers[node]
@@ -232,6 +270,8 @@ class _Program:
                 promised[source], promised[target] = both, both
             elif node.op == "call_function":
                 stream = node_stream(node)
+                if blocks_host(node):  # and with it all that is launched later
+                    promised[stream] = promised[stream].union(*({f"s{s}", *promised[s]} for s in self.streams))
                 found[node] = promised[stream] - {f"s{stream}"}
         return found
 
@@ -283,6 +323,21 @@ def _promise_outputs(gm: GraphModule, count: int) -> None:
             annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
 
 
+def _computes(gm: GraphModule) -> bool:
+    """Whether kernels are left of the graph when what nobody reads is dropped: no views, no stream program."""
+    todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or is_stream_op(node):
+            continue
+        seen.add(node)
+        if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
+            return True
+        todo += node.all_input_nodes
+    return False
+
+
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
     from torch_overlay._functorch.eager_memory import foreign_reads
@@ -290,7 +345,14 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     program = _Program(nodes)
     (after, last), before = program.after(), program.before()
     leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
+    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
+    # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
+    computes = _computes(gm)
+    if not computes:
+        leave = ()
     for node in nodes:
+        if node.op == "placeholder" and leave and not is_backward(node):
+            annotate(node, **{LEAVE: leave})
         if node.op != "call_function":
             continue
         stream = node_stream(node) or None
@@ -308,8 +370,6 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     for node in nodes:
         if TARGET in node.meta.get("custom", {}):
             annotate(node, **{TARGET: None})
-    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
-    computes = any(n.op == "call_function" and not is_stream_op(n) for n in gm.graph.nodes)
     for node in program.ops:
         if node.target is _DEALLOC or (computes and not program.keeps(node)):
             gm.graph.erase_node(node)

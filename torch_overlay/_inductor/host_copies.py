@@ -52,13 +52,17 @@ def _downloads(write: Node) -> Node | None:
 
 
 def download_in_place(graph: Graph) -> None:
+    """The copy is made where the user made it, for what it reads may be written later."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         source = _downloads(write)
         if source is None or write.users:
             continue
-        value = write.args[1]
-        with graph.inserting_before(write):
-            node = graph.call_function(COPY_TO_HOST, (write.args[0], source))
+        destination, value = write.args[:2]
+        if any(position.get(n, 0) > position[value] for n in destination.users if n not in (value, write)):
+            continue  # what was in the tensor before is read later
+        with graph.inserting_before(value):
+            node = graph.call_function(COPY_TO_HOST, (destination, source))
         node.meta.update({key: item for key, item in value.meta.items() if key != "val"})
         if "custom" in write.meta:
             node.meta["custom"] = write.meta["custom"]

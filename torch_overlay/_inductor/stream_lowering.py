@@ -122,21 +122,19 @@ def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
 
 
 def order_stream_operations(scheduler: Any) -> None:
-    visible = [node for node in scheduler.nodes if stream_operation(node) is not None]
-    if not visible:
+    if all(stream_operation(node) is None for node in scheduler.nodes):
         return
     carriers: dict[str, list[str]] = {}
-    for node in scheduler.nodes:
-        names = list(node.get_buffer_names())
+    earlier: list[str] = []
+    for node in scheduler.nodes:  # in the order of the graph: what a later one computes again was promised before
+        own = set(node.get_buffer_names())
+        if stream_operation(node) is not None:
+            needed = list(earlier)
+            for origin in _origins(node):
+                token = origin.meta.get("custom", {}).get(REQUIRES)
+                needed += carriers.get(token, ()) if token else ()
+            V.graph.additional_buffer_deps[node.get_name()].update(n for n in needed if n not in own)
+            earlier = [*earlier, *own]
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
-                carriers.setdefault(token, []).extend(names)
-    earlier: list[str] = []
-    for node in visible:
-        needed = list(earlier)
-        for origin in _origins(node):
-            token = origin.meta.get("custom", {}).get(REQUIRES)
-            needed += carriers.get(token, ()) if token else ()
-        own = set(node.get_buffer_names())
-        V.graph.additional_buffer_deps[node.get_name()].update(n for n in needed if n not in own)
-        earlier = [*earlier, *own]
+                carriers.setdefault(token, []).extend(own)

@@ -20,7 +20,7 @@ from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LE
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.fx import Graph, Node
 
@@ -64,7 +64,7 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                 _hand_down(placed, before, left)
     if not new:
         return
-    gone = [placed for node, placed in before.items() if node not in left and placed.custom]
+    gone = {node: placed for node, placed in before.items() if node not in left and placed.custom}
     for node in new:
         _inherit(node, gone)
     for node in new:
@@ -123,14 +123,21 @@ def _is_write(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _inherit(node: Node, gone: Sequence[_Placed]) -> None:
+def _inherit(node: Node, gone: Mapping[Node, _Placed]) -> None:
     """A write in place was a copy, and perhaps a scatter before it: their stream is the new node's, if they have one,
-    and so is what the caller relies on.
+    and so is what the caller relies on. Any other new node is one of those that are gone, with other operands, if it
+    does the same for the same readers.
     """
-    if not _is_write(node):
-        return
-    inputs = set(node.all_input_nodes)
-    customs = [placed.custom for placed in gone if placed.custom and not inputs.isdisjoint(placed.inputs)]
+    inputs, users = set(node.all_input_nodes), set(node.users)
+    if _is_write(node):
+        replaced = [p for p in gone.values() if not inputs.isdisjoint(p.inputs)]
+    else:
+        replaced = [
+            p
+            for other, p in gone.items()
+            if other.target is node.target and not users.isdisjoint(p.users) and not inputs.isdisjoint(p.inputs)
+        ]
+    customs = [placed.custom for placed in replaced if placed.custom]
     if not customs or len({custom.get("stream", 0) for custom in customs}) > 1:
         return
     made: dict[str, Any] = {"stream": stream} if (stream := customs[0].get("stream")) else {}

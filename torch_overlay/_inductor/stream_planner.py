@@ -51,8 +51,8 @@ class Op:
     concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when
     the work is done. `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it
     makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
-    synchronises with the device or with an event). `behind` names operations that this one must be ordered behind
-    though it needs nothing of theirs: so that memory which they use can be given back here.
+    synchronises with the device or with an event), and for what is in `after`. `behind` names operations that this one
+    must be ordered behind though it needs nothing of theirs: so that memory which they use can be given back here.
     """
 
     name: str
@@ -333,8 +333,9 @@ class _Planner:
             extra, states = self.allocation_order(op, stream)
             predecessors |= extra
             tokens |= states
-        self.order_after(here, stream, predecessors, tokens)
+        self.order_after(here, stream, predecessors, () if op.waits else tokens)
         if op.waits:
+            clock.tokens |= tokens
             for token in op.requires:
                 for i in self.carriers[token].values():
                     known = self.at[i]
@@ -362,6 +363,8 @@ class _Planner:
         end = len(self.ops)
         targets = {s for token in self.carriers if (s := _token_stream(token)) is not None} | set(promised)
         for stream in sorted(targets):
+            if HOST in self.clocks:  # what the caller launches there comes after what the host has waited for
+                self.clock(stream).join(self.clocks[HOST])
             carriers = self.carriers[entry_token(stream)].values()
             self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
         foreign: dict[int, set[int]] = {}

@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload_ops import is_copy_stream
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, node_stream
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, node_stream
 from torch_overlay._inductor.offload_schedule import is_copy
 from torch_overlay._inductor.stream_codegen import (
     _root,
@@ -31,6 +31,7 @@ from torch_overlay._inductor.stream_codegen import (
 from torch_overlay._inductor.stream_schedule import (
     _origins,
     ambient_device,
+    leaving,
     needs_plan,
     plan_region,
     private_streams,
@@ -107,9 +108,10 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
                     events[int(token[1:])] = None
                 elif token[0] == "s" and token != "s0":
                     streams[int(token[1:])] = None
-            for stream, tokens in custom.get(LEAVE) or ():
-                named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
-                streams.update((s, None) for s in named if s)
+    for stream, tokens in leaving():
+        named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
+        streams.update((s, None) for s in named if s)
+        events.update((int(t[1:]), None) for t in tokens if t[0] == "e" and "." not in t)
     streams.update(dict.fromkeys(_nested_streams()))
     theirs = {s for s in set(streams) - private_streams() if not is_copy_stream(s)}
     return sorted(theirs), sorted(events)

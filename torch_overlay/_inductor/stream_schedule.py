@@ -99,6 +99,37 @@ def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
             yield from (n for n in part.node.get_origins() if n.op == "call_function" and n.graph is graph)
 
 
+def leaving() -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """What the graph promises its caller about each stream at its end. Operations carry it, and inputs of a forward, of
+    which some are left when all that was computed is dropped or is a view.
+    """
+    for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
+        if node.op == "call_function" or not V.graph.is_backward:
+            leave = node.meta.get("custom", {}).get(LEAVE)
+            if leave:
+                return leave
+    return ()
+
+
+def kernel_of(output: Any) -> str | None:
+    """The name of the kernel of which a buffer is one of several outputs."""
+    if isinstance(output, ir.TensorBox | ir.StorageBox):
+        output = output.data
+    return output.inputs[0].get_name() if isinstance(output, ir.MultiOutput) else None  # type: ignore[union-attr]
+
+
+def parts_of(buffer: Any) -> set[str]:
+    """Other names under which operations write a buffer's memory: of the kernel of which it is one of several outputs,
+    and of the slices of a concatenation.
+    """
+    kernel = kernel_of(buffer)
+    found = {kernel} if kernel else set()
+    if isinstance(buffer, ir.ConcatKernel):
+        for part in buffer.inputs:
+            found |= {part.get_name()} | parts_of(part)  # type: ignore[union-attr]
+    return found
+
+
 def _is_gpu(device: torch.device | None) -> bool:
     return device is not None and device.type not in ("cpu", "meta")
 
@@ -128,13 +159,15 @@ class RegionReader:
         self.ops: list[Op] = []
         self.index: dict[BaseSchedulerNode, int] = {}
         self.writer_streams: dict[str, list[int]] = {}
+        self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
         self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
-        self.output_memory = {self.storage(name) for name in V.graph.get_output_names()}
+        returned = {self.storage(name) for name in V.graph.get_output_names()}
+        self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
         self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
@@ -187,16 +220,20 @@ class RegionReader:
         """
         reads = {d.name for d in node.read_writes.reads}
         inherited = set().union(*(self.origins.get(name, set()) for name in reads))
-        return [
+        found = list(_origins(node))
+        own = [
             n
-            for n in _origins(node)
+            for n in found
             if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
         ]
+        return own
 
     def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
         """Tokens of the operation; None if no pass has kept any for it."""
         found: set[str] | None = None
-        own = self.own_origins(node)
+        # What an operator realizes for itself, and the first half of a reduction in two, name it as their origin, too:
+        # both promise, then. What is read of other streams' memory is better not known.
+        own = self.own_origins(node) or ([] if key is READS else list(_origins(node)))
         # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
         for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
             tokens = origin.meta.get("custom", {}).get(key)
@@ -222,8 +259,10 @@ class RegionReader:
         if not gpu:
             return frozenset(), frozenset()
         if self.enclosed:
-            token = () if ambient_device(stream) is not None else ("s0",)
-            return frozenset(token), frozenset(token)
+            token = frozenset(() if ambient_device(stream) is not None else ("s0",))
+            # A record or a synchronisation may stand in the same region.
+            kept = frozenset(t for t in self.annotated(node, BEFORE) or () if t[0] == "h" or "." in t)
+            return token, token | kept
         user = user_stream(self.scheduler, node)
         after, before = self.annotated(node, AFTER), self.annotated(node, BEFORE)
         after = self.known.after.get(user, set()) if after is None else after
@@ -235,16 +274,11 @@ class RegionReader:
         """Per stream, the caller's states that it must be ordered after when the region is left."""
         if self.enclosed:
             return {}
-        for node in self.nodes:
-            for origin in _origins(node):
-                leave = origin.meta.get("custom", {}).get(LEAVE)
-                if leave:
-                    return {
-                        self.numbers.get(stream, stream): frozenset(self.renumbered(tokens)) - self.private
-                        for stream, tokens in leave
-                        if f"s{stream}" not in self.private
-                    }
-        return {}
+        return {
+            self.numbers.get(stream, stream): frozenset(self.renumbered(tokens)) - self.private
+            for stream, tokens in leaving()
+            if f"s{stream}" not in self.private
+        }
 
     def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
         """True for memory that the caller holds during the call; with `outputs`, also what it gets from the call."""
@@ -301,10 +335,10 @@ class RegionReader:
                 copies = isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
                 blocking = copies or isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
-        if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=False):
-            # Memory of the region: the stream's own order and the data edges are enough. But what reads nothing has no
-            # data edges, and an earlier call may have given its block back while the ambient stream still read it.
-            after = frozenset() if reads else after & {"s0"}
+        if self.enclosed and not gpu and self.reads_download(node):
+            after |= {"s0"}  # the host waits for all that other regions have done
+        # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
+        # gave back while another stream still read it, ahead of what the user waited for.
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
@@ -314,6 +348,18 @@ class RegionReader:
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
         return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking, behind=behind)
+
+    def reads_download(self, node: BaseSchedulerNode) -> bool:
+        """The host reads what a copy of another region, for which nobody has waited yet, brings from the device."""
+        for read in node.read_writes.reads:
+            buffer = self.scheduler.name_to_buf.get(read.name)
+            made = buffer.defining_op if buffer is not None else None
+            if made is None or self.scheduler.name_to_fused_node[made.get_name()] in self.index:
+                continue
+            blocking = isinstance(made.node, ir.DeviceCopy) and not made.node.constant_args[0]
+            if not blocking and any(_is_gpu(self.device_of(r.name)) for r in made.read_writes.reads):
+                return True
+        return False
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
@@ -333,6 +379,8 @@ class RegionReader:
             stream, blocking = self.numbers.get(arguments[0], arguments[0]), True
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
+            if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
+                after = set()  # it waits for one of them
         if self.enclosed:
             # What the user ordered before this lies in other regions, and all of them join the ambient stream.
             after = {"s0"} if stream not in (HOST, AMBIENT) else set()
@@ -340,7 +388,7 @@ class RegionReader:
             kind,
             stream,
             writes=writes,
-            after=frozenset(after) if stream != HOST else frozenset(),
+            after=frozenset(after) if stream != HOST or waits else frozenset(),
             requires=frozenset(requires),
             blocking=blocking,
             waits=waits,
@@ -382,10 +430,13 @@ class RegionReader:
                     )
                 )
         local = {b.name for b in found}
+        # What another region allocated on a side stream, unless a graph was launched there.
+        memory = getattr(self.scheduler, "_overlay_memory", None) or {}
+        elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
         for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):
             device = self.device_of(name)
             if _is_gpu(device) and device is not None:
-                lender = self.lenders.get(name)
+                lender = self.lenders.get(name, elsewhere.get(name))
                 settles = lender is not None and not self.enclosed
                 found.append(
                     Buffer(
@@ -432,7 +483,10 @@ class RegionReader:
                 self.note_outputs(node, None)
             else:
                 op = self.launch(node)
-                self.note_outputs(node, op.stream)
+                kernel = kernel_of(node.node)
+                self.note_outputs(node, op.stream if kernel is None else self.kernels.get(kernel))
+                if op.stream is not None:
+                    self.kernels.update(dict.fromkeys(node.get_buffer_names(), op.stream))
             self.index[node] = len(self.ops)
             self.ops.append(op)
             origins = set(_origins(node))
@@ -457,7 +511,8 @@ def needs_plan(scheduler: Scheduler) -> bool:
     """
     known = getattr(scheduler, "_overlay_needs_plan", None)
     if known is None:
-        known = scheduler._overlay_needs_plan = any(_concerns_streams(scheduler, node) for node in scheduler.nodes)  # type: ignore[attr-defined]
+        known = bool(leaving()) or any(_concerns_streams(scheduler, node) for node in scheduler.nodes)
+        scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
     return known
 
 

@@ -354,7 +354,8 @@ class SimulatedDevice:
         if len(where) > 1 and func in _COPIES:
             self.peer_copy(name, reads, writes)
             return
-        host_reads = [t for t in reads if not t.is_cuda and not (self.mode.is_pinned(t) and operator.no_wait)]
+        # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
+        host_reads = [t for t in reads if not t.is_cuda and not self.mode.is_pinned(t)]
         if host_reads:  # read before the operator returns
             self.launch(f"{name} (reads host memory)", HOST, host_reads, [])
         self.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
@@ -415,7 +416,7 @@ class Operator:
                 (self.writes if written else self.reads).extend(tensors)
             if written and not argument.is_out:  # updated in place
                 self.reads.extend(tensors if not func._schema.name.endswith(_OVERWRITE) else ())
-        self.is_view = aliases and not self.writes
+        self.is_view = (aliases and not self.writes) or func is aten._unsafe_view.default  # whose schema doesn't say so
         known = {t.untyped_storage()._cdata for t in (*self.reads, *self.writes)}
         found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.results = [t for t in found if t.untyped_storage()._cdata not in known]

@@ -1,0 +1,157 @@
+"""Random stream programs, and the programs that random ones have shrunk to.
+
+`TestDrawn` draws programs with hypothesis, compiles them on a simulated GPU and checks what comes out; one that fails
+is shrunk and printed. `tools/fuzz` does the same for as many as one wants, on a GPU, too. `TestFound` keeps what was
+found: each program was compiled wrong once.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unittest
+import unittest.mock
+from pathlib import Path
+
+from hypothesis import given, HealthCheck, Phase, settings
+from torch._dynamo.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form
+from stream_programs import gpu
+from stream_programs.drawn import found
+from stream_programs.drawn.kit import as_program
+from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
+from stream_programs.drawn.steps import random_spec, smaller, Spec, specs
+from stream_programs.drawn.trial import COMPILED, judge, shrink, test_file, Verdict
+from stream_programs.drawn.writer import write
+
+
+# The patched form repeats what the overlay form has shown: that it compiles the same.
+EXAMPLES = 40 if form.PATCHED else 160
+
+
+class TestDrawn(TestCase):
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(specs())
+    def test_ordered_as_eager_is(self, spec: Spec) -> None:
+        written = write(spec)
+        verdict = judge(written, ["default"], on_gpu=False)
+        self.assertIsNone(verdict, f"{written.text}\n{verdict and verdict.text}")
+
+    @parametrize("number", range(4 if form.PATCHED else 20))
+    def test_under_cuda_graphs(self, number: int) -> None:
+        written = write(random_spec(1, number))
+        verdict = judge(written, ["reduce-overhead"], on_gpu=False)
+        self.assertIsNone(verdict, f"{written.text}\n{verdict and verdict.text}")
+
+
+class TestGenerator(TestCase):
+    def test_any_data_is_a_program(self) -> None:
+        for number in range(300):
+            compile(write(random_spec(2, number)).text, "drawn", "exec")
+
+    def test_same_number_same_program(self) -> None:
+        self.assertEqual(write(random_spec(3, 5)), write(Spec.of_data(random_spec(3, 5).as_data())))
+        self.assertNotEqual(random_spec(3, 5), random_spec(3, 6))
+
+    def test_what_is_simpler_is_a_program_too(self) -> None:
+        spec = random_spec(0, 1)
+        simpler = list(smaller(spec))
+        self.assertGreater(len(simpler), len(spec.steps))
+        for other in simpler:
+            compile(write(other).text, "drawn", "exec")
+
+    def test_a_stream_that_waited_for_nothing_must(self) -> None:
+        order = Order(1)
+        made = Storage(CURRENT, 1.0)
+        order.launch(CURRENT, [], [made])
+        self.assertEqual(order.missing(1, [made], []), {CURRENT: 2})
+        order.wait_stream(1, CURRENT)
+        self.assertEqual(order.missing(1, [made], []), {})
+
+    def test_memory_that_was_given_back_is_handed_on_behind_its_readers(self) -> None:
+        order = Order(2)
+        for stream in (1, 2):
+            order.wait_stream(stream, CURRENT)
+        made = Storage(1, 1.0)
+        order.launch(1, [], [made])
+        order.wait_stream(2, 1)
+        order.launch(2, [made], [])
+        order.free(made)
+        self.assertEqual(order.missing(1, [], [], allocates=True), {2: 1})
+        self.assertEqual(order.missing(2, [], [], allocates=True), {})
+
+    def test_what_the_host_waited_for_orders_what_is_launched_later(self) -> None:
+        order = Order(1)
+        made = Storage(CURRENT, 1.0)
+        order.launch(CURRENT, [], [made])
+        order.wait_stream(HOST, CURRENT)
+        self.assertEqual(order.missing(1, [made], []), {})
+
+    def test_a_program_that_races_is_found_and_shrunk(self) -> None:
+        """A writer that never synchronises draws programs that race in eager: the check says so."""
+        spec = Spec(1, steps=(("enter", 0, 0, 0), ("compute", 1, 0, 0), ("compute", 2, 0, 0), ("view", 0, 0, 0)))
+        written = write(spec)
+        racy = re.sub(r"\S.*wait.*", "pass", written.text)
+        self.assertNotEqual(racy, written.text)
+        verdict = judge(type(written)(**{**vars(written), "text": racy}), ["default"], on_gpu=False)
+        self.assertEqual(verdict and verdict.kind, "invalid")
+
+    def test_a_failure_becomes_a_test(self) -> None:
+        written = write(random_spec(0, 3))
+        text = test_file(written, Verdict("race", "default", 'RAW: "a" and \\ b'), "seed 0", "drawn_0_3", False)
+        scope: dict[str, object] = {"__file__": __file__, "__name__": "drawn"}
+        exec(compile(text, __file__, "exec"), scope)
+        scope["test_drawn_0_3"]()  # type: ignore[operator]
+
+    def test_shrinking_keeps_the_fault(self) -> None:
+        from stream_programs.drawn import trial
+
+        spec = random_spec(0, 1)
+
+        def fake(written: object, modes: object, on_gpu: bool, seeds: int = 5) -> Verdict | None:
+            return Verdict("race", "default", "RAW") if "add_to" in written.text else None  # type: ignore[attr-defined]
+
+        verdict = fake(write(spec), [], False)
+        assert verdict is not None
+        with unittest.mock.patch.object(trial, "judge", fake):
+            small, same = shrink(spec, verdict, False, seconds=20)
+        self.assertEqual(same.fault, verdict.fault)
+        self.assertIn("add_to", write(small).text)
+        self.assertLess(len(small.steps), 4)
+
+
+class TestFound(TestCase):
+    @parametrize("name", list(found.PROGRAMS))
+    def test_is_ordered(self, name: str) -> None:
+        for mode in COMPILED:
+            verdict = judge(found.PROGRAMS[name], [mode], on_gpu=False)
+            self.assertIsNone(verdict, f"{mode}\n{found.PROGRAMS[name].text}\n{verdict and verdict.text}")
+
+
+@unittest.skipUnless(gpu.devices(), "needs a GPU")
+class TestGpu(TestCase):
+    @parametrize("name", list(found.PROGRAMS))
+    def test_equals_ordered_eager(self, name: str) -> None:
+        from stream_programs.drawn.on_gpu import check_mode
+
+        for mode in COMPILED:
+            check_mode(as_program(found.PROGRAMS[name], name), mode, seeds=5)
+
+
+instantiate_parametrized_tests(TestDrawn)
+instantiate_parametrized_tests(TestFound)
+instantiate_parametrized_tests(TestGpu)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,1 @@
+"""Random stream programs: drawn as data (`steps`), written so that they can't race in eager (`writer`, `order`)."""

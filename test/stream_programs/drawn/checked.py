@@ -1,0 +1,106 @@
+"""A drawn program, compiled on a simulated GPU and checked there.
+
+It must have no race, keep what eager promises to its caller, and have no event that orders nothing. Eager itself is
+checked in the same way first: a program that races there would be the generator's fault (`Invalid`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+import form  # noqa: F401
+from stream_programs._program import Kit
+from torch_overlay import config
+from torch_overlay.analysis.checking import CALLER, check
+from torch_overlay.analysis.race_report import describe
+from torch_overlay.analysis.trace import HOST
+from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stream_programs._program import Program
+    from torch_overlay.analysis.happens_before import Race
+    from torch_overlay.analysis.race_report import Promise, Report
+
+
+class Invalid(AssertionError):
+    """The program isn't a fair question."""
+
+
+class Wrong(AssertionError):
+    """`kind` is race, lost or redundant."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) -> Report:
+    with simulated_gpu(), config.patch(fold_branches_below_us=0.0), quiet():
+        kit = Kit(program.compiler(mode), sleeps=True)
+        fn = program.build(kit)
+        inputs = program.make_inputs("cuda", torch.Generator().manual_seed(1))
+        return check(fn, *inputs, compile=False, calls=calls, **kwargs)
+
+
+def _by_the_way(promise: Promise, trains: bool) -> bool:
+    """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
+    caller happened to have there.
+    """
+    return trains and promise.value.startswith("the caller's work")
+
+
+def _left_to_host(race: Race) -> bool:
+    return race.kind == "host" and race.second.launch.name == CALLER
+
+
+def findings(found: Report, host_waits: bool = False, trains: bool = False) -> list[tuple[str, str]]:
+    """(kind, text) of all that is wrong.
+
+    With `host_waits`, promises to the host count: it is told to wait. A copy between host and device makes it wait,
+    too, but where compiled code makes the copy is its own affair; the caller waits again before it reads host memory.
+    """
+    races = [("race", describe(r)) for r in found.races if host_waits or not _left_to_host(r)]
+    lost = [("lost", str(p)) for p in found.lost if (host_waits or p.who != HOST) and not _by_the_way(p, trains)]
+    return [*races, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
+
+
+def check_compiled(
+    program: Program,
+    mode: str | None = None,
+    *,
+    host_waits: bool = False,
+    trains: bool = False,
+    minimal: bool = True,
+) -> Report:
+    """Raises `Wrong` with the report if something is wrong."""
+    found = report(program, mode)
+    if notes := "\n".join(found.notes):
+        raise Invalid(notes)
+    wrong = [f for f in findings(found, host_waits, trains) if minimal or f[0] != "redundant"]
+    if wrong:
+        raise Wrong(wrong[0][0], "\n".join(text for _, text in wrong))
+    return found
+
+
+__all__ = ["check_compiled", "findings", "Invalid", "report", "Wrong"]

@@ -1,0 +1,396 @@
+"""Programs that random ones have shrunk to, each named after what went wrong when it was compiled."""
+
+from __future__ import annotations
+
+import textwrap
+
+from stream_programs.drawn.writer import Written
+
+
+PROGRAMS: dict[str, Written] = {}
+
+
+def _add(name: str, inputs: str, text: str) -> None:
+    text = textwrap.dedent(text).lstrip()
+    copies = any(call in text for call in (".cpu()", '.to("cuda")', ".item()"))
+    PROGRAMS[name] = Written(
+        text,
+        tuple(inputs.split()),
+        train="trains(" in text,
+        random="dropout" in text,
+        unjoined="# unjoined" in text,
+        host="cpu" in text or "out" in inputs,
+        fullgraph="graph_break" not in text,
+        host_waits="synchronize(" in text and not copies,
+        host_blocks="synchronize(" in text or copies,
+    )
+
+
+_add(
+    "frame_that_only_waits_and_computes_nothing_that_is_read",
+    "state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(state, ready):
+            with torch.cuda.stream(s1):
+                ready.wait()
+                v1 = state.amax(1, keepdim=True)
+                torch._dynamo.graph_break()
+                v2 = state + 1
+            torch.cuda.current_stream().wait_stream(s1)
+            return v2,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "frame_of_views_that_only_waits",
+    "state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(state, ready):
+            s1.wait_event(ready)
+            v1 = state[1:]
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v2 = state + 1
+            torch.cuda.current_stream().wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "waits_that_stay_are_made_once",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            s1.wait_stream(torch.cuda.current_stream())
+            return x,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "concatenation_of_inputs_on_a_side_stream",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                buffer.add_(state)
+                buffer.clamp_(-2, 2)
+                torch._dynamo.graph_break()
+                v1 = torch.cat([x, buffer])[16:48]
+                x.add_(buffer)
+                x.clamp_(-2, 2)
+            current.wait_stream(s1)
+            return v1,
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "foreach_on_a_side_stream",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                y.mul_(2)
+                torch._dynamo.graph_break()
+                v1, v2 = torch._foreach_add([x, y], 1)
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "memory_handed_on_behind_the_callers_event",
+    "ready",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(ready):
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = torch.ones(32, 32, device="cuda")
+            done1 = s1.record_event()
+            done1.wait()
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "work_behind_a_host_synchronisation",
+    "x y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state):
+            current = torch.cuda.current_stream()
+            v1 = (x.sum()).clamp(-2, 2)
+            current.synchronize()
+            with torch.cuda.stream(s1):
+                v2 = (state > 0).float()
+                v3 = v2 + state
+                buffer.add_(y)
+                buffer.clamp_(-2, 2)
+            current.wait_stream(s1)
+            return v1, v2, v3
+
+        return trains(k, fn, 0, [], [buffer])
+    """,
+)
+_add(
+    "work_behind_a_copy_that_blocks_the_host",
+    "x state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state, pinned):
+            current = torch.cuda.current_stream()
+            buffer.copy_(state)
+            v1 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                v2 = x + buffer
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "event_behind_a_copy_to_the_host_between_graphs",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+        w0 = weight(k)
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            x[4:20].copy_(buffer[8:24])
+            v1 = x.to("cpu", non_blocking=True)
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = buffer @ w0
+                e1.record(s1)
+            current.wait_event(e1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "copy_to_the_host_of_what_is_written_later",
+    "state out",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(state, out):
+            current = torch.cuda.current_stream()
+            out.copy_(state, non_blocking=True)
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                state[1:9] = 3
+            current.wait_stream(s1)
+            return state * 2,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "gradient_of_an_operator_that_realizes_its_input",
+    "x ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        sleep = k.sleep
+
+        def fn(x, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = sleep(x) * 3
+            done1 = torch.cuda.Event()
+            done1.record(s1)
+            current.wait_event(done1)
+            return v1,
+
+        return trains(k, fn, 0, [])
+    """,
+)
+_add(
+    "one_of_several_outputs_of_a_kernel",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        w0 = weight(k, True)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                state.clamp_(-2, 2)
+                v1 = F.dropout(state, 0.5)
+            v2 = x @ w0
+            current.wait_stream(s1)
+            return v1, v2
+
+        return trains(k, fn, 0, [w0])
+    """,
+)
+_add(
+    "slices_of_a_returned_concatenation_on_two_streams",
+    "y state",
+    """
+    def build(k):
+        s1, s2 = k.stream(), k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            s2.wait_stream(current)
+            with torch.cuda.stream(s2):
+                v1 = y * 2
+            s1.wait_stream(current)
+            s1.wait_stream(s2)
+            with torch.cuda.stream(s1):
+                v2 = torch.cat([v1, buffer])[16:48]
+                v3 = (state.cumsum(0)).clamp(-2, 2)
+            current.wait_stream(s1)
+            return v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "scatter_that_a_pass_makes_anew",
+    "y",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y):
+            current = torch.cuda.current_stream()
+            v1 = y * 2
+            v2 = v1 + buffer
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v1[4:20].copy_(v2[8:24])
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "zeroed_on_a_side_stream_then_added_to",
+    "x state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                buffer.zero_()
+            current.wait_stream(s1)
+            buffer[:, ::2].add_(state[:, ::2])
+            return x,
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "result_updated_in_place_and_left_unjoined",
+    "state y",
+    """
+    def build(k):  # unjoined
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state, y):
+            current = torch.cuda.current_stream()
+            v1 = y + state
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v1.relu_()
+            return v1,
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "host_reads_a_download_of_another_region",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            v1 = buffer.to("cpu", non_blocking=True)
+            v2 = buffer + state
+            with torch.cuda.stream(s1):
+                current.synchronize()
+                v3 = v1 + 1
+            return v1, v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "memory_of_another_regions_side_stream",
+    "state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(state, pinned):
+            current = torch.cuda.current_stream()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v1 = pinned.to("cuda", non_blocking=True)
+            current.wait_stream(s1)
+            v2 = v1.amax(1, keepdim=True)
+            with torch.cuda.stream(s1):
+                v3 = state * 2
+            current.wait_stream(s1)
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)

@@ -1,0 +1,133 @@
+"""What the text of a drawn program uses, and how the text becomes a program of the corpus' kind.
+
+program = as_program(write(spec), "drawn_0_17")
+"""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from stream_programs import _ops  # noqa: F401  (registers the operators)
+from stream_programs._program import Inputs, Instance, Kit, Program, tensors, whole_numbers
+from stream_programs.drawn.operations import FULL, SIZE
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stream_programs.drawn.writer import Written
+
+matrix = whole_numbers(*FULL)
+ARGUMENTS: dict[str, Callable[[str, torch.Generator], Any]] = {
+    "x": matrix,
+    "y": matrix,
+    "state": matrix,
+    "pinned": whole_numbers(*FULL, pinned=True),
+    "out": whole_numbers(*FULL, pinned=True),
+    "ready": lambda device, generator: torch.cuda.Event(),
+    "n": lambda device, generator: 3,
+}
+
+
+def weight(k: Kit, trained: bool = False) -> torch.Tensor:
+    """A matrix with two entries in each row and column: products with it stay small."""
+    rows = torch.eye(SIZE)
+    first, second = (rows[torch.randperm(SIZE, generator=k.generator)] for _ in range(2))
+    return (first - second).to("cuda").requires_grad_(trained)
+
+
+def _compiled(k: Kit, fn: Callable[..., Any], kept: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    compiled = k.compile(fn)
+
+    def call(*inputs: Any) -> Any:
+        return compiled(*inputs)
+
+    call.kept = kept  # type: ignore[attr-defined]
+    return call
+
+
+def calls(k: Kit, fn: Callable[..., Any], kept: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
+    """The function, as it is called. `kept` are tensors of its own that it changes."""
+    return _compiled(k, fn, kept)
+
+
+def trains(
+    k: Kit, fn: Callable[..., Any], argument: int | None, weights: Sequence[torch.Tensor], kept: Any = ()
+) -> Callable[..., Any]:
+    """A training step: the forward, the backward of what carries a gradient, the gradients of input and weights."""
+    call = _compiled(k, fn, kept)
+
+    def step(*inputs: Any) -> Any:
+        given = list(inputs)
+        leaves = list(weights)
+        if argument is not None:
+            given[argument] = given[argument].detach().requires_grad_()
+            leaves.append(given[argument])
+        outputs = call(*given)
+        roots = [t for t in outputs if t.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        return [t.detach() for t in outputs], gradients
+
+    step.kept = kept  # type: ignore[attr-defined]
+    return step
+
+
+def finish(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    """A caller that joins what the function didn't, and looks at what it keeps."""
+    return outputs, [t.clone() for t in instance.fn.kept]  # type: ignore[attr-defined]
+
+
+def joins(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    instance.join()
+    return finish(instance, inputs, outputs)
+
+
+def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
+    torch.cuda.synchronize()
+    return finish(instance, inputs, outputs)
+
+
+SCOPE = {
+    "torch": torch,
+    "F": F,
+    "double": torch.ops.overlay_test.double,
+    "add_to": torch.ops.overlay_test.add_to,
+    "weight": weight,
+    "calls": calls,
+    "trains": trains,
+}
+
+
+def inputs_of(*names: str) -> Callable[[str, torch.Generator], Inputs]:
+    return tensors(*(ARGUMENTS[name] for name in names))
+
+
+def as_program(written: Written, name: str) -> Program:
+    path = f"/drawn/{name}.py"
+    linecache.cache[path] = (len(written.text), None, written.text.splitlines(True), path)
+    scope = dict(SCOPE)
+    exec(compile(written.text, path, "exec"), scope)
+    return Program(
+        name,
+        "drawn at random",
+        scope["build"],
+        inputs_of(*written.inputs),
+        finish=synchronizes if written.host else joins if written.unjoined else finish,
+        fullgraph=written.fullgraph,
+        frames=True,
+        options={"fallback_random": True} if written.random else {},
+        random=written.random,
+        host_reads=written.host,
+        ordered=True,
+        group="drawn",
+    )
+
+
+__all__ = ["as_program", "inputs_of", "SCOPE", "weight"]

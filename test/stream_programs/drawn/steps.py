@@ -1,0 +1,111 @@
+"""The data that a program is written from: a few settings and a list of steps, of which each may be left out.
+
+A step is a kind and three small numbers; the writer takes them modulo what there is to choose from, so that any list
+is a program, and a shorter list, or smaller numbers, is a simpler one. Hypothesis draws and shrinks such data
+(`specs`); `random_spec` makes the program of a number, and `smaller` the simpler neighbours of a program, without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+Step = tuple[str, int, int, int]
+
+# Kind -> how often it is drawn.
+KINDS = {
+    "compute": 30,
+    "enter": 14,
+    "leave": 9,
+    "in_place": 9,
+    "view": 6,
+    "wait_stream": 3,
+    "record": 4,
+    "wait_event": 3,
+    "synchronize": 1,
+    "to_host": 2,
+    "host_compute": 2,
+    "to_device": 3,
+    "delete": 3,
+    "record_stream": 1,
+    "branch": 2,
+    "loop": 1,
+    "item": 1,
+    "graph_break": 1,
+}
+LARGEST = 63
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """`unjoined` streams are left for the caller to join."""
+
+    streams: int
+    train: bool = False
+    unjoined: bool = False
+    steps: tuple[Step, ...] = ()
+
+    def as_data(self) -> list[Any]:
+        return [self.streams, self.train, self.unjoined, [list(step) for step in self.steps]]
+
+    @classmethod
+    def of_data(cls, data: Any) -> Spec:
+        streams, train, unjoined, steps = data
+        return cls(streams, train, unjoined, tuple((k, a, b, c) for k, a, b, c in steps))
+
+
+def random_spec(seed: int, number: int) -> Spec:
+    rng = random.Random(f"{seed}/{number}")
+    kinds, weights = list(KINDS), list(KINDS.values())
+    count = rng.randint(5, 25)
+
+    def step() -> Step:
+        (kind,) = rng.choices(kinds, weights)
+        return kind, *(rng.randint(0, LARGEST) for _ in range(3))  # type: ignore[return-value]
+
+    return Spec(
+        rng.choice((1, 2, 2, 3, 3, 4, 5)),
+        rng.random() < 0.4,
+        rng.random() < 0.25,
+        tuple(step() for _ in range(count)),
+    )
+
+
+def specs() -> Any:
+    """Hypothesis' strategy."""
+    from hypothesis import strategies as st
+
+    weighted = [kind for kind, weight in KINDS.items() for _ in range(weight)]
+    number = st.integers(0, LARGEST)
+    step = st.tuples(st.sampled_from(weighted), number, number, number)
+    return st.builds(Spec, st.integers(1, 5), st.booleans(), st.booleans(), st.lists(step, max_size=25).map(tuple))
+
+
+def smaller(spec: Spec) -> Iterator[Spec]:
+    """Simpler programs: with fewer steps, then fewer streams, then smaller numbers."""
+    length = len(spec.steps)
+    size = length
+    while size:
+        for begin in range(0, length, size):
+            yield dataclasses.replace(spec, steps=spec.steps[:begin] + spec.steps[begin + size :])
+        size //= 2
+    if spec.unjoined:
+        yield dataclasses.replace(spec, unjoined=False)
+    if spec.train:
+        yield dataclasses.replace(spec, train=False)
+    if spec.streams > 1:
+        yield dataclasses.replace(spec, streams=spec.streams - 1)
+    for i, step in enumerate(spec.steps):
+        for j in (1, 2, 3):
+            if step[j]:
+                changed = (*step[:j], 0, *step[j + 1 :])
+                yield dataclasses.replace(spec, steps=(*spec.steps[:i], changed, *spec.steps[i + 1 :]))
+
+
+__all__ = ["random_spec", "smaller", "Spec", "specs", "Step"]

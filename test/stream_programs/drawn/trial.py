@@ -1,0 +1,152 @@
+"""A drawn program on trial: what is wrong with it, the smallest program with the same fault, and its test file."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stream_programs.drawn.kit import as_program
+from stream_programs.drawn.steps import smaller, Spec
+from stream_programs.drawn.writer import write, Written
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+COMPILED = ("default", "reduce-overhead")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind`: race, lost, redundant (of the compiled program), invalid (the generator's fault), mismatch (on a GPU), or
+    the name of an exception.
+    """
+
+    kind: str
+    mode: str
+    text: str
+
+    @property
+    def fault(self) -> tuple[str, str]:
+        """The same for what is likely the same fault: RAW is no other than RAW."""
+        return self.kind, self.text.split(maxsplit=1)[0] if self.text else ""
+
+
+def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) -> Verdict | None:
+    """None if the program is right in all modes."""
+    for mode in modes:
+        try:
+            _check(written, mode, on_gpu, seeds)
+        except Exception as error:
+            from stream_programs.drawn import checked
+            from stream_programs.gpu import Mismatch
+
+            kind = error.kind if isinstance(error, checked.Wrong) else type(error).__name__.lower()
+            known = isinstance(error, (checked.Wrong, checked.Invalid, Mismatch))
+            text = str(error) if known else "".join(traceback.format_exception(error)[-12:])
+            return Verdict(kind, mode, text)
+    return None
+
+
+def _check(written: Written, mode: str, on_gpu: bool, seeds: int) -> None:
+    program = as_program(written, "drawn")
+    if on_gpu:
+        from stream_programs.drawn.on_gpu import check_mode
+
+        check_mode(program, mode, seeds)
+    else:
+        from stream_programs.drawn.checked import check_compiled
+
+        # A plan knows nothing of what other regions order, what the caller's event follows, or a copy waits for.
+        alone = written.fullgraph and mode == "default" and "ready" not in written.inputs and not written.host_blocks
+        check_compiled(
+            program,
+            None if mode == "default" else mode,
+            host_waits=written.host_waits,
+            trains=written.train,
+            minimal=alone,
+        )
+
+
+def shrink(spec: Spec, verdict: Verdict, on_gpu: bool, seconds: float) -> tuple[Spec, Verdict]:
+    """The simplest program found in the time that fails in the same way."""
+    deadline = time.monotonic() + seconds
+    going = True
+    while going:
+        going = False
+        for simpler in smaller(spec):
+            if time.monotonic() > deadline:
+                return spec, verdict
+            found = judge(write(simpler), [verdict.mode], on_gpu)
+            if found is not None and found.fault == verdict.fault:
+                spec, verdict, going = simpler, found, True
+                break
+    return spec, verdict
+
+
+TEST = '''"""Drawn by tools/fuzz ({origin}), {mode}:
+
+{reason}
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "test" / "form.py").is_file())
+sys.path.insert(0, str(ROOT / "test"))
+import form  # noqa: F401
+from stream_programs.drawn.trial import judge
+from stream_programs.drawn.writer import Written
+
+
+PROGRAM = """\\
+{program}"""
+
+{marks}
+def test_{name}() -> None:
+    written = Written(
+        PROGRAM,
+        inputs={inputs!r},
+        train={train},
+        random={random},
+        unjoined={unjoined},
+        host={host},
+        fullgraph={fullgraph},
+        host_waits={host_waits},
+        host_blocks={host_blocks},
+    )
+    verdict = judge(written, ["{mode}"], on_gpu={on_gpu})
+    assert verdict is None, verdict.text
+'''
+
+
+def test_file(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: bool) -> str:
+    """A test that fails as long as the program does. It may lie anywhere below the repository."""
+    reason = textwrap.shorten(verdict.text.replace("\\", "/").replace('"""', "'''"), 1500, placeholder=" ...")
+    return TEST.format(
+        origin=origin,
+        mode=verdict.mode,
+        reason=textwrap.fill(f"{verdict.kind}: {reason}", 116),
+        program=written.text,
+        marks="import pytest\n\n\n@pytest.mark.gpu" if on_gpu else "",
+        name=name,
+        on_gpu=on_gpu,
+        inputs=written.inputs,
+        train=written.train,
+        random=written.random,
+        unjoined=written.unjoined,
+        host=written.host,
+        fullgraph=written.fullgraph,
+        host_waits=written.host_waits,
+        host_blocks=written.host_blocks,
+    )
+
+
+__all__ = ["COMPILED", "judge", "shrink", "test_file", "Verdict"]

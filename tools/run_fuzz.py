@@ -1,0 +1,230 @@
+"""Random stream programs, as many as one wants.
+
+    tools/fuzz --compile-only -n 1000                compiled for a simulated GPU and checked there
+    tools/fuzz -n 1000 --seeds 5 --jobs 15           on the GPU, against eager, under five draws of delays each
+    tools/fuzz --planner -n 10000                    the planner alone, on random schedules
+
+Program N of seed S is the same program everywhere. Each is compiled once for each of --modes (default, reduce-overhead,
+and on a GPU trees, which is PyTorch's own CUDA graphs). A failure is shrunk, and written as a test to --out/failures.
+Results go to --out/results.jsonl; run again with the same --out, a run goes on where it was stopped. The exit status is
+1 if a program failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "tools")]
+
+import worker_pool  # noqa: E402
+
+
+MODES = {True: "default,reduce-overhead,trees", False: "default,reduce-overhead"}  # on a GPU, compiled only
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    seed: int
+    number: int
+
+    @property
+    def row(self) -> str:
+        return f"program {self.number}"
+
+    @property
+    def column(self) -> str:
+        return f"seed {self.seed}"
+
+
+# ---- a worker
+
+
+def work(args: argparse.Namespace) -> None:
+    import warnings
+
+    import form  # noqa: F401  # pyrefly: ignore[missing-import]
+    from stream_programs.drawn import trial  # pyrefly: ignore[missing-import]
+    from stream_programs.drawn.steps import random_spec  # pyrefly: ignore[missing-import]
+    from stream_programs.drawn.writer import write  # pyrefly: ignore[missing-import]
+
+    on_gpu, modes = not args.compile_only, args.modes.split(",")
+    warnings.filterwarnings("ignore")
+
+    def handle(fields: dict[str, Any]) -> tuple[str, str]:
+        case = Case(**fields)
+        spec = random_spec(case.seed, case.number)
+        verdict = trial.judge(write(spec), modes, on_gpu, args.seeds)
+        if verdict is None:
+            return settled("ok", "", on_gpu)
+        reason = f"{verdict.mode}: {verdict.kind}: {verdict.text}"
+        is_lost = settled("FAILED", reason, on_gpu)[0] == "CRASHED"
+        if not is_lost:
+            spec, verdict = trial.shrink(spec, verdict, on_gpu, args.shrink)
+        name = f"drawn_{case.seed}_{case.number}"
+        text = trial.test_file(write(spec), verdict, f"seed {case.seed}, program {case.number}", name, on_gpu)
+        folder = args.out / "failures"
+        folder.mkdir(exist_ok=True)
+        (folder / f"test_{name}.py").write_text(text)
+        return ("CRASHED" if is_lost else "FAILED"), reason
+
+    worker_pool.serve(handle)
+
+
+def settled(status: str, reason: str, on_gpu: bool) -> tuple[str, str]:
+    return worker_pool.settle(status, reason) if on_gpu else (status, reason)
+
+
+# ---- the parent
+
+
+def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--modes", args.modes]
+    command += ["--seeds", str(args.seeds), "--shrink", str(args.shrink)]
+    command += ["--compile-only"] if args.compile_only else []
+    return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout + args.shrink)
+
+
+class Progress:
+    """A bar on a terminal, if rich is there; elsewhere a line for every twentieth of the way."""
+
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.done, self.failed, self.what, self.start = total, 0, 0, what, time.monotonic()
+        self.bar: Any = None
+        if sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import (
+                    BarColumn,
+                    MofNCompleteColumn,
+                    Progress as Bar,
+                    TextColumn,
+                    TimeRemainingColumn,
+                )
+            except ImportError:
+                return
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Bar(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task(what, total=total)
+            self.bar.start()
+
+    def step(self, good: bool) -> None:
+        self.done += 1
+        self.failed += not good
+        text = f"{self.what}, {self.failed} failed" if self.failed else self.what
+        if self.bar is not None:
+            self.bar.update(self.task, advance=1, description=text)
+        elif self.done * 20 // self.total != (self.done - 1) * 20 // self.total:
+            spent = time.monotonic() - self.start
+            print(f"{self.done}/{self.total}  {spent:.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def done_before(lines: Path, head: dict[str, Any]) -> dict[tuple[int, int], worker_pool.Result]:
+    """Results of an earlier run of the same programs; its skipped ones are to be done."""
+    if not lines.exists():
+        return {}
+    first, *rest = [json.loads(line) for line in lines.read_text().splitlines()]
+    changed = [key for key in head if first.get(key) != head[key]]
+    if changed:
+        raise SystemExit(f"fuzz: {lines} is of a run with other {', '.join(changed)}; choose another --out")
+    found = {}
+    for fields in rest:
+        case = Case(**fields["case"])
+        found[case.seed, case.number] = worker_pool.Result(case, *(fields[k] for k in ("status", "reason", "seconds")))
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=200, help="programs (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the programs (0)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first program (0)")
+    parser.add_argument("--compile-only", action="store_true", help="on a simulated GPU")
+    parser.add_argument("--planner", action="store_true", help="schedules for the planner in the place of programs")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of delays for each compiled program, on a GPU (5)")
+    parser.add_argument("--modes", help="of default, reduce-overhead and, on a GPU, trees (all)")
+    parser.add_argument("--out", type=Path, help="folder for results and failures (build/fuzz/...)")
+    parser.add_argument("--jobs", type=int, default=max(1, min(15, (os.cpu_count() or 2) - 1)), help="processes")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no program is started")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one program (120)")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for shrinking a failure (60)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.modes = args.modes or MODES[not args.compile_only]
+    unknown = set(args.modes.split(",")) - set(MODES[not args.compile_only].split(","))
+    if unknown:
+        parser.error(f"--modes: {', '.join(sorted(unknown))} is none of {MODES[not args.compile_only]}")
+    kind = "compiled" if args.compile_only else "gpu"
+    args.out = args.out or ROOT / "build" / "fuzz" / f"{kind}-{args.seed}"
+    return args
+
+
+def main() -> int:
+    args = parse()
+    if args.planner:
+        import planner_fuzz
+
+        return planner_fuzz.run(args.n, args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.worker:
+        work(args)
+        return 0
+    if not args.compile_only:
+        from stream_programs import gpu  # pyrefly: ignore[missing-import]
+
+        if not gpu.devices():
+            print("fuzz: no GPU here; with --compile-only programs are checked on a simulated one")
+            return 2
+    lines = args.out / "results.jsonl"
+    head = {"modes": args.modes, "seeds": args.seeds, "compile_only": args.compile_only}
+    before = done_before(lines, head)
+    if not lines.exists():
+        lines.write_text(json.dumps({**worker_pool.describe(), **head}) + "\n")
+    wanted = [Case(args.seed, number) for number in range(args.first, args.first + args.n)]
+    earlier = [before[c.seed, c.number] for c in wanted if (c.seed, c.number) in before]
+    cases = [c for c in wanted if (c.seed, c.number) not in before]
+    start, progress = time.monotonic(), Progress(max(1, len(cases)), "programs")
+
+    def seen(result: worker_pool.Result) -> None:
+        worker_pool.write_result(lines, result)
+        progress.step(result.good)
+
+    results = worker_pool.run_all(
+        cases, lambda number: make_worker(number, args), args.jobs, args.limit, seen, quiet=True
+    )
+    progress.stop()
+    results = earlier + results
+    run = [r for r in results if r.status != "skipped"]
+    bad = [r for r in run if not r.good]
+    for r in sorted(bad, key=lambda r: r.case.number):
+        print(f"{r.status} program {r.case.number}: {' '.join(r.reason.split())[:200]}")
+    spent = time.monotonic() - start
+    again = f", {len(earlier)} of them in an earlier run" if earlier else ""
+    print(f"{len(run)} of {len(wanted)} programs{again}, {spent:.0f} s: {len(run) - len(bad)} ok, {len(bad)} failed")
+    if bad:
+        print(f"their tests: {args.out / 'failures'}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
