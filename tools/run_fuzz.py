@@ -70,7 +70,7 @@ def work(args: argparse.Namespace) -> None:
         if not is_lost:
             spec, verdict = trial.shrink(spec, verdict, on_gpu, args.shrink)
         name = f"drawn_{case.seed}_{case.number}"
-        text = trial.test_file(write(spec), verdict, f"seed {case.seed}, program {case.number}", name, on_gpu)
+        text = trial.as_test(write(spec), verdict, f"seed {case.seed}, program {case.number}", name, on_gpu)
         folder = args.out / "failures"
         folder.mkdir(exist_ok=True)
         (folder / f"test_{name}.py").write_text(text)

@@ -127,7 +127,7 @@ def test_{name}() -> None:
 '''
 
 
-def test_file(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: bool) -> str:
+def as_test(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: bool) -> str:
     """A test that fails as long as the program does. It may lie anywhere below the repository."""
     reason = textwrap.shorten(verdict.text.replace("\\", "/").replace('"""', "'''"), 1500, placeholder=" ...")
     return TEST.format(
@@ -149,4 +149,4 @@ def test_file(written: Written, verdict: Verdict, origin: str, name: str, on_gpu
     )
 
 
-__all__ = ["COMPILED", "judge", "shrink", "test_file", "Verdict"]
+__all__ = ["COMPILED", "judge", "shrink", "as_test", "Verdict"]
