@@ -13,7 +13,9 @@ caller is no longer ordered. But for these: what the report of the program itsel
 waits on the host, or copies between devices, which may order the same; the joins around captured partitions, which come
 whether they are needed or not; in a program of several modules, like a training step, what its regions owe to the side
 streams of their caller, which is the program itself and need not call it in, and what they wait for at their entry,
-which another region may have waited for. Such mutants are counted as not decided.
+which another region may have waited for; and waits for the caller's state before work on memory of the region's own,
+which are for memory that the caller gave back while a stream still used it: the simulated caller does no such thing.
+Such mutants are counted as not decided.
 
 A free that moves ahead of a launch which uses the memory is wrong. One that moves ahead of an operation that neither
 uses the memory nor allocates any is right: no allocation can tell. Two launches of different streams with no wait or
@@ -124,6 +126,8 @@ def of_compiled(report: Report) -> Iterator[Mutant]:
     if len(modules) > 1 or any(op.site == "autograd's engine" for op in runs[0] if isinstance(op, Record)):
         loose |= {site for site in sites if _is_of_boundary(site)}
         loose |= {wait for site in loose for wait in waits_of[site]}  # what a forward has waited for, too
+    own = {site for site, op in sites.items() if isinstance(op, Wait) and "_entry" in site and _is_for_own(runs[0], op)}
+    loose |= own | {site for site in sites if waits_of[site] and waits_of[site] <= own}
     for site, op in sites.items():
         if site in redundant or (waits_of[site] and waits_of[site] <= redundant):
             continue
@@ -137,6 +141,14 @@ def of_compiled(report: Report) -> Iterator[Mutant]:
         yield Mutant(kind, site, without, None if unknown else True)
     for ops in runs[:1]:
         yield from _of_memory(ops)
+
+
+def _is_for_own(ops: Sequence[Operation], wait: Wait) -> bool:
+    """Does the stream touch nothing but memory that the region has made, when it has waited?"""
+    made = {op.memory for op in ops if isinstance(op, Alloc)}
+    behind = ops[next(i for i, op in enumerate(ops) if op.site == wait.site) :]
+    launch = next((op for op in behind if isinstance(op, Launch) and op.stream == wait.stream), None)
+    return launch is not None and launch.name != CALLER and all(a.view.memory in made for a in launch.accesses)
 
 
 def _is_of_boundary(site: str) -> bool:

@@ -315,6 +315,17 @@ class _Planner:
                 found.add(before)
         return found, tokens
 
+    def awaited_next(self, here: int, op: Op) -> set[int]:
+        """What the next operation of the stream waits for on the streams that this one must be ordered behind.
+
+        An operation that only fills memory needs nothing that is computed, but the state of the caller in which that
+        memory became free. To wait for both at once takes no event of its own, and a fill is short.
+        """
+        following = next((o for o in self.ops[here + 1 :] if o.stream == op.stream), None)
+        if following is None or not op.after <= following.after:
+            return set()
+        return {i for i in self.predecessors(following) if f"s{self.ops[i].stream}" in op.after}
+
     def name_only(self, op: Op) -> None:
         parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
         for name in op.writes:
@@ -328,6 +339,8 @@ class _Planner:
         if stream != HOST and HOST in self.clocks:
             clock.join(self.clocks[HOST])
         predecessors = self.predecessors(op)
+        if op.after and not op.reads:
+            predecessors |= self.awaited_next(here, op)
         tokens = set(op.after)
         if stream != HOST:
             extra, states = self.allocation_order(op, stream)
