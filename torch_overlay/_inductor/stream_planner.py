@@ -242,8 +242,8 @@ class _Planner:
     def storage(self, name: str) -> frozenset[str]:
         return self.members.get(name, frozenset((name,)))
 
-    def order_after(self, here: int, stream: int, predecessors: Iterable[int], tokens: Iterable[str]) -> None:
-        """Make `stream`, just before position `here`, ordered after `predecessors` and boundary `tokens`."""
+    def needed(self, stream: int, predecessors: Iterable[int]) -> list[int]:
+        """Those that `stream` has to wait for: the latest of each stream, unless another one is ordered behind it."""
         clock = self.clock(stream)
         latest: dict[int, int] = {}
         for i in predecessors:
@@ -263,7 +263,11 @@ class _Planner:
                     return True
             return False
 
-        needed = [i for i in latest.values() if not implied(i)]
+        return [i for i in latest.values() if not implied(i)]
+
+    def order_after(self, here: int, stream: int, predecessors: Iterable[int], tokens: Iterable[str]) -> None:
+        """Make `stream`, just before position `here`, ordered after `predecessors` and boundary `tokens`."""
+        clock, needed = self.clock(stream), self.needed(stream, predecessors)
         for i in sorted(needed):
             source = self.ops[i].stream
             assert source is not None
@@ -321,10 +325,10 @@ class _Planner:
         An operation that only fills memory needs nothing that is computed, but the state of the caller in which that
         memory became free. To wait for both at once takes no event of its own, and a fill is short.
         """
-        following = next((o for o in self.ops[here + 1 :] if o.stream == op.stream), None)
-        if following is None or not op.after <= following.after:
+        following = self.ops[here + 1] if here + 1 < len(self.ops) else None
+        if op.stream is None or following is None or following.stream != op.stream:
             return set()
-        return {i for i in self.predecessors(following) if f"s{self.ops[i].stream}" in op.after}
+        return {i for i in self.needed(op.stream, self.predecessors(following)) if f"s{self.ops[i].stream}" in op.after}
 
     def name_only(self, op: Op) -> None:
         parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
