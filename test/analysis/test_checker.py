@@ -710,6 +710,21 @@ no races, no lost promises, no redundant events
 """,
         )
 
+    def test_what_the_host_did_is_over_for_whoever_waits_later(self) -> None:
+        x = made(self.t)
+        fork(self.t)
+        self.t.launch("use", "side", reads=[x])
+        h = self.t.alloc("h", 64, on=HOST)
+        self.t.launch("compute", HOST, writes=[h])
+        self.t.boundary("the call", h, events=["fork"])
+        self.assertExpectedInline(
+            self.report(),
+            """\
+note: after the call, h may be read by fork, host, main, side, overwritten by fork, host, main, side
+no races, no lost promises, no redundant events
+""",
+        )
+
     def test_memory_that_may_be_handed_on(self) -> None:
         x = made(self.t)
         fork(self.t)

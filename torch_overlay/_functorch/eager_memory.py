@@ -74,12 +74,26 @@ def _base(node: Node) -> Node | None:
     return next((a for a in node.args if isinstance(a, torch.fx.Node)), None)
 
 
+def _root(node: Node) -> Node:
+    """The node whose memory a value is, behind views and updates of it."""
+    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem or _updates(node)):
+        base = _base(node)
+        if base is None:
+            break
+        node = base
+    return node
+
+
 def foreign_reads(node: Node) -> tuple[str, ...]:
     """The streams, as tokens, whose memory the node reads in eager, without its own stream. What it updates in place
-    lives on in eager as its result.
+    lives on in eager as its result, and so does what it was given as `out`.
     """
-    updated = _base(node) if _updates(node) else None
-    found = {memory_stream(v) for v in node.all_input_nodes if v is not updated} - {None, node_stream(node)}
+    if is_view(node):  # it launches nothing
+        return ()
+    updated = _root(node) if _updates(node) else None
+    target = node.meta.get("custom", {}).get(TARGET)
+    read = [v for v in node.all_input_nodes if updated is None or _root(v) is not updated]
+    found = {memory_stream(v) for v in read} - {None, node_stream(node), target}
     return tuple(sorted(f"s{stream}" for stream in found))
 
 

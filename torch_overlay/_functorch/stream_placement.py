@@ -167,10 +167,12 @@ class _Program:
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, str] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
-        for node in self.ops:
+        for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
             named: Any = node.args
-            if node.target is _RECORD or node.target is _streams.wait_event.default:
+            if node.target in (_RECORD, _streams.wait_event.default, _streams.record_stream.default):
                 self.streams.add(named[1])
+            elif node.target is _streams.synchronize_stream.default:
+                self.streams.add(named[0])
             elif node.target is _streams.wait_stream.default:
                 self.streams.update(named)
         records: dict[int, int] = defaultdict(int)

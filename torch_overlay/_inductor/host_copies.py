@@ -1,9 +1,13 @@
-"""Copies from the device into a host tensor of the caller stay asynchronous.
+"""Copies between the device and host memory of the caller: asynchronous where eager's are, and only there.
 
 `result.copy_(y, non_blocking=True)` into a pinned tensor of the caller is, after functionalization, a new host tensor
 that is filled by a copy which blocks the host, and then a copy on the CPU into the caller's. Values are right, but
 the side stream that was to carry the download is waited for in the middle of the graph. Here the pair becomes one
 operation that copies into the caller's tensor on its stream, as eager does.
+
+What the graph computes on the host and uploads with `non_blocking=True` Inductor makes in pinned memory, so that the
+upload doesn't block. If the caller gets that memory, too, it may write there while the copy still reads: eager's memory
+is pageable, and has been read when the call returns. Such an upload blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._library.custom_ops import custom_op
+
+from torch_overlay._functorch.stream_placement import is_view
 
 
 if TYPE_CHECKING:
@@ -69,3 +75,32 @@ def download_in_place(graph: Graph) -> None:
         node.meta["val"] = None
         graph.erase_node(write)
         graph.erase_node(value)
+
+
+def upload_returned_memory_at_once(graph: Graph) -> None:
+    """Uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
+    returned = {_base(node) for node in graph.output_node().all_input_nodes}
+    for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source = _base(node.args[0])
+            if source not in returned or source.op == "placeholder" or _is_pinned(source):
+                continue
+            if _device_type(source) == "cpu" and _device_type(node) == "cuda":
+                if "non_blocking" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "non_blocking": False}
+                node.args = (*node.args[:2], *(False for _ in node.args[2:]))
+
+
+def _base(node: Node) -> Node:
+    """The node whose memory a view names."""
+    while is_view(node) and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_pinned(node: Node) -> bool:
+    """Whether eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
+    if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
+        return True
+    is_copy = node.target is torch.ops.aten._to_copy.default and _device_type(node.args[0]) == "cuda"
+    return is_copy and bool(node.kwargs.get("non_blocking"))

@@ -23,6 +23,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch._inductor.config as inductor_config
 from torch._dynamo import compiled_autograd
+from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
@@ -630,8 +631,17 @@ def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> No
     emitter = active(V.graph.scheduler)
     if emitter is None:
         original(wrapper, buffer)
+    elif _is_pinned(buffer) and wrapper.can_free(buffer):
+        # A copy to or from the device may still be under way. The allocator of pinned memory knows of it; the next host
+        # operation, to which the wrapper would hand the block, does not.
+        wrapper.freed.add(buffer.get_name())
+        wrapper.writeline(upstream.FreeLine(wrapper, buffer))
     else:
         emitter.free(buffer.get_name(), lambda: original(wrapper, buffer))
+
+
+def _is_pinned(buffer: Any) -> bool:
+    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
 
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:

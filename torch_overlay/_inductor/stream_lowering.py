@@ -27,7 +27,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
 )
 from torch_overlay._inductor import offload_codegen
-from torch_overlay._inductor.host_copies import download_in_place
+from torch_overlay._inductor.host_copies import download_in_place, upload_returned_memory_at_once
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, stream_operation
 
@@ -87,6 +87,7 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
         order_graph(gm.graph)
         download_in_place(gm.graph)
+        upload_returned_memory_at_once(gm.graph)
         if config.fold_branches_below_us > 0:
             fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     original(lowering, gm, *args, **kwargs)

@@ -251,7 +251,9 @@ class _Reader:
     def boundary(self, op: Boundary) -> None:
         rows = self.found.boundaries[op.name] = {}
         ends = {stream: self.clock(stream) for stream in dict.fromkeys((*op.streams, *self.clocks))}
-        ends |= {label: self.events.get(event, Clock()) for label, event in op.events}
+        for label, event in op.events:  # whoever waits from now on is launched behind what the host itself did
+            ends[label] = Clock(self.events.get(event, {}))
+            ends[label].join({HOST: self.clocks[HOST].get(HOST, 0)})
         for name, view in op.views:
             block = self.block(view.memory)
             touched = [d for d in block.done.values() if _overlap(d.view, view)]

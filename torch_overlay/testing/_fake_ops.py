@@ -50,6 +50,9 @@ class SimulatedTensorMode(FakeTensorMode):
         if func is aten.record_stream.default:
             return self._devices.record_stream(*args)
         pin = kwargs.pop("pin_memory", False)
+        if func is aten._to_copy.default and kwargs.get("non_blocking") and args[0].device.type != "cpu":
+            device = kwargs.get("device")  # a copy that may return early is made in pinned memory
+            pin = device is not None and torch.device(device).type == "cpu"
         out = super().dispatch(func, types, args, kwargs)
         return self._pin(out) if pin and isinstance(out, torch.Tensor) else out
 

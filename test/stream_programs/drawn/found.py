@@ -394,3 +394,153 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "copy_that_blocks_the_host_orders_a_stream_that_is_only_lent_to",
+    "state",
+    """
+    def build(k):
+        s4 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            state.add_(buffer)
+            state.clamp_(-2, 2)
+            v1 = buffer.cpu()
+            buffer.record_stream(s4)
+            return v1,
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "copy_that_blocks_the_host_orders_a_stream_that_is_only_synchronized",
+    "x state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, state, pinned):
+            s1.synchronize()
+            v1 = state + x
+            v2 = pinned.to("cuda")
+            v3 = v2 + x
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "host_memory_of_an_upload_is_not_written_by_the_next_host_operation",
+    "y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(y):
+            current = torch.cuda.current_stream()
+            v1 = y.cpu()
+            h1 = v1 * 2
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                d1 = h1.to("cuda", non_blocking=True)
+                h3 = v1.cumsum(0) + 3
+                d3 = h3.to("cuda", non_blocking=True)
+            current.wait_stream(s1)
+            return v1, d1, d3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "upload_of_host_memory_that_is_returned",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            v1 = buffer.cpu()
+            with torch.cuda.stream(s1):
+                buffer.add_(state)
+                buffer.clamp_(-2, 2)
+                with torch.cuda.stream(s2):
+                    v2 = v1.to("cuda", non_blocking=True)
+            current.wait_stream(s1)
+            current.wait_stream(s2)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "clone_that_a_pass_drops_is_read_late",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            v1 = buffer.clone()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v2 = x * 2
+            v3 = x @ v1.sign()
+            current.wait_stream(s1)
+            return v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "memory_of_another_stream_given_as_out",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            v1 = state + y
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v2 = buffer.cumsum(0)
+                with torch.cuda.stream(s1):
+                    s1.wait_stream(current)
+                    s1.wait_stream(s2)
+                    torch.add(v2, v1, out=v2)
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "slice_of_another_streams_memory_updated",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v1 = x + y
+            s2.wait_stream(s1)
+            with torch.cuda.stream(s2):
+                v1[4:20].copy_(y[8:24])
+            current.wait_stream(s1)
+            current.wait_stream(s2)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
