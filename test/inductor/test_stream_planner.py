@@ -145,10 +145,13 @@ def schedules(draw):
         if stream == HOST and draw(st.integers(0, 3)) == 0:  # a synchronisation with the device
             waits = True
             after = frozenset(draw(st.lists(st.sampled_from([*(f"s{s}" for s in range(streams)), "e9"]), max_size=3)))
+            if draw(st.booleans()):  # the user's: it carries no data
+                reads = writes = frozenset()
+                after, requires = frozenset(f"s{s}" for s in range(streams)), frozenset(("h1",))
         if stream != HOST:
             others = [f"s{s}" for s in range(streams) if s != stream]
             after = frozenset(draw(st.lists(st.sampled_from([*others, "e9"]), max_size=2)))
-            before = frozenset(draw(st.lists(st.sampled_from([*others, "e7.0", "h0"]), max_size=2)))
+            before = frozenset(draw(st.lists(st.sampled_from([*others, "e7.0", "h0", "h1"]), max_size=2)))
             blocking = draw(st.integers(0, 9)) == 0
             if kept < 2 and draw(st.integers(0, 5)) == 0:
                 kept += 1

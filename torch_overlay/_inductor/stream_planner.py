@@ -343,7 +343,7 @@ class _Planner:
         if stream != HOST and HOST in self.clocks:
             clock.join(self.clocks[HOST])
         predecessors = self.predecessors(op)
-        if op.after and not op.reads:
+        if op.after and not op.reads and not op.waits:
             predecessors |= self.awaited_next(here, op)
         tokens = set(op.after)
         if stream != HOST:
