@@ -5,9 +5,9 @@
     tools/fuzz --planner -n 10000                    the planner alone, on random schedules
 
 Program N of seed S is the same program everywhere. Each is compiled once for each of --modes (default, reduce-overhead,
-and on a GPU trees, which is PyTorch's own CUDA graphs). A failure is shrunk, and written as a test to --out/failures.
-Results go to --out/results.jsonl; run again with the same --out, a run goes on where it was stopped. The exit status is
-1 if a program failed.
+and on a GPU trees, which is PyTorch's own CUDA graphs). A failure is shrunk, and written as a test to --out/failures,
+beside the code that was generated for it. Results go to --out/results.jsonl; run again with the same --out, a run goes
+on where it was stopped. The exit status is 1 if a program failed.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def work(args: argparse.Namespace) -> None:
         folder = args.out / "failures"
         folder.mkdir(exist_ok=True)
         (folder / f"test_{name}.py").write_text(text)
+        (folder / f"{name}.code.txt").write_text(verdict.code)
         return ("CRASHED" if is_lost else "FAILED"), reason
 
     worker_pool.serve(handle)

@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form
 from stream_programs import gpu
-from stream_programs.drawn import found
+from stream_programs.drawn import checked, found
 from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
 from stream_programs.drawn.steps import random_spec, smaller, Spec, specs
@@ -111,6 +111,18 @@ class TestGenerator(TestCase):
         scope: dict[str, object] = {"__file__": __file__, "__name__": "drawn"}
         exec(compile(text, __file__, "exec"), scope)
         scope["test_drawn_0_3"]()  # type: ignore[operator]
+
+    def test_a_failure_keeps_the_code_that_failed(self) -> None:
+        def fails(*args: object, **kwargs: object) -> None:
+            compiles(*args, **kwargs)
+            raise checked.Wrong("race", "made up")
+
+        compiles, written = checked.check_compiled, write(random_spec(0, 3))
+        with unittest.mock.patch.object(checked, "check_compiled", fails):
+            verdict = judge(written, ["default"], on_gpu=False)
+        assert verdict is not None
+        self.assertEqual(verdict.text, "made up")
+        self.assertIn("def call(", verdict.code)
 
     def test_shrinking_keeps_the_fault(self) -> None:
         from stream_programs.drawn import trial

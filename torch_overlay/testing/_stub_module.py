@@ -92,6 +92,8 @@ def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> N
 def stub_module(graph: Any) -> Any:
     """What `GraphLowering.compile_to_module` returns in the simulation, after the real code generation."""
     code, _ = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
+    if type(graph).save_output_code is not None:
+        type(graph).save_output_code(code.value)
     inputs = list(graph.graph_inputs.values())
     outputs = [_describe(o) for o in graph.graph_outputs]
     hints: dict[Any, Any] = dict(V.graph.sizevars.backed_var_to_val)

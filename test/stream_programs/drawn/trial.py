@@ -5,8 +5,11 @@ from __future__ import annotations
 import textwrap
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest import mock
+
+from torch._inductor.graph import GraphLowering
 
 from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.steps import smaller, Spec
@@ -23,12 +26,14 @@ COMPILED = ("default", "reduce-overhead")
 @dataclass(frozen=True)
 class Verdict:
     """`kind`: race, lost, redundant (of the compiled program), invalid (the generator's fault), mismatch (on a GPU), or
-    the name of an exception.
+    the name of an exception. `code` is what was generated for the program, region by region: the next compilation may
+    not have the fault.
     """
 
     kind: str
     mode: str
     text: str
+    code: str = field(default="", repr=False)
 
     @property
     def fault(self) -> tuple[str, str]:
@@ -39,8 +44,10 @@ class Verdict:
 def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) -> Verdict | None:
     """None if the program is right in all modes."""
     for mode in modes:
+        codes: list[str] = []
         try:
-            _check(written, mode, on_gpu, seeds)
+            with mock.patch.object(GraphLowering, "save_output_code", codes.append):
+                _check(written, mode, on_gpu, seeds)
         except Exception as error:
             from stream_programs.drawn import checked
             from stream_programs.gpu import Mismatch
@@ -48,7 +55,7 @@ def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) 
             kind = error.kind if isinstance(error, checked.Wrong) else type(error).__name__.lower()
             known = isinstance(error, (checked.Wrong, checked.Invalid, Mismatch))
             text = str(error) if known else "".join(traceback.format_exception(error)[-12:])
-            return Verdict(kind, mode, text)
+            return Verdict(kind, mode, text, "\n".join(codes))
     return None
 
 
