@@ -40,6 +40,12 @@ PATCHES: tuple[Patch, ...] = (
         "the stream that a node was placed on: code compiled for one placement is served to another.",
     ),
     Patch(
+        slug="inductor-mutation-order",
+        subject="A buffer is read before it is written over by a library or custom operator",
+        description="Readers of the old value that become buffers while such an operator is lowered were launched "
+        "behind it, and read the new value. No program that was right compiles to other code.",
+    ),
+    Patch(
         slug="dynamo-stream-objects",
         subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
         description="Compiled code finds its streams and events in a table of the process, which nested calls and "
@@ -97,6 +103,17 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="97568663a99c86d1",
         why="Compile cache keys must contain the overlay's version and configuration, and the stream of each node.",
         ends='upstream adds node.meta["custom"] to FxGraphHashDetails',
+    ),
+    # ---- inductor-mutation-order
+    Seam(
+        target="torch._inductor.ir:MutationOutput.__init__",
+        impl="torch_overlay._inductor.mutation_order:mutation_output_init",
+        kind="wrap",
+        patch="inductor-mutation-order",
+        fingerprint="1b88419da25df2c3",
+        why="FallbackKernel, TemplateBuffer, Switch and WhileLoop become operations before the readers of what they "
+        "mutate are realized.",
+        ends="upstream realizes the readers before the operation is registered",
     ),
     # ---- aot-stream-placement
     Seam(

@@ -60,6 +60,11 @@ class TestUpstreamBugs(TestCase):
         self.assertEqual(found, ["whole: 6 instead of 2"])
 
     @form.overlay_only
+    def test_on_stock_a_value_is_read_behind_the_write(self) -> None:
+        found = found_on_stock()["read_behind_the_write"]
+        self.assertEqual([text.split(":")[0] for text in found], ["whole", "view", "twice", "twice"])
+
+    @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:
         self.assertEqual(found_on_stock()["unjoined_gradients"], ["the current stream waits for nothing after it"])
 

@@ -199,6 +199,47 @@ def _matmuls_to_the_host(joint: torch.fx.GraphModule, _: Any) -> torch.fx.GraphM
     return joint
 
 
+@torch.library.custom_op("overlay_bugs::add_to", mutates_args={"target"})
+def add_to(target: torch.Tensor, x: torch.Tensor) -> None:
+    target.add_(x)
+
+
+def read_behind_the_write() -> list[str]:
+    """What was computed from a value is computed from the one that a custom operator put in its place."""
+
+    def whole(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = x + x.sin()
+        before = total + 1
+        add_to(total, x)
+        return before + weight, total
+
+    def view(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = x + x.sin()
+        before = total + 1
+        add_to(total[1:3], x[1:3])
+        return before + weight, total
+
+    def twice(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total, other = x + x.sin(), x + x.cos()
+        before, later = total + other, other + 1
+        add_to(total, other)
+        after = total * 2
+        add_to(other, total)
+        return before + weight, later + weight, after + weight, total, other
+
+    wrong = []
+    x, weight = torch.arange(4.0), torch.zeros(4, requires_grad=True)
+    for function in (whole, view, twice):
+        torch._dynamo.reset()
+        expected, found = function(x, weight), torch.compile(function)(x, weight)
+        wrong += [
+            f"{function.__name__}: {[*b.tolist()]} instead of {[*a.tolist()]}"
+            for a, b in zip(expected, found)
+            if not torch.allclose(a, b)
+        ]
+    return wrong
+
+
 @simulated_gpu()
 def offloaded_storage() -> list[str]:
     """S8: a tensor whose copy to the host has a stream of its own loses its storage before it is read."""
@@ -232,6 +273,7 @@ CHECKS = (
     offloaded_storage,
     saved_numbers,
     inputs_saved_and_written,
+    read_behind_the_write,
 )
 
 
