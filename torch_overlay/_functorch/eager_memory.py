@@ -9,7 +9,8 @@ streams one remains, and the other's readers read memory of a stream that they n
 back while somebody reads it.
 
 So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
-from its own stream's. The planner's reader (`stream_schedule`) settles at the exit whatever is read beyond that.
+from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader
+(`stream_schedule`) settles at the exit whatever else is read, and what a kernel reads for both.
 """
 
 from __future__ import annotations
@@ -84,17 +85,32 @@ def _root(node: Node) -> Node:
     return node
 
 
+def _compiled_stream(node: Node) -> int | None:
+    """The stream in whose memory the value is after functionalization, which makes a new one for each update."""
+    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
+        base = _base(node)
+        if base is None:
+            break
+        node = base
+    return node_stream(node) if node.op == "call_function" else None
+
+
 def foreign_reads(node: Node) -> tuple[str, ...]:
-    """The streams, as tokens, whose memory the node reads in eager, without its own stream. What it updates in place
-    lives on in eager as its result, and so does what it was given as `out`.
+    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "-s1" of
+    a value that in eager is other memory, or lives on: as the result of this update, or as what was given as `out`.
     """
     if is_view(node):  # it launches nothing
         return ()
     updated = _root(node) if _updates(node) else None
     target = node.meta.get("custom", {}).get(TARGET)
-    read = [v for v in node.all_input_nodes if updated is None or _root(v) is not updated]
-    found = {memory_stream(v) for v in read} - {None, node_stream(node), target}
-    return tuple(sorted(f"s{stream}" for stream in found))
+    found = set()
+    for value in node.all_input_nodes:
+        stream = _compiled_stream(value)
+        if stream is None or stream == node_stream(node):
+            continue
+        lives_on = stream == target or (updated is not None and _root(value) is updated)
+        found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
+    return tuple(sorted(found))
 
 
 __all__ = ["foreign_reads", "memory_stream"]

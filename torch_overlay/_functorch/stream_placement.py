@@ -32,6 +32,8 @@ from collections import defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
+from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
+DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
@@ -421,11 +424,29 @@ def stream_or_ambient(original: Callable[..., Any], node: Node) -> int:
     return node_stream(node)
 
 
+def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
+    """An output that is an input, or a view of one, is made anew from the caller's tensor. What the graph returns in
+    its place, the last value that was written there, is gone when its code has returned.
+    """
+    first = fw_metadata.num_mutated_inp_runtime_indices
+    nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
+    if any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta):
+        return  # one output is several tensors there
+    for node, info in zip(nodes[first:], fw_metadata.output_info):
+        if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
+            annotate(node, **{DROPPED: True})
+            while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
+                node = node.all_input_nodes[0]  # passes may take the view out
+                annotate(node, **{DROPPED: True})
+
+
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
     original(gm, fw_metadata)
+    if config.streams and any(node_stream(n) for n in gm.graph.nodes):
+        _note_dropped_outputs(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
         _promise_outputs(gm, len(fw_metadata.mutated_inp_stream_indices))
         fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)

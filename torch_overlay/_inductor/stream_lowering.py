@@ -14,6 +14,7 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir
+from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
@@ -94,14 +95,18 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
-    """Values that an operation promises to have finished become buffers before it; a later consumer must not absorb
-    them. And a value for another stream becomes one where it stands, not where that stream's consumer does: launched
-    there it would come after all that its own stream does in between, beside which the consumer was to run.
+    """Values that an operation promises to have finished become buffers before it, alone or as part of the expression
+    that has absorbed them; a later consumer must not absorb them. And a value for another stream becomes one where it
+    stands, not where that stream's consumer does: launched there it would come after all that its own stream does in
+    between, beside which the consumer was to run.
     """
     if config.streams and is_stream_op(node):
         token = node.meta.get("custom", {}).get(REQUIRES)
         for earlier, value in graph.env.items():
-            if token in (earlier.meta.get("custom", {}).get(BEFORE) or ()) and isinstance(value, ir.TensorBox):
+            if isinstance(value, ir.TensorBox) and any(
+                token in (origin.meta.get("custom", {}).get(BEFORE) or ())
+                for origin in (earlier, *gather_origins([value], {}))
+            ):
                 value.realize()
     result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):

@@ -26,6 +26,7 @@ from torch_overlay._functorch.offload_ops import is_copy_stream
 from torch_overlay._functorch.stream_placement import (
     AFTER,
     BEFORE,
+    DROPPED,
     is_view,
     KEPT,
     LEAVE,
@@ -144,6 +145,20 @@ class _Tokens:
     before: dict[int, set[str]] = field(default_factory=dict)
 
 
+def _kept_outputs() -> set[str]:
+    """The buffers that somebody has when the graph's code has returned."""
+    graph: Any = V.graph
+    (output,) = graph.module.graph.find_nodes(op="output")
+    nodes: Any = output.args[0]
+    nodes = list(nodes) if isinstance(nodes, (list, tuple)) else [nodes]
+    return {
+        buffer.get_name()
+        for node, buffer in zip(nodes, graph.graph_outputs)
+        if not isinstance(buffer, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer))
+        and not (DROPPED in node.meta.get("custom", {}) and nodes.count(node) == 1)
+    }
+
+
 class RegionReader:
     """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
 
@@ -166,7 +181,7 @@ class RegionReader:
         self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
-        returned = {self.storage(name) for name in V.graph.get_output_names()}
+        returned = {self.storage(name) for name in _kept_outputs()}
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
@@ -244,10 +259,15 @@ class RegionReader:
         return found
 
     def reads_in_eager(self, node: BaseSchedulerNode) -> set[str] | None:
-        """The streams whose memory the operation reads in eager, too; None where no pass kept that."""
+        """The streams of whose memory the operation reads only what eager gives back like that; None where no pass kept
+        it.
+        """
         known = [n.meta.get("custom", {}).get(READS) for n in self.own_origins(node)]
-        found = [tokens for tokens in known if tokens is not None]
-        return self.renumbered(token for tokens in found for token in tokens) if found else None
+        found = [set(tokens) for tokens in known if tokens is not None]
+        if not found:
+            return None
+        tokens = set().union(*found)
+        return self.renumbered(token for token in tokens if token[0] != "-" and f"-{token}" not in tokens)
 
     def collect_tokens(self) -> None:
         for node in self.nodes:

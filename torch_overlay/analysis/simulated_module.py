@@ -181,6 +181,12 @@ def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:
     return make
 
 
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    """The same memory, and no view to autograd: an output of its functions that is one has other rules."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
 def _alloc_from_pool(pool: torch.Tensor, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> torch.Tensor:
     return pool.view(torch.uint8)[offset:].view(dtype).as_strided(size, stride, offset // dtype.itemsize)
 
@@ -195,7 +201,7 @@ def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
         "empty_strided_cuda": _strided("cuda"),
         "empty_strided_cpu": _strided("cpu"),
         "empty_strided_cpu_pinned": _strided("cpu", True),
-        "reinterpret_tensor": lambda t, size, stride, at=0: t.as_strided(size, stride, t.storage_offset() + at),
+        "reinterpret_tensor": _reinterpret,
         "alloc_from_pool": _alloc_from_pool,
         "copy_if_misaligned": (lambda t: t.clone()) if device.misaligned else (lambda t: t),
         "assert_size_stride": _ignore,

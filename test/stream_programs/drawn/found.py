@@ -544,3 +544,137 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "update_of_a_slice_whose_sum_reads_what_it_replaced",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v1 = state + y
+                done1 = s1.record_event()
+            done1.wait()
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v1[:, ::2].add_(buffer[:, ::2])
+                s1.wait_stream(current)
+                v2 = (v1.sum(1, keepdim=True)).clamp(-2, 2)
+                v3 = v1.t()
+            current.wait_stream(s2)
+            return v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "returned_input_that_another_stream_reads",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                state.relu_()
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                s2.wait_stream(s1)
+                v1 = state + x
+                done1 = torch.cuda.Event()
+                done1.record(s1)
+                v2 = v1.sum(0, keepdim=True)
+                v3 = state.view(32, 32)
+            done1.wait()
+            current.wait_stream(s2)
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "promised_value_absorbed_before_the_record",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            v1 = torch.where(buffer > 0, buffer, state)
+            v2 = v1 + state
+            s1.wait_stream(current)
+            v3 = y * 2
+            v2.mul_(2)
+            e1.record(s1)
+            add_to(v3, v2)
+            return sleep(v3) @ w0,
+
+        return trains(k, fn, None, [w0], [buffer])
+    """,
+)
+_add(
+    "read_on_another_stream_realized_for_an_operator_that_is_known",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                state[4:20].copy_(x[8:24])
+            v1 = buffer + x
+            with torch.cuda.stream(s1):
+                done2 = torch.cuda.Event()
+                done2.record(current)
+                s1.wait_event(done2)
+                v2 = v1.clone()
+                s1.wait_stream(s2)
+                add_to(state, v2)
+                state.clamp_(-2, 2)
+            current.wait_stream(s1)
+            return v2,
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "view_of_an_output_that_needs_no_gradient",
+    "x state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = x.clamp(-1, 1) @ state.sign()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v2 = torch.zeros_like(v1)
+                v3 = v2[:, 1:]
+                torch.add(v2, x.detach(), out=v2)
+                v4 = state + x
+            current.wait_stream(s1)
+            return v3, v4
+
+        return trains(k, fn, 0, [])
+    """,
+)
