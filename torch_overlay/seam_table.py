@@ -720,6 +720,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="upstream orders write-backs by the user's joins",
     ),
     Seam(
+        target="torch.fx.passes.canonicalize:_is_safe_to_reorder",
+        impl="torch_overlay._dynamo.canonical_order:is_safe_to_reorder",
+        kind="wrap",
+        patch="dynamo-streams",
+        fingerprint="04466f38a1426d5b",
+        why="A copy that blocks the host has an effect in a program with streams.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._dynamo.source:CurrentStreamSource.reconstruct",
         impl="torch_overlay._dynamo.prologue:reconstruct_current_stream",
         kind="wrap",

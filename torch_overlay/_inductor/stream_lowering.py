@@ -21,6 +21,7 @@ from torch_overlay import config
 from torch_overlay._functorch.offload_ops import OPERATIONS
 from torch_overlay._functorch.stream_placement import (
     BEFORE,
+    blocks_host,
     is_stream_op,
     LEAVE,
     node_stream,
@@ -124,6 +125,7 @@ def _is_for_another_stream(node: torch.fx.Node) -> bool:
 def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
     if config.streams:
         order_stream_operations(scheduler)
+        order_blocking_operations(scheduler)
     original(scheduler)
 
 
@@ -144,3 +146,24 @@ def order_stream_operations(scheduler: Any) -> None:
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
                 carriers.setdefault(token, []).extend(own)
+
+
+def order_blocking_operations(scheduler: Any) -> None:
+    """What blocks the host until its stream is done comes behind what the user launched there before: all that the
+    caller launches afterwards, on whatever stream, counts on it.
+    """
+    nodes = list(V.graph.module.graph.nodes)  # type: ignore[union-attr]
+    if not any(map(blocks_host, nodes)) or not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in nodes):
+        return
+    place = {node: i for i, node in enumerate(nodes)}
+    launched: list[tuple[int, int, set[str]]] = []  # place of the last operation in it, its stream, buffers
+    blocking: list[tuple[int, int, str]] = []
+    for node in scheduler.nodes:
+        origins = sorted(_origins(node), key=place.__getitem__)
+        if origins and stream_operation(node) is None:
+            launched.append((place[origins[-1]], node_stream(origins[-1]), set(node.get_buffer_names())))
+            blocking += [(place[n], node_stream(n), node.get_name()) for n in origins if blocks_host(n)]
+    for at, stream, name in blocking:
+        for earlier, other, buffers in launched:
+            if earlier < at and other == stream:
+                V.graph.additional_buffer_deps[name].update(buffers)
