@@ -25,8 +25,10 @@ def _is_on_host(node: Node) -> bool | None:
     return value.device.type == "cpu" if isinstance(value, torch.Tensor) else None
 
 
-def _meets_host(node: Node) -> bool:
-    """The node copies between host and device, or reads a number of the device."""
+def _blocks_host(node: Node) -> bool:
+    """The node copies between host and device and waits for that, or reads a number of the device."""
+    if node.kwargs.get("non_blocking"):
+        return False
     made = _is_on_host(node)
     given = {_is_on_host(n) for n in node.all_input_nodes} - {None}
     if node.target == "item":
@@ -37,7 +39,7 @@ def _meets_host(node: Node) -> bool:
 def is_safe_to_reorder(original: Callable[[Node], bool], node: Node) -> bool:
     if not original(node):
         return False
-    if not config.streams or node.op not in ("call_function", "call_method") or not _meets_host(node):
+    if not config.streams or node.op not in ("call_function", "call_method") or not _blocks_host(node):
         return True
     return not any(is_stream_op(n) or node_stream(n) for n in node.graph.nodes)
 
