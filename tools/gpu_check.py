@@ -90,13 +90,7 @@ def work(calls: int) -> None:
 
 
 def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
+    environment = worker_pool.environment()
     if args.stock:
         environment["TORCH_OVERLAY_DISABLE"] = "1"
     command = [sys.executable, __file__, "--worker", "--calls", str(args.calls), "--out", str(args.out)]

@@ -145,12 +145,8 @@ def environment(variant: str) -> dict[str, str]:
     from relaunch_programs._check import Settings  # pyrefly: ignore[missing-import]
 
     return {
-        **os.environ,
+        **worker_pool.environment(),
         **Settings("", **VARIANTS[variant]).environment(),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
 

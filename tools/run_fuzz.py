@@ -88,14 +88,7 @@ def settled(status: str, reason: str, on_gpu: bool) -> tuple[str, str]:
 
 
 def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {**worker_pool.environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--modes", args.modes]
     command += ["--seeds", str(args.seeds), "--shrink", str(args.shrink)]
     command += ["--compile-only"] if args.compile_only else []

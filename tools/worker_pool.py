@@ -72,6 +72,17 @@ def settle(status: str, reason: str) -> tuple[str, str]:
 # ---- in the parent
 
 
+def environment() -> dict[str, str]:
+    """Of a worker: its programs are compiled in its own process, and each of them anew."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 class Worker:
     """One process at a time, started when it is needed. What it prints goes to the log."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
 
 import form  # noqa: F401
 from stream_programs import Program, PROGRAMS
+from stream_programs._quiet import quiet
 from torch_overlay import config
 from torch_overlay.analysis.checking import check
 from torch_overlay.analysis.race_report import describe
@@ -17,26 +16,12 @@ from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch_overlay.analysis.race_report import Report
 
 
 def cases(programs: Any = PROGRAMS) -> list[tuple[str, str]]:
     """Each program in each of its modes."""
     return [(p.name, mode or "default") for p in programs for mode in p.modes]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Graph breaks are meant here."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def check_program(

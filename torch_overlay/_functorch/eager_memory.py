@@ -75,9 +75,11 @@ def _base(node: Node) -> Node | None:
     return next((a for a in node.args if isinstance(a, torch.fx.Node)), None)
 
 
-def _root(node: Node) -> Node:
-    """The node whose memory a value is, behind views and updates of it."""
-    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem or _updates(node)):
+def _maker(node: Node, updates: bool) -> Node:
+    """The node that made a value's memory, behind views of it; with `updates`, behind updates in place, too."""
+    while node.op == "call_function" and (
+        is_view(node) or node.target is operator.getitem or (updates and _updates(node))
+    ):
         base = _base(node)
         if base is None:
             break
@@ -87,12 +89,8 @@ def _root(node: Node) -> Node:
 
 def _compiled_stream(node: Node) -> int | None:
     """The stream in whose memory the value is after functionalization, which makes a new one for each update."""
-    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
-        base = _base(node)
-        if base is None:
-            break
-        node = base
-    return node_stream(node) if node.op == "call_function" else None
+    made = _maker(node, updates=False)
+    return node_stream(made) if made.op == "call_function" else None
 
 
 def foreign_reads(node: Node) -> tuple[str, ...]:
@@ -101,14 +99,14 @@ def foreign_reads(node: Node) -> tuple[str, ...]:
     """
     if is_view(node):  # it launches nothing
         return ()
-    updated = _root(node) if _updates(node) else None
+    updated = _maker(node, updates=True) if _updates(node) else None
     target = node.meta.get("custom", {}).get(TARGET)
     found = set()
     for value in node.all_input_nodes:
         stream = _compiled_stream(value)
         if stream is None or stream == node_stream(node):
             continue
-        lives_on = stream == target or (updated is not None and _root(value) is updated)
+        lives_on = stream == target or (updated is not None and _maker(value, updates=True) is updated)
         found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
     return tuple(sorted(found))
 

@@ -81,6 +81,13 @@ def is_view(node: Node) -> bool:
     )
 
 
+def viewed(node: Node) -> Node:
+    """The node whose memory a value names, behind views of it."""
+    while is_view(node) and isinstance(base := next(iter(node.args), None), torch.fx.Node):
+        node = base
+    return node
+
+
 def blocks_host(node: Node) -> bool:
     """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
     say otherwise.

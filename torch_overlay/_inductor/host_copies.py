@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._library.custom_ops import custom_op
 
-from torch_overlay._functorch.stream_placement import is_view
+from torch_overlay._functorch.stream_placement import viewed
 
 
 if TYPE_CHECKING:
@@ -79,23 +79,16 @@ def download_in_place(graph: Graph) -> None:
 
 def upload_returned_memory_at_once(graph: Graph) -> None:
     """Uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
-    returned = {_base(node) for node in graph.output_node().all_input_nodes}
+    returned = {viewed(node) for node in graph.output_node().all_input_nodes}
     for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            source = _base(node.args[0])
+            source = viewed(node.args[0])
             if source not in returned or source.op == "placeholder" or _is_pinned(source):
                 continue
             if _device_type(source) == "cpu" and _device_type(node) == "cuda":
                 if "non_blocking" in node.kwargs:
                     node.kwargs = {**node.kwargs, "non_blocking": False}
                 node.args = (*node.args[:2], *(False for _ in node.args[2:]))
-
-
-def _base(node: Node) -> Node:
-    """The node whose memory a view names."""
-    while is_view(node) and isinstance(node.args[0], torch.fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _is_pinned(node: Node) -> bool:

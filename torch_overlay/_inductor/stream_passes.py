@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
-import torch
-
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, node_stream, READS, viewed
 
 
 if TYPE_CHECKING:
@@ -114,9 +112,7 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
 
 
 def _is_callers(value: Node) -> bool:
-    while is_view(value) and isinstance(base := next(iter(value.args), None), torch.fx.Node):
-        value = base
-    return value.op == "placeholder"
+    return viewed(value).op == "placeholder"
 
 
 def _is_write(node: Node) -> bool:

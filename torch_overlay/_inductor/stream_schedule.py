@@ -235,20 +235,18 @@ class RegionReader:
         """
         reads = {d.name for d in node.read_writes.reads}
         inherited = set().union(*(self.origins.get(name, set()) for name in reads))
-        found = list(_origins(node))
-        own = [
+        return [
             n
-            for n in found
+            for n in _origins(node)
             if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
         ]
-        return own
 
     def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
         """Tokens of the operation; None if no pass has kept any for it."""
         found: set[str] | None = None
         # What an operator realizes for itself, and the first half of a reduction in two, name it as their origin, too:
-        # both promise, then. What is read of other streams' memory is better not known.
-        own = self.own_origins(node) or ([] if key is READS else list(_origins(node)))
+        # both promise, then.
+        own = self.own_origins(node) or list(_origins(node))
         # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
         for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
             tokens = origin.meta.get("custom", {}).get(key)
@@ -260,7 +258,7 @@ class RegionReader:
 
     def reads_in_eager(self, node: BaseSchedulerNode) -> set[str] | None:
         """The streams of whose memory the operation reads only what eager gives back like that; None where no pass kept
-        it.
+        it, or of what an operator realizes for itself: that is better not known.
         """
         known = [n.meta.get("custom", {}).get(READS) for n in self.own_origins(node)]
         found = [set(tokens) for tokens in known if tokens is not None]

@@ -6,8 +6,6 @@ checked in the same way first: a program that races there would be the generator
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import warnings
 from typing import Any, TYPE_CHECKING
 
@@ -15,6 +13,7 @@ import torch
 
 import form  # noqa: F401
 from stream_programs._program import Kit
+from stream_programs._quiet import quiet
 from torch_overlay import config
 from torch_overlay.analysis.checking import CALLER, check
 from torch_overlay.analysis.race_report import describe
@@ -23,8 +22,6 @@ from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stream_programs._program import Program
     from torch_overlay.analysis.happens_before import Race
     from torch_overlay.analysis.race_report import Promise, Report
@@ -42,21 +39,9 @@ class Wrong(AssertionError):
         self.kind = kind
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) -> Report:
-    with simulated_gpu(), config.patch(fold_branches_below_us=0.0), quiet():
+    with simulated_gpu(), config.patch(fold_branches_below_us=0.0), quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         kit = Kit(program.compiler(mode), sleeps=True)
         fn = program.build(kit)
         inputs = program.make_inputs("cuda", torch.Generator().manual_seed(1))

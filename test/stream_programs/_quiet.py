@@ -1,0 +1,26 @@
+"""Programs that break graphs on purpose need not say so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing below an error is logged of Dynamo."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+__all__ = ["quiet"]
