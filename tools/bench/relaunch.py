@@ -64,7 +64,7 @@ COLUMNS = {  # header -> key, digits
     "bare host": ("bare host us", 1),
     "bare layer": ("bare layer us", 1),
 }
-AHEAD = 2  # processes that import while another one measures
+AHEAD = 5  # processes that import while another one measures
 TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
 
@@ -215,11 +215,14 @@ def limit_table(found: Sequence[Limit]) -> str:
 class Process:
     """Of one row and side. It imports at once, and touches the device when it is asked."""
 
-    def __init__(self, row: str, side: str, warm: bool = False) -> None:
+    def __init__(self, row: str, side: str, warm: bool = False, compiled: bool = False) -> None:
+        """With `compiled`, its kernels are in the compile caches: it needs no processes that compile beside it."""
         from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
 
         self.row, self.side = row, side
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+        if compiled:
+            environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, "--wait"]
         self.process = streams.start_process([*command, *(["--warm"] if warm else [])], environment)
 
@@ -252,10 +255,11 @@ def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
             rows[name].errors.append(f"{side}: out of time")
             continue
         while len(waiting) <= AHEAD and number + len(waiting) < len(order):
-            waiting.append(Process(*order[number + len(waiting)]))
-        print(f"measuring {name}, {side}", file=sys.stderr, flush=True)
+            waiting.append(Process(*order[number + len(waiting)], compiled=bool(args.prepare)))
+        start = time.monotonic()
         answer = waiting.popleft().ask(args.timeout)
         rows[name].add(answer)
+        print(f"measured {name}, {side} in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
         if args.out:
             with open(args.out / "measurements.jsonl", "a") as file:
                 print(json.dumps({**answer, "about": about}), file=file)

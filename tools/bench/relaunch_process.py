@@ -285,6 +285,8 @@ def main(row: str, side: str, warm: bool, wait: bool) -> None:
             traceback.print_exc()
             answer = {"row": row, "side": side, "error": f"{type(e).__name__}: {e}"[:300]}
         print(json.dumps(answer), file=out, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # the next measurement waits for the end of this process
 
 
 if __name__ == "__main__":
