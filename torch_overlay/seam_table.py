@@ -46,6 +46,12 @@ PATCHES: tuple[Patch, ...] = (
         "behind it, and read the new value. No program that was right compiles to other code.",
     ),
     Patch(
+        slug="inductor-partition-concat",
+        subject="A concatenation whose parts are computed in several graph partitions has one memory",
+        description="Each partition that computed a part allocated a result of its own, so that what an earlier "
+        "partition had computed was missing, silently. The first one now hands the result on.",
+    ),
+    Patch(
         slug="dynamo-stream-objects",
         subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
         description="Compiled code finds its streams and events in a table of the process, which nested calls and "
@@ -114,6 +120,17 @@ SEAMS: tuple[Seam, ...] = (
         why="FallbackKernel, TemplateBuffer, Switch and WhileLoop become operations before the readers of what they "
         "mutate are realized.",
         ends="upstream realizes the readers before the operation is registered",
+    ),
+    # ---- inductor-partition-concat
+    Seam(
+        target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
+        impl="torch_overlay._inductor.partition_concat:get_graph_partition_signature",
+        kind="wrap",
+        patch="inductor-partition-concat",
+        fingerprint="fa352ca23af9e8e8",
+        why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
+        "in the first.",
+        ends="upstream hands the result on from partition to partition",
     ),
     # ---- aot-stream-placement
     Seam(

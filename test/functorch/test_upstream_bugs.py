@@ -65,6 +65,11 @@ class TestUpstreamBugs(TestCase):
         self.assertEqual([text.split(":")[0] for text in found], ["whole", "view", "twice", "twice"])
 
     @form.overlay_only
+    def test_on_stock_partitions_concatenate_into_memories_of_their_own(self) -> None:
+        found = found_on_stock()["concatenated_in_partitions"]
+        self.assertEqual([text.split(":")[0] for text in found], ["matmuls", "nested", "read"])
+
+    @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:
         self.assertEqual(found_on_stock()["unjoined_gradients"], ["the current stream waits for nothing after it"])
 

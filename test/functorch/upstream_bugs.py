@@ -8,6 +8,7 @@ module prints what each check finds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -241,6 +242,37 @@ def read_behind_the_write() -> list[str]:
 
 
 @simulated_gpu()
+def concatenated_in_partitions() -> list[str]:
+    """Each of two graph partitions allocates the concatenation that it computes a part of."""
+
+    def matmuls(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x @ x, (x + 1).cpu().cuda() @ x])
+
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        first = torch.cat([x @ x, x.t() @ x])
+        return torch.cat([first, (x + 1).cpu().cuda() @ x, x.sin() @ x])
+
+    def read(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        part, other = x @ x, (x + 1).cpu().cuda()
+        return torch.cat([part, other @ x]), part @ other
+
+    found = []
+    for function in (matmuls, nested, read):
+        torch._dynamo.reset()
+        with observe() as seen:
+            torch.compile(function, mode="reduce-overhead")(_square().detach())
+        text = _wrapper(seen, "inference")
+        rows = 64 * {"matmuls": 2, "nested": 4, "read": 2}[function.__name__]
+        found += [f"{function.__name__}: {b} is {a} again" for a, b in itertools.pairwise(_allocations(text, rows))]
+    return found
+
+
+def _allocations(text: str, rows: int) -> list[str]:
+    """The names of the buffers of that many rows, once for each time that one is allocated."""
+    return re.findall(rf"(\w+) = empty_strided_cuda\(\({rows}, 64\)", text)
+
+
+@simulated_gpu()
 def offloaded_storage() -> list[str]:
     """S8: a tensor whose copy to the host has a stream of its own loses its storage before it is read."""
 
@@ -274,6 +306,7 @@ CHECKS = (
     saved_numbers,
     inputs_saved_and_written,
     read_behind_the_write,
+    concatenated_in_partitions,
 )
 
 

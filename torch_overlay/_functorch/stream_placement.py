@@ -392,11 +392,15 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
 def place_streams(gm: GraphModule) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
-    A graph without streams is left untouched.
+    A graph without streams is left untouched. A block on the ambient stream is no placement: upstream's scheduler would
+    take it for a side stream.
     """
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
     if not any(is_stream_op(n) or node_stream(n) for n in nodes):
+        for node in nodes:
+            if "stream" in node.meta.get("custom", {}):
+                annotate(node, stream=None)
         return
     _mark_backward(gm)
     _place_program(gm, [n for n in nodes if not is_backward(n)])

@@ -1,6 +1,7 @@
 """A drawn program, compiled on a simulated GPU and checked there.
 
-It must have no race, keep what eager promises to its caller, and have no event that orders nothing. Eager itself is
+It must have no race, read no memory that nothing has written, keep what eager promises to its caller, and have no event
+that orders nothing. Eager itself is
 checked in the same way first: a program that races there would be the generator's fault (`Invalid`).
 """
 
@@ -14,6 +15,7 @@ import torch
 import form  # noqa: F401
 from stream_programs._program import Kit
 from stream_programs._quiet import quiet
+from stream_programs.drawn.unwritten import unwritten
 from torch_overlay import config
 from torch_overlay.analysis.checking import CALLER, check
 from torch_overlay.analysis.race_report import describe
@@ -32,7 +34,7 @@ class Invalid(AssertionError):
 
 
 class Wrong(AssertionError):
-    """`kind` is race, lost or redundant."""
+    """`kind` is race, unwritten, lost or redundant."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -67,7 +69,8 @@ def findings(found: Report, host_waits: bool = False, trains: bool = False) -> l
     """
     races = [("race", describe(r)) for r in found.races if host_waits or not _left_to_host(r)]
     lost = [("lost", str(p)) for p in found.lost if (host_waits or p.who != HOST) and not _by_the_way(p, trains)]
-    return [*races, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
+    blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]
+    return [*races, *blank, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
 
 
 def check_compiled(

@@ -704,3 +704,81 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "concatenation_of_two_partitions",
+    "x y pinned",
+    """
+    def build(k):
+        s3 = k.stream()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, pinned):
+            x[:, ::2].add_(y[:, ::2])
+            x.clamp_(-2, 2)
+            v1 = pinned.to("cuda")
+            with torch.cuda.stream(s3):
+                v2 = y * 2
+                v3 = torch.cat([v1, y])[16:48]
+                v4 = sleep(y) + buffer
+            done1 = s3.record_event()
+            done1.wait()
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "concatenation_of_two_partitions_read_on_another_stream",
+    "x y state n",
+    """
+    def build(k):
+        s2 = k.stream()
+        e2 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, n):
+            current = torch.cuda.current_stream()
+            torch.cuda.synchronize()
+            v1 = x.cpu()
+            s2.synchronize()
+            v2 = state.detach().clone()
+            for _ in range(n):
+                v2 = v2.clamp(-2, 2) + 1
+            v2.add_(y)
+            v3 = y.clone()
+            x.record_stream(s2)
+            v4 = sleep(buffer) * 3
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v5 = v3.t().contiguous()
+                v6 = torch.cat([v4, v2])[16:48]
+                v7 = v1.clamp(-1, 1)
+                add_to(v5, x)
+                v8 = v5[3:4]
+                v9 = F.dropout(v3, 0.5)
+            e2.record(s2)
+            e2.wait()
+            return v1, v6, v7, v8, v9
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "block_on_the_ambient_stream_alone",
+    "x pinned",
+    """
+    def build(k):
+        w0 = weight(k, True)
+
+        def fn(x, pinned):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(current):
+                v1 = pinned.to("cuda")
+            v2 = x @ w0
+            return v1, v2
+
+        return trains(k, fn, 0, [w0])
+    """,
+)

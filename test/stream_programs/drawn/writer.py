@@ -459,7 +459,7 @@ class Writer:
         self.order.wait_stream(HOST, self.stream)
         self.graph_breaks = True
         target = self.fresh()
-        self.line(f'{target} = torch.full((32, 32), float({name} > 0), device="cuda")')
+        self.line(f'{target} = torch.full((32, 32), 1.0 if {name} > 0 else 0.0, device="cuda")')
         made = self.made(target, FULL, 1.0)
         self.order.launch(self.stream, [], [made.storage])
 

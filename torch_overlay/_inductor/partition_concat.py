@@ -1,0 +1,83 @@
+"""A concatenation whose parts are computed in several graph partitions has one memory.
+
+Inductor computes the inputs of a concatenation in place, as parts of its result, and allocates the result with the
+first of them. A partition hands on the parts that it computed, not the whole, so that the next one allocated another
+result: what an earlier partition had computed was silently missing from it.
+
+    first = x @ y
+    second = (x + 1).cpu().cuda() @ y  # splits the graph in two
+    return torch.cat([first, second])  # its first half was never written
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+def get_graph_partition_signature(
+    original: Callable[..., list[Any]], scheduler: Any, partitions: Sequence[Any], skip_cudagraphs: list[bool]
+) -> list[Any]:
+    signatures = original(scheduler, partitions, skip_cudagraphs)
+    wholes: dict[str, set[int]] = defaultdict(set)  # name of a result -> partitions that compute it or a part of it
+    parts: dict[str, set[str]] = defaultdict(set)
+    for number, partition in enumerate(partitions):
+        for whole, part in _concatenated(scheduler, partition):
+            wholes[whole].add(number)
+            parts[whole].add(part)
+    for whole, numbers in wholes.items():
+        if len(numbers) > 1:
+            _hand_on(scheduler.name_to_buf[whole], sorted(numbers), partitions, signatures)
+            for part in parts[whole] - {whole}:
+                _drop(part, partitions, signatures)
+    return signatures
+
+
+def _concatenated(scheduler: Any, partition: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """What a partition computes of concatenations: name of the whole, name of the part (or of the whole again)."""
+    for node in partition:
+        for output in node.get_outputs():
+            name = whole = output.get_name()
+            while isinstance(layout := scheduler.name_to_buf[whole].node.layout, ir.NonOwningLayout):
+                whole = layout.view.get_name()
+                if whole not in scheduler.name_to_buf:
+                    break
+            else:
+                if isinstance(scheduler.name_to_buf[whole].node, ir.ConcatKernel):
+                    yield whole, name
+
+
+def _hand_on(whole: Any, numbers: Sequence[int], partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """From the first partition that computes a part to the last one, which holds the concatenation itself."""
+    name = whole.get_name()
+    for number in numbers:
+        signature = signatures[number]
+        if number != numbers[-1] and whole.node not in signature.output_nodes:
+            signature.output_nodes.append(whole.node)
+        if number != numbers[0]:
+            signature.input_nodes[name] = whole.node
+            signature.input_deallocation[name] = any(name in node.last_usage for node in partitions[number])
+
+
+def _drop(part: str, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """A part that only its concatenation reads is no argument of a partition: it would be the same memory twice."""
+    if part in V.graph.get_output_names():
+        return
+    for partition, signature in zip(reversed(partitions), reversed(signatures)):
+        signature.output_nodes[:] = [n for n in signature.output_nodes if n.get_name() != part]
+        if any(part in node.get_buffer_names() for node in partition):
+            return
+        if any(part in node.used_buffer_names() and not isinstance(node.node, ir.ConcatKernel) for node in partition):
+            return
+        if part in signature.input_nodes:
+            del signature.input_nodes[part], signature.input_deallocation[part]
+
+
+__all__ = ["get_graph_partition_signature"]
