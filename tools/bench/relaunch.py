@@ -64,7 +64,7 @@ COLUMNS = {  # header -> key, digits
     "bare host": ("bare host us", 1),
     "bare layer": ("bare layer us", 1),
 }
-AHEAD = 5  # processes that import while another one measures
+TOGETHER = 24  # processes that import at a time; nothing else runs while one measures
 TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
 
@@ -226,6 +226,10 @@ class Process:
         command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, "--wait"]
         self.process = streams.start_process([*command, *(["--warm"] if warm else [])], environment)
 
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
     def ask(self, timeout: float) -> dict[str, Any]:
         answers, ended = streams.answers_of(self.process, timeout)
         return answers[0] if answers else {"row": self.row, "side": self.side, "error": f"the process {ended}"}
@@ -254,8 +258,10 @@ def measure(args: argparse.Namespace, about: dict[str, Any]) -> dict[str, Row]:
         if time.monotonic() > deadline:
             rows[name].errors.append(f"{side}: out of time")
             continue
-        while len(waiting) <= AHEAD and number + len(waiting) < len(order):
-            waiting.append(Process(*order[number + len(waiting)], compiled=bool(args.prepare)))
+        if not waiting:
+            waiting.extend(Process(*pair, compiled=bool(args.prepare)) for pair in order[number : number + TOGETHER])
+            for process in waiting:
+                process.wait_until_ready()
         start = time.monotonic()
         answer = waiting.popleft().ask(args.timeout)
         rows[name].add(answer)

@@ -3,7 +3,7 @@
     python tools/bench/relaunch_process.py ROW SIDE [--warm] [--wait]
 
 One JSON line comes out. With --warm nothing is measured: the compile caches are filled. With --wait the process
-imports what it needs, and touches the device when a line comes in.
+imports what it needs, says "ready", and touches the device when a line comes in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any, TextIO, TYPE_CHECKING
 
 import torch
 
@@ -261,8 +261,8 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
     return result
 
 
-def get_ready(row: str) -> None:
-    """Imports, which take longer than most measurements and need no device."""
+def get_ready(row: str, out: TextIO) -> None:
+    """Imports, which take longer than most measurements and need no device; says so, and waits for its turn."""
     import torch._inductor.compile_fx  # noqa: F401
 
     if row.split()[0] in ("gpt2", "bert", "llama"):
@@ -270,6 +270,7 @@ def get_ready(row: str) -> None:
 
         for name in ("GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM"):
             getattr(transformers, name)
+    print("ready", file=out, flush=True)
     sys.stdin.readline()
 
 
@@ -279,7 +280,7 @@ def main(row: str, side: str, warm: bool, wait: bool) -> None:
     with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
         try:
             if wait:
-                get_ready(row)
+                get_ready(row, out)
             answer: dict[str, Any] = {"row": row, "side": side, "result": measure(row, side, warm)}
         except Exception as e:
             traceback.print_exc()
