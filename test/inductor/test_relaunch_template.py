@@ -413,6 +413,13 @@ class TestRefusals(ProofTest):
                 else:
                     self.assertEqual(words(captures.prove(**options)), [])
 
+    def test_overwritten_remains_that_moved_like_an_allocation(self):
+        low = 1 << 40, (1 << 40) + (64 << 20)
+        captures = self.at_the_start_of_a_tebibyte([bytes(208) + u64(address) for address in low])
+        with self.assertRaisesRegex(Refusal, "it moved like an allocation, but is in none"):
+            prove(*captures)
+        self.assertEqual(words(prove(*captures, on_device=lambda address: True)), [])
+
     def test_lower_half_that_is_a_shifted_address(self):
         captures = self.at_the_start_of_a_tebibyte((u64((1 << 40) + GRANULE >> 12), u64((1 << 40) + 0x4200000 >> 12)))
         with self.assertRaisesRegex(Refusal, "an address, shifted right by 12 bits"):

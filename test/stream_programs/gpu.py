@@ -69,10 +69,13 @@ def _poison(tensor: torch.Tensor) -> None:
 
 
 def _empty_twin(source: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory of the same layout, misalignment included."""
-    size = source.untyped_storage().nbytes() // source.element_size()
-    base = torch.empty(size, dtype=source.dtype, device=source.device)
-    return base.as_strided(source.size(), source.stride(), source.storage_offset())
+    """Uninitialised memory of the same layout, misalignment included; a view if the source is one."""
+    count = source.untyped_storage().nbytes() // source.element_size()
+    base = torch.empty(count, dtype=source.dtype, device=source.device)
+    size, stride, offset = source.size(), source.stride(), source.storage_offset()
+    if source._is_view():
+        return base.as_strided(size, stride, offset)
+    return torch.empty(0, dtype=source.dtype, device=source.device).set_(base.untyped_storage(), offset, size, stride)
 
 
 def _record_events(inputs: Inputs) -> None:

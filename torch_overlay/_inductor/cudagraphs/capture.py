@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256  # no library looks for more
 # A number that happens to be an address of these captures, or a library that allocates more when it is first used.
-COINCIDENCES = ("unmoved", "ambiguous", "moved", "layout")
+COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 ATTEMPTS = 3
 GROUP = 4  # operators whose memory ends together
 
@@ -321,9 +321,11 @@ def capture_region(
     """How a region is launched, and a launcher for each of its stages; raises Refusal, or what the region itself
     raises."""
 
-    def take(gap: int) -> Captured:
-        recording = device.record(gap)
-        open_recordings.append(recording)
+    def record(gap: int) -> Any:
+        open_recordings.append(device.record(gap))
+        return open_recordings[-1]
+
+    def take(recording: Any) -> Captured:
         return Capture(model, inputs, alignments, plan, recording).run(code.saved_outputs)
 
     def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
@@ -339,21 +341,23 @@ def capture_region(
     check_collectives(model)
     open_recordings: list[Any] = []
     try:
-        first = take(1)
+        first = take(record(1))
         for _ in range(ATTEMPTS - 1):
             if first.plan == plan:
                 break
             plan = first.plan
             first.recording.discard()
-            first = take(1)
+            first = take(record(1))
         try:
-            return prove(first, take(2))
+            return prove(first, take(record(2)))
         except Refusal as refusal:
             if refusal.reason not in COINCIDENCES:
                 raise
-        for recording in open_recordings:
+        coincided = list(open_recordings)
+        elsewhere = record(3)  # while theirs are taken: the same number must not be an address again
+        for recording in coincided:
             recording.discard()
-        return prove(take(3), take(5))
+        return prove(take(elsewhere), take(record(5)))
     finally:
         for recording in open_recordings:
             recording.close()

@@ -30,7 +30,8 @@ Note [Addresses of captures]
    one is none (`template`, Note [What a word can hide]).
 6. Of two 32-bit numbers in a row the second one could pass for the upper half of an address. Left alone, the driver
    begins at 1 TiB, where that half is 256, which many kernels are given as a size; so it is asked for a place where it
-   is 695 or more. It may refuse: a number that passes for an address does no harm but that of a capture refused.
+   is 705 or more, for 704 begins the descriptors of tensors that matrix products take. It may refuse: a number that
+   passes for an address does no harm but that of a capture refused, and the next one is made at other addresses.
 
 A range is mapped as it fills, a physical block of 8 MiB at a time, for the driver maps whole blocks alone: a call for
 each 8 MiB, and access is granted to many of them at once. Allocations lie 64 KiB times the gap apart, and are aligned

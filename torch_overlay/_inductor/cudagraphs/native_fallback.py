@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ARENA = 4 << 40
 # Note [Addresses of captures] in `native`, 5 and 6.
 LOWEST = 1 << 32
-WISH = 0x2B75A600000
+WISH = 0x2C15A600000
 BLOCK, AHEAD = 8 << 20, 4
 GAP, ADDRESS_ALIGNMENT = 64 << 10, 512
 ALIGNMENT = 64

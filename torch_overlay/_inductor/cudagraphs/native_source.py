@@ -24,7 +24,7 @@ HEAD = r"""
 #define EXPORT __attribute__((visibility("default")))
 #define ARENA ((size_t)4 << 40)
 #define LOWEST ((Address)1 << 32)     /* Note [Addresses of captures], 5 and 6 */
-#define WISH ((Address)0x2b75a600000)
+#define WISH ((Address)0x2c15a600000)
 #define BLOCK ((size_t)8 << 20)
 #define AHEAD 4
 #define GAP ((size_t)64 << 10)

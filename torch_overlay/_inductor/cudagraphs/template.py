@@ -464,7 +464,8 @@ class _Scan:
                 if not set(self.a.places(hidden_a)).isdisjoint(self.b.places(hidden_b)):
                     how = f"shifted right by {shift} bits" if shift else "packed with other bits"
                     raise _Found("encoded", offset, f"an address, {how}: {self.a.describe(hidden_a)}")
-        if (word_b - word_a) in self.moves and self.a.near(word_a) and self.b.near(word_b):
+        moved = (word_b - word_a) in self.moves and self.a.near(word_a) and self.b.near(word_b)
+        if moved and not self._stale(kind, word_a, word_b):
             message = f"it moved like an allocation, but is in none: {self._both(word_a, word_b)}"
             raise _Found("outside", offset, message)
         covered = self.a.covers(word_a) or self.b.covers(word_b)
