@@ -122,6 +122,12 @@ class TestCorpus(TestCase):
             self.assertIn("device=None", outer[1])
             self.assertNotRegex(outer[1], "_entry|_exit")
 
+    def test_streams_of_another_device_than_the_callers_under_reduce_overhead(self) -> None:
+        """The forward is called on device 0 and runs on device 1; the engine calls its backward on device 1."""
+        seen, _ = compile_program(by_name("train_on_second_device"), "reduce-overhead")
+        captured = {region.kind: "def partition_0(" in (region.wrapper or "") for region in seen.regions}
+        self.assertEqual(captured, {"forward": False, "backward": True})
+
     @parametrize("name", form.representative(NAMES))
     def test_compiles_with_operators_between(self, name: str) -> None:
         self.check(name, None, sleeps=True)

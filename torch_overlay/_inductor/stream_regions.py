@@ -188,12 +188,13 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
 
 def _has_several_devices(scheduler: Any) -> bool:
     """CUDA graphs are refused then, and a partition that changes the device would be generated wrong: upstream leaves
-    the guard of the partition's device, which stands around the call of the partition, inside of it.
+    the guard of the partition's device, which stands around the call of the partition, inside of it. The caller's
+    device counts, too: its stream would be forked from and joined inside of a capture on the other one.
     """
     known = getattr(scheduler, "_overlay_several_devices", None)
     if known is None:
-        devices = {d for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
-        known = scheduler._overlay_several_devices = len(devices) > 1
+        devices = {d.index for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
+        known = scheduler._overlay_several_devices = len(devices | {torch.accelerator.current_device_index()}) > 1
     return known
 
 
