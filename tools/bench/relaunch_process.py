@@ -9,6 +9,7 @@ imports what it needs, says "ready", and touches the device when a line comes in
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import statistics
@@ -128,7 +129,10 @@ def peak_of_device() -> Iterator[list[int]]:
 
 
 def settled() -> int:
+    """Bytes of the device in use, without garbage: what Dynamo leaves behind of the first call holds its outputs until
+    somebody collects it, which upstream's captures do."""
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.empty_cache()
     return device_used()
 
