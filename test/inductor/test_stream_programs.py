@@ -26,7 +26,10 @@ from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
 from stream_programs.drawn.steps import random_spec, smaller, Spec, specs
 from stream_programs.drawn.trial import as_test, COMPILED, judge, shrink, Verdict
+from stream_programs.drawn.unwritten import unwritten
 from stream_programs.drawn.writer import write
+from torch_overlay.analysis.race_report import Promise, Report
+from torch_overlay.analysis.trace import Memory, Trace
 
 
 # The patched form repeats what the overlay form has shown: that it compiles the same.
@@ -104,6 +107,26 @@ class TestGenerator(TestCase):
         self.assertNotEqual(racy, fair.text)
         verdict = judge(dataclasses.replace(fair, text=racy), ["default"], on_gpu=False)
         self.assertEqual(verdict and verdict.kind, "invalid")
+
+    def test_memory_that_nobody_has_written_is_read(self) -> None:
+        trace = Trace()
+        given = Memory("x", 64, "s0")  # whose allocation is not in the trace
+        made = trace.alloc("made", 64, on="s0")
+        trace.launch("half", "s0", reads=[given], writes=[made[0:32]])
+        trace.launch("early", "s0", reads=[made])
+        trace.launch("update", "s0", reads=[made[32:64]], writes=[made[32:64]])
+        trace.launch("late", "s0", reads=[made])
+        self.assertEqual(unwritten(trace.operations), ["early reads 32 bytes of made that nobody has written"])
+
+    def test_a_part_may_be_overwritten_while_another_part_is_read(self) -> None:
+        """Kernels of one fused program read tensors as wholes."""
+        trace = Trace()
+        whole = trace.alloc("x", 64, on="s0")
+        trace.boundary("call 0", whole, whole[0:32])
+        report = Report([], [], traces=[trace])
+        self.assertEqual(checked._parts(report), {("call 0", str(whole[0:32]))})
+        report.boundary += [Promise("call 0", str(v), "overwrite", "s1", True, False) for v in (whole, whole[0:32])]
+        self.assertEqual(checked.findings(report), [("lost", "after call 0, s1 may overwrite x")])
 
     def test_a_failure_becomes_a_test(self) -> None:
         written = write(random_spec(0, 3))

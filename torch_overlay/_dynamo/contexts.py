@@ -14,7 +14,6 @@ crosses the break as it is, and must not be taken for a context that was made an
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
 
+from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.state import handled
 from torch_overlay._functorch.stream_placement import annotate, node_stream, TARGET
 
@@ -91,7 +91,6 @@ def enter(
     if stream.device.type == "cuda" and stream.device.index != state.device_index():
         context.overlay_device_context = CUDADeviceVariable.create(tx, stream.device.index)
         context.overlay_device_context.enter(tx)
-    context.overlay_nodes_before = len(tx.output.graph.nodes)
     result = original(context, tx, *args)
     state.levels[-1].context = context
     return context.overlay_stream if isinstance(context, _StreamBlock) else result
@@ -106,8 +105,6 @@ def exit(
     if not handled(tx):
         return original(context, tx, *args)
     result = original(context, tx, *args)
-    nodes = tx.output.graph.nodes
-    _note_targets(itertools.islice(reversed(nodes), max(0, len(nodes) - context.overlay_nodes_before)))
     if context.overlay_device_context is not None:
         context.overlay_device_context.exit(tx)
     if not tx.output.should_exit:
@@ -149,6 +146,10 @@ def stack_values_to_restore(
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):
         return values, meta
+    nodes = output.graph.nodes
+    if any(node_stream(node) for node in nodes):
+        _note_targets(node for node in nodes if TARGET not in node.meta.get("custom", {}))
+        registry.current().goes_on = output.compile_subgraph_reason.graph_break
 
     def is_context(value: VariableTracker) -> bool:
         return not isinstance(value, StreamVariable)

@@ -72,6 +72,8 @@ class _Frame:
         self.set_streams: dict[torch.device, int] = {}
         # The frame reads a stream's raw handle: what is launched on it can't be part of a captured graph.
         self.handle_is_read = False
+        # The graph ends at a graph break: what it made and nobody needs any more may be a local variable of the caller.
+        self.goes_on = False
 
 
 _frame = _Frame()

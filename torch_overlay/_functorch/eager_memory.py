@@ -5,8 +5,9 @@ allocated it, whatever other streams still read of it. A program that lets a sid
 with it, and compiled code may do as eager does. But functional graphs have values that eager never allocates. The
 result of an update in place is new memory of the stream that updates, where in eager it is the input's, or that of
 the stream which made the tensor; so is the result of an operator that was given `out`. Of two equal operations on two
-streams one remains, and the other's readers read memory of a stream that they never knew. Such memory must not be given
-back while somebody reads it.
+streams one remains, and the other's readers read memory of a stream that they never knew. And a graph that ends at a
+graph break gives back what nobody needs behind it, where eager's local variables live to the end of the function. Such
+memory must not be given back while somebody reads it.
 
 So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
 from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import is_view, node_stream, TARGET
 
 
@@ -95,18 +97,20 @@ def _compiled_stream(node: Node) -> int | None:
 
 def foreign_reads(node: Node) -> tuple[str, ...]:
     """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "-s1" of
-    a value that in eager is other memory, or lives on: as the result of this update, or as what was given as `out`.
+    a value that in eager is other memory, or lives on: as the result of this update, as what was given as `out`, or in
+    a variable behind a graph break.
     """
     if is_view(node):  # it launches nothing
         return ()
     updated = _maker(node, updates=True) if _updates(node) else None
     target = node.meta.get("custom", {}).get(TARGET)
+    goes_on = registry.current().goes_on
     found = set()
     for value in node.all_input_nodes:
         stream = _compiled_stream(value)
         if stream is None or stream == node_stream(node):
             continue
-        lives_on = stream == target or (updated is not None and _maker(value, updates=True) is updated)
+        lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
         found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
     return tuple(sorted(found))
 

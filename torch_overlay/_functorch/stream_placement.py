@@ -88,6 +88,12 @@ def viewed(node: Node) -> Node:
     return node
 
 
+def viewed_constant(node: Node) -> Node | None:
+    """What a view names a part of, if that is made from nothing: zeros, ones, a range."""
+    made = viewed(node)
+    return made if made is not node and made.op == "call_function" and not made.all_input_nodes else None
+
+
 def blocks_host(node: Node) -> bool:
     """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
     say otherwise.
@@ -367,12 +373,14 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             annotate(node, **{LEAVE: leave})
         if node.op != "call_function":
             continue
-        stream = node_stream(node) or None
+        # Inductor makes a view of a constant a constant of its own: it has the stream of the one that it is a view of.
+        maker = viewed_constant(node) or node
+        stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()
         tokens: dict[str, Any] = {
-            AFTER: tuple(sorted(after.get(node, frozenset()) | engine)),
-            BEFORE: tuple(sorted(before.get(node, frozenset()) | engine)),
+            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine)),
+            BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
             READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node),
             REQUIRES: program.tokens.get(node),

@@ -53,7 +53,8 @@ def stream_objects() -> tuple[str, ...]:
     from torch_overlay._dynamo import registry
 
     objects = tuple(map(repr, registry.describe()))
-    return objects if len(objects) > 1 else ()
+    ends = ("goes on",) if registry.current().goes_on else ()
+    return (*objects, *ends) if len(objects) > 1 else ()
 
 
 def config_digest() -> str:

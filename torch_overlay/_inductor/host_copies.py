@@ -18,6 +18,7 @@ import torch
 from torch._library.custom_ops import custom_op
 
 from torch_overlay._functorch.stream_placement import viewed
+from torch_overlay._inductor.stream_passes import union_of_tokens
 
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def download_in_place(graph: Graph) -> None:
         with graph.inserting_before(value):
             node = graph.call_function(COPY_TO_HOST, (destination, source))
         node.meta.update({key: item for key, item in value.meta.items() if key != "val"})
-        if "custom" in write.meta:
-            node.meta["custom"] = write.meta["custom"]
+        customs = [n.meta.get("custom", {}) for n in (value, write)]
+        if any(customs):
+            node.meta["custom"] = {**customs[0], **customs[1], **union_of_tokens(customs)}
         node.meta["val"] = None
         graph.erase_node(write)
         graph.erase_node(value)

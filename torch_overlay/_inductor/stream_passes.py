@@ -138,12 +138,13 @@ def _inherit(node: Node, gone: Mapping[Node, _Placed]) -> None:
     if not customs or len({custom.get("stream", 0) for custom in customs}) > 1:
         return
     made: dict[str, Any] = {"stream": stream} if (stream := customs[0].get("stream")) else {}
-    made |= _union(customs)
+    made |= union_of_tokens(customs)
     if made:
         node.meta["custom"] = made
 
 
-def _union(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def union_of_tokens(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one node that does what several did."""
     made: dict[str, Any] = {}
     for key in (AFTER, BEFORE, READS):
         known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
@@ -173,4 +174,4 @@ def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> Non
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
     """A pattern's replacement carries the tokens of all that it replaces."""
-    return original(nodes) | _union([node.meta.get("custom", {}) for node in nodes])
+    return original(nodes) | union_of_tokens([node.meta.get("custom", {}) for node in nodes])

@@ -314,10 +314,13 @@ class Context:
             known = not before.known.isdisjoint(now.known) or self.current in now.known
             yield Promise(call, name, "drop", self.current, True, known)
         read = "reuse" if name.startswith("free memory") else "read"
+        # What the host need not wait for is done, and nobody whom it launches later has to.
         for who in filter(self.is_public, sorted(before.readable | now.readable)):
-            yield Promise(call, name, read, who, who in before.readable, who in now.readable)
+            yield Promise(call, name, read, who, who in before.readable, not now.readable.isdisjoint({who, HOST}))
         for who in filter(self.is_public, sorted(before.writable | now.writable)):
-            yield Promise(call, name, "overwrite", who, who in before.writable, who in now.writable)
+            yield Promise(
+                call, name, "overwrite", who, who in before.writable, not now.writable.isdisjoint({who, HOST})
+            )
 
     def judge(self, operations: Iterable[Operation]) -> Report:
         """The report of one run, or of a variation of it."""

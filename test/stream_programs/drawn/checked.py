@@ -19,7 +19,7 @@ from stream_programs.drawn.unwritten import unwritten
 from torch_overlay import config
 from torch_overlay.analysis.checking import CALLER, check
 from torch_overlay.analysis.race_report import describe
-from torch_overlay.analysis.trace import HOST
+from torch_overlay.analysis.trace import Boundary, HOST
 from torch_overlay.testing import simulated_gpu
 
 
@@ -52,13 +52,28 @@ def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) ->
 
 def _by_the_way(promise: Promise, trains: bool) -> bool:
     """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
-    caller happened to have there.
+    caller happened to have there. And what eager saves a function of, a compiled backward may read itself to compute
+    that again: behind an event of the forward nothing is free of it, as nothing is that eager saves.
     """
-    return trains and promise.value.startswith("the caller's work")
+    read_again = promise.what == "overwrite" and promise.who.startswith("event")
+    return trains and (promise.value.startswith("the caller's work") or read_again)
 
 
 def _left_to_host(race: Race) -> bool:
     return race.kind == "host" and race.second.launch.name == CALLER
+
+
+def _parts(found: Report) -> set[tuple[str, str]]:
+    """(call, value) of what has a part of its memory only. Whoever overwrites it needn't care for kernels that read the
+    other parts, but of a kernel it is known which tensors it reads, and not which of their elements.
+    """
+    boundaries = [o for trace in found.traces for o in trace.operations if isinstance(o, Boundary)]
+    return {
+        (boundary.name, name)
+        for boundary in boundaries
+        for name, view in boundary.views
+        if view.span is not None and sum(end - start for start, end in view.span.runs()) < view.memory.size
+    }
 
 
 def findings(found: Report, host_waits: bool = False, trains: bool = False) -> list[tuple[str, str]]:
@@ -68,7 +83,13 @@ def findings(found: Report, host_waits: bool = False, trains: bool = False) -> l
     too, but where compiled code makes the copy is its own affair; the caller waits again before it reads host memory.
     """
     races = [("race", describe(r)) for r in found.races if host_waits or not _left_to_host(r)]
-    lost = [("lost", str(p)) for p in found.lost if (host_waits or p.who != HOST) and not _by_the_way(p, trains)]
+    parts = _parts(found)
+    lost = [
+        ("lost", str(p))
+        for p in found.lost
+        if (host_waits or p.who != HOST) and not _by_the_way(p, trains)
+        if p.what != "overwrite" or (p.call, p.value) not in parts
+    ]
     blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]
     return [*races, *blank, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]
 

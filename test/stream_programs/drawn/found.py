@@ -20,7 +20,7 @@ def _add(name: str, inputs: str, text: str) -> None:
         random="dropout" in text,
         unjoined="# unjoined" in text,
         host="cpu" in text or "out" in inputs,
-        fullgraph="graph_break" not in text,
+        fullgraph="graph_break" not in text and ".item()" not in text,
         host_waits="synchronize(" in text and not copies,
         host_blocks="synchronize(" in text or copies,
     )
@@ -780,5 +780,131 @@ _add(
             return v1, v2
 
         return trains(k, fn, 0, [w0])
+    """,
+)
+_add(
+    "memory_of_a_local_variable_behind_a_graph_break",
+    "x y state ready n",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state, ready, n):
+            current = torch.cuda.current_stream()
+            v1 = y + state
+            v2 = buffer.sum(0, keepdim=True)
+            with torch.cuda.stream(s1):
+                ready.wait()
+                v3 = buffer + 1
+                e1.record(current)
+                s1.wait_event(e1)
+                v4 = (v3 + v2).clamp(-2, 2)
+                v5 = buffer.detach().clone()
+                for _ in range(n):
+                    v5 = v5.clamp(-2, 2) + 1
+                torch._dynamo.graph_break()
+            v6 = x.clone()
+            current.wait_stream(s1)
+            return v3, v4, v5, v6
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "out_of_the_callers_memory_outside_of_a_stream_block",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            torch.add(x, buffer, out=x)
+            x.clamp_(-2, 2)
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v1 = x + y
+            return v1,
+
+        return calls(k, fn, [buffer])  # unjoined
+    """,
+)
+_add(
+    "view_of_a_constant_of_another_stream",
+    "x y pinned n",
+    """
+    def build(k):
+        s1 = k.stream()
+        sleep = k.sleep
+
+        def fn(x, y, pinned, n):
+            current = torch.cuda.current_stream()
+            v1 = pinned.to("cuda")
+            v2 = x.cumsum(0)
+            v3 = torch.ones(32, 32, device="cuda")
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v4 = v2.t().contiguous()
+                v5 = (sleep(v4) + v4).clamp(-2, 2) if n > 0 else (sleep(v4) + v4).clamp(-2, 2)
+                v6 = double(y.detach())
+                v7 = v3[3:4]
+            return v1, v4, v5, v6, v7
+
+        return calls(k, fn)  # unjoined
+    """,
+)
+_add(
+    "copied_memory_is_downloaded_on_another_stream",
+    "x state out ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state, out, ready):
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = buffer + state
+                state.copy_(buffer)
+            done1 = s1.record_event()
+            done1.wait()
+            v2 = state + x
+            out.copy_(state, non_blocking=True)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "host_computes_behind_a_synchronisation",
+    "x y state ready",
+    """
+    def build(k):
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, ready):
+            current = torch.cuda.current_stream()
+            v1 = buffer.relu()
+            v2 = sleep(y) + state
+            v3 = state.clamp(-1, 1) @ buffer.sign()
+            v4 = torch.ones(32, 32, device="cuda")
+            v5 = state[:, ::2]
+            v6 = v3.view(16, 64)
+            v7 = y.sum(1, keepdim=True)
+            v8 = int(state.detach().amax().item())
+            v9 = torch.full((32, 32), 1.0 if v8 > 0 else 0.0, device="cuda")
+            v10 = double(v6.detach())
+            current.wait_event(ready)
+            v11 = v9.to("cpu", non_blocking=True)
+            v12 = x.cumsum(0)
+            current.synchronize()
+            v13 = v11 * 2
+            return v10, v11, v12, v13
+
+        return trains(k, fn, 0, [], [buffer])
     """,
 )
