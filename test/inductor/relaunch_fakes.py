@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import mmap
 import threading
 import weakref
 from typing import Any
@@ -89,7 +90,8 @@ class Apart:
 class Recording:
     def __init__(self, device: FakeDevice, gap: int) -> None:
         self.owner, self.device = device, CPU
-        self.arena = torch.zeros(ARENA, dtype=torch.uint8)
+        # Where a device's memory could be: the heap of some Pythons lies below 4 GiB.
+        self.arena = torch.frombuffer(mmap.mmap(-1, ARENA), dtype=torch.uint8)
         self.low = self.arena.data_ptr()
         self.high = self.low + ARENA
         self.next = -(-self.low // 4096) * 4096 + 256 * gap
