@@ -53,7 +53,8 @@ def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) ->
 def _by_the_way(promise: Promise, trains: bool) -> bool:
     """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
     caller happened to have there. And what eager saves a function of, a compiled backward may read itself to compute
-    that again: behind an event or a synchronisation of the forward nothing is free of it, as nothing is that eager saves.
+    that again: behind an event or a synchronisation of the forward nothing is free of it, as nothing is that eager
+    saves.
     """
     read_again = promise.what == "overwrite" and (promise.who == HOST or promise.who.startswith("event"))
     return trains and (promise.value.startswith("the caller's work") or read_again)
