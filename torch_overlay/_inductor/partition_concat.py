@@ -59,7 +59,7 @@ def _hand_on(whole: Any, numbers: Sequence[int], partitions: Sequence[Any], sign
     name = whole.get_name()
     for number in numbers:
         signature = signatures[number]
-        if number != numbers[-1] and whole.node not in signature.output_nodes:
+        if number != numbers[-1] and all(node.get_name() != name for node in signature.output_nodes):
             signature.output_nodes.append(whole.node)
         if number != numbers[0]:
             signature.input_nodes[name] = whole.node
