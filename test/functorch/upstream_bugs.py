@@ -257,13 +257,12 @@ def concatenated_in_partitions() -> list[str]:
         return torch.cat([part, other @ x]), part @ other
 
     found = []
-    for function in (matmuls, nested, read):
+    for function, parts in ((matmuls, 2), (nested, 4), (read, 2)):
         torch._dynamo.reset()
         with observe() as seen:
             torch.compile(function, mode="reduce-overhead")(_square().detach())
-        text = _wrapper(seen, "inference")
-        rows = 64 * {"matmuls": 2, "nested": 4, "read": 2}[function.__name__]
-        found += [f"{function.__name__}: {b} is {a} again" for a, b in itertools.pairwise(_allocations(text, rows))]
+        names = _allocations(_wrapper(seen, "inference"), 64 * parts)
+        found += [f"{function.__name__}: {b} is {a} again" for a, b in itertools.pairwise(names)]
     return found
 
 

@@ -113,6 +113,14 @@ def exit(
     return result if result is not None else ConstantVariable.create(None)
 
 
+def _note_end(output: OutputGraph) -> None:
+    """What is known of a graph with streams when it is complete."""
+    nodes = output.graph.nodes
+    if any(node_stream(node) for node in nodes):
+        _note_targets(nodes)
+        registry.current().goes_on = output.compile_subgraph_reason.graph_break
+
+
 def _note_targets(nodes: Iterable[Node]) -> None:
     """Functional graphs don't say that an operator was given a tensor to write to, so the node says whose memory it is:
     `eager_memory`.
@@ -146,10 +154,7 @@ def stack_values_to_restore(
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):
         return values, meta
-    nodes = output.graph.nodes
-    if any(node_stream(node) for node in nodes):
-        _note_targets(node for node in nodes if TARGET not in node.meta.get("custom", {}))
-        registry.current().goes_on = output.compile_subgraph_reason.graph_break
+    _note_end(output)
 
     def is_context(value: VariableTracker) -> bool:
         return not isinstance(value, StreamVariable)

@@ -26,16 +26,15 @@ def get_graph_partition_signature(
     original: Callable[..., list[Any]], scheduler: Any, partitions: Sequence[Any], skip_cudagraphs: list[bool]
 ) -> list[Any]:
     signatures = original(scheduler, partitions, skip_cudagraphs)
-    wholes: dict[str, set[int]] = defaultdict(set)  # name of a result -> partitions that compute it or a part of it
-    parts: dict[str, set[str]] = defaultdict(set)
+    made: dict[str, dict[str, int]] = defaultdict(dict)  # a result -> its parts and itself -> the partition of each
     for number, partition in enumerate(partitions):
         for whole, part in _concatenated(scheduler, partition):
-            wholes[whole].add(number)
-            parts[whole].add(part)
-    for whole, numbers in wholes.items():
+            made[whole][part] = number
+    for whole, parts in made.items():
+        numbers = sorted(set(parts.values()))
         if len(numbers) > 1:
-            _hand_on(scheduler.name_to_buf[whole], sorted(numbers), partitions, signatures)
-            for part in parts[whole] - {whole}:
+            _hand_on(scheduler.name_to_buf[whole], numbers, partitions, signatures)
+            for part in parts.keys() - {whole}:
                 _drop(part, partitions, signatures)
     return signatures
 

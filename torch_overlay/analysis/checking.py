@@ -314,13 +314,13 @@ class Context:
             known = not before.known.isdisjoint(now.known) or self.current in now.known
             yield Promise(call, name, "drop", self.current, True, known)
         read = "reuse" if name.startswith("free memory") else "read"
-        # What the host need not wait for is done, and nobody whom it launches later has to.
-        for who in filter(self.is_public, sorted(before.readable | now.readable)):
-            yield Promise(call, name, read, who, who in before.readable, not now.readable.isdisjoint({who, HOST}))
-        for who in filter(self.is_public, sorted(before.writable | now.writable)):
-            yield Promise(
-                call, name, "overwrite", who, who in before.writable, not now.writable.isdisjoint({who, HOST})
-            )
+        for what, eager, compiled in (
+            (read, before.readable, now.readable),
+            ("overwrite", before.writable, now.writable),
+        ):
+            done = HOST in compiled  # what the host need not wait for, nobody whom it launches later has to
+            for who in filter(self.is_public, sorted(eager | compiled)):
+                yield Promise(call, name, what, who, who in eager, done or who in compiled)
 
     def judge(self, operations: Iterable[Operation]) -> Report:
         """The report of one run, or of a variation of it."""

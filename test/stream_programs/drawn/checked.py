@@ -1,8 +1,8 @@
 """A drawn program, compiled on a simulated GPU and checked there.
 
 It must have no race, read no memory that nothing has written, keep what eager promises to its caller, and have no event
-that orders nothing. Eager itself is
-checked in the same way first: a program that races there would be the generator's fault (`Invalid`).
+that orders nothing. Eager itself is checked in the same way first: a program that races there would be the generator's
+fault (`Invalid`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import form  # noqa: F401
 from stream_programs._program import Kit
 from stream_programs._quiet import quiet
-from stream_programs.drawn.unwritten import unwritten
+from stream_programs.drawn.unwritten import pieces, unwritten
 from torch_overlay import config
 from torch_overlay.analysis.checking import CALLER, check
 from torch_overlay.analysis.race_report import describe
@@ -73,7 +73,7 @@ def _parts(found: Report) -> set[tuple[str, str]]:
         (boundary.name, name)
         for boundary in boundaries
         for name, view in boundary.views
-        if view.span is not None and sum(end - start for start, end in view.span.runs()) < view.memory.size
+        if sum(end - start for start, end in pieces(view)) < view.memory.size
     }
 
 

@@ -12,13 +12,14 @@ from torch_overlay.analysis.trace import Alloc, Free, Launch
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch_overlay.analysis.trace import Memory, Operation, View
 
 
-def _bytes(view: View) -> Iterator[tuple[int, int]]:
-    return iter([(0, view.memory.size)]) if view.span is None else view.span.runs()
+def pieces(view: View) -> list[tuple[int, int]]:
+    """(first byte, end) of what the view has of its memory."""
+    return [(0, view.memory.size)] if view.span is None else [*view.span.simplified().runs()]
 
 
 def unwritten(operations: Iterable[Operation]) -> list[str]:
@@ -34,20 +35,17 @@ def unwritten(operations: Iterable[Operation]) -> list[str]:
             case Free(memory):
                 written.pop(memory, None)
             case Launch(name, accesses=accesses):
-                for access in accesses:
-                    known = written.get(access.view.memory)
-                    if known is None or not access.reads or access.writes:
-                        continue
-                    missing = sum(known[start:end].count(0) for start, end in _bytes(access.view))
-                    if missing:
-                        found[f"{name} reads {missing} bytes of {access.view} that nobody has written"] = None
-                for access in accesses:
-                    known = written.get(access.view.memory)
-                    if known is None or not access.writes:
-                        continue
-                    for start, end in _bytes(access.view):
-                        known[start:end] = b"\1" * (end - start)
+                known = [(a, written[a.view.memory]) for a in accesses if a.view.memory in written]
+                for access, memory in known:
+                    if access.reads and not access.writes:
+                        missing = sum(memory[start:end].count(0) for start, end in pieces(access.view))
+                        if missing:
+                            found[f"{name} reads {missing} bytes of {access.view} that nobody has written"] = None
+                for access, memory in known:
+                    if access.writes:
+                        for start, end in pieces(access.view):
+                            memory[start:end] = b"\1" * (end - start)
     return list(found)
 
 
-__all__ = ["unwritten"]
+__all__ = ["pieces", "unwritten"]
