@@ -37,7 +37,8 @@ static Address next_address = (Address)0x7e0000000000;
 static char *text;
 static size_t length, capacity, limit;
 static Address lowest;
-static int no_wishes, delivering;
+static int no_wishes, delivering, littering;
+enum { REMAINS = 4096 };
 static void *captured_stream, *broken_stream;
 static struct { char name[64]; int skip, code; } failure;
 static __thread int mode;
@@ -59,7 +60,7 @@ static int fails(const char *name) {
 }
 void stub_reset(void) {
     reservations = mappings = block_count = blocks_alive = one_by_one = 0;
-    length = limit = lowest = no_wishes = delivering = 0;
+    length = limit = lowest = no_wishes = delivering = littering = 0;
     captured_stream = broken_stream = NULL;
     logging = 1;
     if (text) *text = 0;
@@ -78,6 +79,19 @@ void stub_reserve_at_most(size_t size) { limit = size; }
 void stub_left(int *out) { out[0] = reservations; out[1] = mappings; out[2] = blocks_alive; }
 const char *stub_log(void) { return text ? text : ""; }
 void stub_forget(void) { length = 0; if (text) *text = 0; }
+
+/* What a function leaves on the stack, and how often one that is called later finds it there. */
+static __attribute__((noinline)) void leave(Address what) {
+    volatile Address remains[REMAINS];
+    for (int i = 0; i < REMAINS; i++) remains[i] = what;
+}
+__attribute__((noinline)) int stub_remains(Address low, Address high) {
+    volatile Address remains[REMAINS];
+    int found = 0;
+    for (int i = 0; i < REMAINS; i++) found += low < remains[i] && remains[i] < high;  /* the call leaves `low` */
+    return found;
+}
+void stub_litter(void) { littering = 1; }
 
 int cuGetErrorString(int code, const char **out) {
     *out = code == 1 ? "invalid argument" : code == 2 ? "out of memory" : code == 900 ? "not permitted" : NULL;
@@ -146,6 +160,7 @@ int cuMemCreate(uint64_t *out, size_t size, const int *kind, unsigned long long 
 int cuMemRelease(uint64_t handle) { CALL(cuMemRelease) blocks_alive--; say("destroy %lu", handle); DONE }
 int cuMemMap(Address at, size_t size, size_t offset, uint64_t handle, unsigned long long flags) {
     CALL(cuMemMap)
+    if (littering) leave(at);
     int inside = 0;
     for (int i = 0; i < reservations; i++)
         inside |= at >= reserved[i].at && at + size <= reserved[i].at + reserved[i].size;
@@ -243,6 +258,7 @@ class Driver:
         self.library = ctypes.CDLL(path)
         self.library.stub_log.restype = ctypes.c_char_p
         self.library.stub_reserve_at_most.argtypes = [ctypes.c_size_t]
+        self.library.stub_remains.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
     def fail(self, name: str, code: int, skip: int = 0) -> None:
         """The call after `skip` more calls of this name fails, once."""

@@ -109,6 +109,20 @@ class RangeTests(DriverCase):
         self.module.clear_stack()
         self.assertEqual(done, [None])
 
+    def test_allocations_leave_no_address_on_the_stack(self):
+        made = self.module.reserve(0, 1 << 40)
+        bounds = self.module.bounds(made)
+        driver.library.stub_litter()
+        self.module.use(made)
+        found = []
+        self.module.take(made, BLOCK)
+        found.append(driver.library.stub_remains(*bounds))
+        addresses = self.allocate(BLOCK)
+        found.append(driver.library.stub_remains(*bounds))
+        self.module.use(None)
+        self.assertEqual([count > 0 for count in found], [self.form == "fallback"] * 2)  # Python can't clear them
+        self.drop(made, addresses)
+
     def test_taken_addresses_are_nobodys_to_free(self):
         made = self.module.reserve(0, 1 << 40)
         addresses = [self.module.take(made, size) for size in (0, 100)]

@@ -449,6 +449,14 @@ class TestRefusals(ProofTest):
         with self.subTest("rubbish is an address by chance, and not twice"):
             self.assertEqual(len(captures.prove(foreign=lambda address: address == 0x7F0000000000).words), 1)
 
+    def test_remains_are_not_memory_of_others(self):
+        # Overwritten addresses of two regions, in pools of the captures, which the allocator calls inactive.
+        remains = {"a": LOW["a"] + (16 << 20), "b": LOW["b"] + (48 << 20)}
+        captures = Captures(lambda at: [kernel(0, bytes(208) + u64(remains[at.capture]))], regions=((0, 64 << 20),))
+        self.refused(captures, "moved", "did not move with one allocation")
+        options = {"on_device": lambda _: True, "foreign": lambda address: address in remains.values()}
+        self.assertEqual(words(captures.prove(**options)), [])
+
     def test_memset_of_memory_that_was_not_seen(self):
         captures = Captures(lambda at: [FillNode(0, 1, {"a": 64, "b": 128}[at.capture], 0, 1, 4, 1, 0)])
         self.refused(captures, "moved", r"node 0 \(memset\), parameter 0.*no known way")

@@ -70,7 +70,8 @@ def trains(
         outputs = call(*given)
         roots = [t for t in outputs if t.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        gradients = [leaf.grad for leaf in leaves]
+        # AOTAutograd gives zeros where eager gives none: behind what a graph break handed on and nobody used.
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
         return [t.detach() for t in outputs], gradients

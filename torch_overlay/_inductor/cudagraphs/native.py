@@ -33,6 +33,13 @@ Note [Addresses of captures]
    is 705 or more, for 704 begins the descriptors of tensors that matrix products take. It may refuse: a number that
    passes for an address does no harm but that of a capture refused, and the next one is made at other addresses.
 
+Note [Remains on the stack]
+A launcher hands over what its structures' unused fields hold: what lay on the stack. Two captures of a region leave the
+same there, but for one thing, which our own allocator does: blocks of 8 MiB are mapped when a range is full, which is
+at another allocation where the gaps are wider, and the driver's functions leave the addresses of the blocks, which are
+in the range and stand for different bytes in each capture. So the stack below an allocation is cleared, as it is when a
+capture begins.
+
 A range is mapped as it fills, a physical block of 8 MiB at a time, for the driver maps whole blocks alone: a call for
 each 8 MiB, and access is granted to many of them at once. Allocations lie 64 KiB times the gap apart, and are aligned
 as the caching allocator aligns.

@@ -174,6 +174,7 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
         int mode = relax();
         if ((result = allocate(range, (size_t)size))) range->arena->held++;
         restrain(mode);
+        clear_stack(SHALLOW);
     }
     pthread_mutex_unlock(&lock);
     return result;
@@ -289,6 +290,7 @@ static PyObject *py_take(PyObject *module, PyObject *args) {
         int mode = relax();
         address = allocate(range, (size_t)bytes);
         restrain(mode);
+        clear_stack(SHALLOW);
         memcpy(error, range->error, sizeof error);
     }
     pthread_mutex_unlock(&lock);

@@ -29,6 +29,8 @@ HEAD = r"""
 #define AHEAD 4
 #define GAP ((size_t)64 << 10)
 #define ALIGNMENT 512
+#define DEEP ((size_t)256 << 10)
+#define SHALLOW ((size_t)64 << 10)
 typedef uint64_t Address;
 typedef void *Handle;
 
@@ -57,20 +59,31 @@ static const char *text_of(int code) {
     cu.text(code, &text);
     return text ? text : "unknown error";
 }
+
+/* Zeros where what this thread calls next has its stack: Note [Remains on the stack]. */
+static void clear_stack(size_t most) {
+    static __thread uintptr_t end;
+    size_t room;
+    void *cleared;
+    if (!end) {
+        pthread_attr_t attributes;
+        size_t size;
+        end = UINTPTR_MAX;  /* not known */
+        if (!pthread_getattr_np(pthread_self(), &attributes)) {
+            if (!pthread_attr_getstack(&attributes, &cleared, &size)) end = (uintptr_t)cleared;
+            pthread_attr_destroy(&attributes);
+        }
+    }
+    room = (uintptr_t)&room > end ? ((uintptr_t)&room - end) / 2 : 0;  /* a thread may have been given little */
+    if (room > most) room = most;
+    cleared = memset(__builtin_alloca(room + 1), 0, room);
+    __asm__ volatile("" : : "r"(cleared) : "memory");  /* nobody reads it, and yet it has to be done */
+}
 """
 
 MODULE = r"""
 static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
-    pthread_attr_t attributes;
-    void *end;
-    size_t size, room = 0;
-    if (!pthread_getattr_np(pthread_self(), &attributes)) {
-        if (!pthread_attr_getstack(&attributes, &end, &size)) room = ((uintptr_t)&size - (uintptr_t)end) / 2;
-        pthread_attr_destroy(&attributes);
-    }
-    if (room > 256 << 10) room = 256 << 10;  /* a thread may have been given little */
-    end = memset(__builtin_alloca(room + 1), 0, room);
-    __asm__ volatile("" : : "r"(end) : "memory");  /* nobody reads it, and yet it has to be done */
+    clear_stack(DEEP);
     Py_RETURN_NONE;
 }
 static PyObject *py_context(PyObject *module, PyObject *unused) {

@@ -472,7 +472,8 @@ class _Scan:
         if kind == "p" or (covered and not self._stale(kind, word_a, word_b)):
             message = f"an address that moved in no known way: {self._both(word_a, word_b)}"
             raise _Found("moved", offset, message)
-        if self.foreign is not None and self.foreign(word_a) and self.foreign(word_b):
+        # What a pool of the capture has freed is nobody's either, in the books of the allocator.
+        if self.foreign is not None and not covered and self.foreign(word_a) and self.foreign(word_b):
             message = f"it points to device memory that is no part of the capture: {self._both(word_a, word_b)}"
             raise _Found("foreign", offset, message)
 
