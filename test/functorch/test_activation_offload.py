@@ -246,10 +246,10 @@ class TestPlacement(TestCase):
         self.assertEqual(place_loads([4, 4, 4, 4, 4], [Load(4, 2)], 6), [0])
 
     def test_load_is_launched_no_earlier_than_it_takes_to_end_well_before_its_reader(self) -> None:
-        """Steps of 10 us, copies of 5 that are counted four times, one after the other."""
+        """Steps of 10 us, copies of 5 that are counted four times, and half as long again behind one another."""
         starts = [10.0 * i for i in range(10)]
-        self.assertEqual(just_in_time(starts, [9, 6, 8], [5.0, 5.0, 5.0]), [7, 3, 5])
-        self.assertEqual(just_in_time(starts, [9, 9, 9, 9, 9], [5.0] * 5), [7, 5, 3, 1, 0])
+        self.assertEqual(just_in_time(starts, [9, 6, 8], [5.0, 5.0, 5.0]), [7, 4, 6])
+        self.assertEqual(just_in_time(starts, [9, 9, 9, 9, 9], [5.0] * 5), [7, 7, 6, 6, 5])
         self.assertEqual(just_in_time(starts, [0, 1], [5.0, 5.0]), [0, 0])
         self.assertEqual(just_in_time([], [0], [5.0]), [0])
         loads = [Load(6, 5), Load(8, 5)]
@@ -842,6 +842,32 @@ class TestDecision(TestCase):
         with mock.patch.object(offload_schedule.Schedule, "place", keep):
             seen = self.compile({"budget_gb": 0.024, "min_bytes": 0})
         self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
+
+    def test_schedule_counts_views_of_one_tensor_once(self) -> None:
+        from torch_overlay._inductor import offload_schedule
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            parts = [part.transpose(0, 1) for part in (x @ w).chunk(4, 1)]
+            y = torch.sin(parts[0] @ parts[1].t()) @ torch.cos(parts[2] @ parts[3].t())
+            return torch.tanh(y).sum()
+
+        saved = []
+        place = offload_schedule.Schedule.place
+
+        def keep(schedule: Any) -> Any:
+            saved.append(schedule.saved())
+            return place(schedule)
+
+        with simulated_gpu(), torch.device("cuda"):
+            x, w = torch.randn(512, 512), torch.randn(512, 2048, requires_grad=True)
+        with (
+            mock.patch.object(offload_schedule.Schedule, "place", keep),
+            offloading({"budget_gb": 0.01, "min_bytes": 0}),
+        ):
+            (report,) = compile_only(fn, x, w, backward=True).offloads
+        self.assertNotIn("mm", [row.name for row in report.rows])  # the product of 4 MiB, of which four views are saved
+        large = [size for size, _ in saved[-1] if size > 1 << 20]
+        self.assertEqual([round(size / 2**20) for size in large], [4])
 
     def test_explain_table_knows_each_copy(self) -> None:
         seen = self.compile({"budget_gb": 0.024, "min_bytes": 0})

@@ -330,6 +330,15 @@ class Eager(TestCase):
         self.assertIs((cuda(4) > 0).any().item(), True)
         self.assertEqual(torch.tensor(7).item(), 7)  # a constant is known
 
+    def test_constants_that_go_to_the_host_and_back(self):
+        def program(x):
+            ones = x.zero_() + 1
+            on_host = ones.cpu()
+            return ones, on_host, on_host.cuda() + ones
+
+        sides = [t.device.type for t in torch.compile(program)(cuda(4))]
+        self.assertEqual(sides, ["cuda", "cpu", "cuda"])
+
     def test_thread_of_its_own(self):
         seen = []
 

@@ -194,12 +194,20 @@ class Pair:
         self.compute_again(again, made)
         for saved in (*picked, *again):
             for member in saved.members:
-                self.backward.graph.erase_node(self.inputs[member.name])
+                self.backward.graph.erase_node(self.inputs.pop(member.name))
+        self.name_owners()
         stable_topological_sort(self.backward.graph)
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
         return offsets[-1]
+
+    def name_owners(self) -> None:
+        """Inputs that are views of one tensor share its memory: the schedule counts it once."""
+        for owner, saved in self.saved.items():
+            inputs = [self.inputs[m.name] for m in saved.members if m.name in self.inputs]
+            for node in inputs if len(inputs) > 1 else ():
+                node.meta["custom"] = {**node.meta.get("custom", {}), offload_ops.OWNER: owner.name}
 
     def store(self, picked: list[Saved], offsets: list[int], device: int, budget: int, strict: bool) -> Node:
         graph = self.forward.graph

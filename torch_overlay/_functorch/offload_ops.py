@@ -26,6 +26,7 @@ COPY_STREAMS = 900_000
 
 
 BUDGET = "offload_budget"  # in `custom` of stores and loads: bytes
+OWNER = "offload_owner"  # ... of inputs of the backward that are views of one tensor: the tensor's name
 VALUE = "offload_value"  # ... the name of the forward's node
 
 

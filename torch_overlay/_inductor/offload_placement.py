@@ -61,9 +61,10 @@ def just_in_time(starts: Sequence[float], firsts: Sequence[int], us: Sequence[fl
     places = [0] * len(firsts)
     clock = float("inf")
     for number in sorted(range(len(firsts)), key=lambda n: firsts[n], reverse=True):
-        first = min(firsts[number], len(starts) - 1)
-        clock = min(clock, starts[first]) - LEAD * us[number] if starts else 0.0
-        places[number] = min(max(bisect.bisect_right(starts, clock) - 1, 0), firsts[number])
+        start = starts[min(firsts[number], len(starts) - 1)] if starts else 0.0
+        clock = min(clock, start) - MARGIN * us[number]
+        launch = min(clock, start - LEAD * us[number])
+        places[number] = min(max(bisect.bisect_right(starts, launch) - 1, 0), firsts[number])
     return places
 
 

@@ -19,7 +19,7 @@ from torch_overlay import config
 from torch_overlay._functorch import offload_log, offload_ops
 from torch_overlay._functorch.kernel_times import known_us
 from torch_overlay._functorch.offload_graph import holds_memory_at_once
-from torch_overlay._functorch.offload_ops import BUDGET, VALUE
+from torch_overlay._functorch.offload_ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload_reader import estimated_us, is_library_call
 from torch_overlay._inductor.offload_codegen import LoadKernel, StoreKernel
 from torch_overlay._inductor.offload_placement import (
@@ -112,6 +112,18 @@ class Schedule:
         }
         return name
 
+    def saved(self) -> list[tuple[int, int]]:
+        """Bytes and last reader of each tensor that the forward has saved on the device."""
+        assert V.graph.module is not None
+        owners = {n.target: n.meta.get("custom", {}).get(OWNER) for n in V.graph.module.graph.nodes}
+        found: dict[Any, tuple[int, int]] = {}
+        for name in V.graph.graph_inputs:
+            if not name.startswith(("primals", "tangents")):
+                owner = owners.get(name) or name
+                size, last = found.get(owner, (0, 0))
+                found[owner] = max(size, _bytes(name)), max(last, self.last.get(name, 0))
+        return list(found.values())
+
     def live(self, away: set[str]) -> list[int]:
         """Bytes in memory at each step; what is in `away` stays to the end."""
         changes = [0] * (len(self.steps) + 2)
@@ -123,11 +135,10 @@ class Schedule:
                 leaves = self.at_once and self.last.get(name) == end
                 changes[(held_from(step, end) if V.graph.is_backward else 0) if leaves else step] += size
                 changes[min(last, end) + 1] -= size
-        for name in V.graph.graph_inputs:
-            if V.graph.is_backward and not name.startswith(("primals", "tangents")) and (size := _bytes(name)):
-                last = min(self.last.get(name, 0), end)
-                changes[0] += size
-                changes[(held_until(last, end) if self.at_once else last) + 1] -= size
+        for size, last in self.saved() if V.graph.is_backward else ():
+            last = min(last, end)
+            changes[0] += size
+            changes[(held_until(last, end) if self.at_once else last) + 1] -= size
         for load in self.loads:
             name = _output(load)
             if name in self.first_read:
@@ -207,7 +218,9 @@ class Schedule:
         link, starts = self.times(_device(names[0]))
         us = [link.latency_us + load.nbytes / link.back for load in loads]
         wanted = just_in_time(starts[:-1], [load.first for load in loads], us)
-        places = place_loads(self.live(set()), loads, self.budget, wanted)
+        live = self.live(set())
+        # What is there in any case may be more than the budget: loads that keep within that cost nothing.
+        places = place_loads(live, loads, max(self.budget, *live), wanted)
         for place, _, node in sorted(zip(places, (load.first for load in loads), self.loads), key=lambda t: t[:2]):
             before[place].append(node)
             self.placed.append((_saved_name(node), place, self.first_read.get(_output(node), len(self.steps))))

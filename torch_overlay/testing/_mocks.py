@@ -212,6 +212,8 @@ class _OnCpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
+        # A copy to a device is given it by position.
+        args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         return func(*args, **kwargs)
 
 

@@ -123,7 +123,7 @@ def as_program(written: Written, name: str) -> Program:
         finish=synchronizes if written.host else joins if written.unjoined else finish,
         fullgraph=written.fullgraph,
         frames=True,
-        options={"fallback_random": True} if written.random else {},
+        options={"fallback_random": True, "reorder_for_peak_memory": False} if written.random else {},
         random=written.random,
         host_reads=written.host,
         ordered=True,
