@@ -52,6 +52,12 @@ PATCHES: tuple[Patch, ...] = (
         "partition had computed was missing, silently. The first one now hands the result on.",
     ),
     Patch(
+        slug="inductor-no-op-results",
+        subject="A result that takes no computing is memory of its own",
+        description="Additions of zero and products with one are removed from the joint graph, and their results were "
+        "the input, or another result, itself: who wrote to one in place changed the other. They are copies now.",
+    ),
+    Patch(
         slug="dynamo-stream-objects",
         subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
         description="Compiled code finds its streams and events in a table of the process, which nested calls and "
@@ -131,6 +137,16 @@ SEAMS: tuple[Seam, ...] = (
         why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
         "in the first.",
         ends="upstream hands the result on from partition to partition",
+    ),
+    # ---- inductor-no-op-results
+    Seam(
+        target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
+        impl="torch_overlay._inductor.no_op_results:remove_no_ops",
+        kind="wrap",
+        patch="inductor-no-op-results",
+        fingerprint="59916cf93109b19b",
+        why="A result of the graph becomes an input, or another result, where the operation that made it is removed.",
+        ends="upstream keeps what makes a result, as its pass behind the partitioner does",
     ),
     # ---- aot-stream-placement
     Seam(

@@ -70,6 +70,11 @@ class TestUpstreamBugs(TestCase):
         self.assertEqual([text.split(":")[0] for text in found], ["matmuls", "nested", "read"])
 
     @form.overlay_only
+    def test_on_stock_results_are_inputs(self) -> None:
+        found = found_on_stock()["results_that_are_inputs"]
+        self.assertEqual([text.split(":")[0] for text in found], ["sums", "views", "results", "product"])
+
+    @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:
         self.assertEqual(found_on_stock()["unjoined_gradients"], ["the current stream waits for nothing after it"])
 

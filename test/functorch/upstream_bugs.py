@@ -241,6 +241,36 @@ def read_behind_the_write() -> list[str]:
     return wrong
 
 
+def results_that_are_inputs() -> list[str]:
+    """What adds zero or multiplies by one is removed: its result is what it was given."""
+
+    def sums(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros_like(x) + x,)
+
+    def views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.ones_like(x).view(2, 2) * x.view(2, 2), x - torch.zeros_like(x)
+
+    def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y, y + torch.zeros_like(x), torch.ones_like(x) * y
+
+    def product(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = x.clone().requires_grad_()
+        with torch.enable_grad():
+            y = torch.compile(lambda w: w * torch.ones_like(w), backend="inductor")(weight)
+        return y.detach(), weight.detach()
+
+    found = []
+    for function in (sums, views, results, product):
+        torch._dynamo.reset()
+        x = torch.arange(4.0)
+        made = (function if function is product else torch.compile(function))(x)
+        memory = [t.untyped_storage().data_ptr() for t in (x, *made)]
+        if len(set(memory)) < len(memory):
+            found.append(f"{function.__name__}: {len(memory)} tensors in {len(set(memory))} memories")
+    return found
+
+
 @simulated_gpu()
 def concatenated_in_partitions() -> list[str]:
     """Each of two graph partitions allocates the concatenation that it computes a part of."""
@@ -306,6 +336,7 @@ CHECKS = (
     inputs_saved_and_written,
     read_behind_the_write,
     concatenated_in_partitions,
+    results_that_are_inputs,
 )
 
 

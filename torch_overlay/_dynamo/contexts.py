@@ -25,7 +25,8 @@ from torch._dynamo.variables.streams import StreamContextVariable, StreamVariabl
 
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.state import handled
-from torch_overlay._functorch.stream_placement import annotate, node_stream, TARGET
+from torch_overlay._functorch.eager_memory import updates_in_place
+from torch_overlay._functorch.stream_placement import annotate, node_stream, STORAGE, TARGET
 
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def _note_end(output: OutputGraph) -> None:
     nodes = output.graph.nodes
     if any(node_stream(node) for node in nodes):
         _note_targets(nodes)
+        _note_storages(nodes)
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
 
 
@@ -130,6 +132,29 @@ def _note_targets(nodes: Iterable[Node]) -> None:
         if isinstance(target, torch.fx.Node):
             made = target.op in ("call_function", "call_method")
             annotate(node, **{TARGET: node_stream(target) if made else -1})
+
+
+def _note_storages(nodes: Iterable[Node]) -> None:
+    """Nor do they say that the result of an update is in the memory of what it was made from, if it reads nothing of
+    that, as `zero_` does."""
+    values: dict[int | None, list[Node]] = {}
+    updated = set()
+    for node in nodes:
+        storage = _storage(node)
+        if node.op in ("call_function", "call_method") and updates_in_place(node.target):
+            storage = _storage(next(iter(node.args), None))
+            updated.add(storage)
+        values.setdefault(storage, []).append(node)
+    for storage in updated - {None}:
+        for node in values[storage]:
+            if node.op != "placeholder":
+                annotate(node, **{STORAGE: values[storage][0].name})
+
+
+def _storage(node: Any) -> int | None:
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_plain else None
 
 
 def reconstruct_type(original: Callable[..., None], context: VariableTracker, codegen: PyCodegen) -> None:

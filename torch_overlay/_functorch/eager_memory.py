@@ -17,15 +17,17 @@ from its own stream's, and those of which it reads what eager doesn't give back 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import is_view, node_stream, TARGET
+from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET
 
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.fx import Node
 
 _IN_PLACE = frozenset(
@@ -46,12 +48,12 @@ _PUTS_BACK = (
 
 def _updates(node: Node) -> bool:
     """The user wrote it as an update in place of its first argument, or it puts such an update back into its base."""
-    if node.target in _PUTS_BACK:
-        return True
     stack = node.meta.get("source_fn_stack")
-    if not stack:
-        return False
-    written = stack[-1][1]
+    return node.target in _PUTS_BACK or bool(stack) and updates_in_place(stack[-1][1])
+
+
+def updates_in_place(written: Any) -> bool:
+    """Of a function or a method's name that the user wrote."""
     if isinstance(written, str):
         return written.endswith("_") and not written.endswith("__")
     name = getattr(written, "__name__", "")
@@ -95,10 +97,20 @@ def _compiled_stream(node: Node) -> int | None:
     return node_stream(made) if made.op == "call_function" else None
 
 
-def foreign_reads(node: Node) -> tuple[str, ...]:
+def returned_storages(output: Node) -> dict[str, set[Node]]:
+    """The values that a graph returns of storages that are updated in place, by the storage."""
+    found: dict[str, set[Node]] = {}
+    for value in output.all_input_nodes:
+        made = _maker(value, updates=False)
+        if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
+            found.setdefault(storage, set()).add(made)
+    return found
+
+
+def foreign_reads(node: Node, returned: Mapping[str, set[Node]]) -> tuple[str, ...]:
     """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "-s1" of
-    a value that in eager is other memory, or lives on: as the result of this update, as what was given as `out`, or in
-    a variable behind a graph break.
+    a value that in eager is other memory, or lives on: as the result of this update, or of a later one that the graph
+    returns (`returned_storages`), as what was given as `out`, or in a variable behind a graph break.
     """
     if is_view(node):  # it launches nothing
         return ()
@@ -111,8 +123,10 @@ def foreign_reads(node: Node) -> tuple[str, ...]:
         if stream is None or stream == node_stream(node):
             continue
         lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
+        made = _maker(value, updates=False)
+        lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ""), set()) - {made})
         found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
     return tuple(sorted(found))
 
 
-__all__ = ["foreign_reads", "memory_stream"]
+__all__ = ["foreign_reads", "memory_stream", "returned_storages", "updates_in_place"]

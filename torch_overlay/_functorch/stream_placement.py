@@ -27,6 +27,7 @@ where the copy stands.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from typing import Any, TYPE_CHECKING
@@ -48,6 +49,7 @@ AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requir
 READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
+STORAGE = "stream_storage"  # the name of a storage that is updated in place, of all values in it; from Dynamo
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
@@ -71,6 +73,11 @@ def is_stream_op(node: Node) -> bool:
     """True for an operation of the user's stream program, as opposed to one that computes."""
     target = node.target
     return node.op == "call_function" and getattr(target, "namespace", "") in ("streams", "streams_overlay")
+
+
+def is_synchronization(node: Node) -> bool:
+    """The host waits for an event, a stream or a device."""
+    return node.target in _SYNCHRONIZE
 
 
 def is_view(node: Node) -> bool:
@@ -192,15 +199,16 @@ class _Program:
             elif node.target is _streams.wait_stream.default:
                 self.streams.update(named)
         records: dict[int, int] = defaultdict(int)
-        synchronizations = 0
-        for node in self.ops:
+        synchronizations, blocking = itertools.count(), itertools.count()
+        for node in self.nodes:
             if node.target is _RECORD:
                 event: Any = node.args[0]
                 self.tokens[node] = f"e{event}.{records[event]}"
                 records[event] += 1
             elif node.target in _SYNCHRONIZE:
-                self.tokens[node] = f"h{synchronizations}"
-                synchronizations += 1
+                self.tokens[node] = f"h{next(synchronizations)}"
+            elif blocks_host(node):
+                self.tokens[node] = f"c{next(blocking)}"
 
     def keeps(self, node: Node) -> bool:
         if node.target is _RECORD:
@@ -288,9 +296,12 @@ class _Program:
                 promised[source], promised[target] = both, both
             elif node.op == "call_function":
                 stream = node_stream(node)
-                if blocks_host(node):  # and with it all that is launched later
+                blocks = blocks_host(node)
+                if blocks:  # and with it all that is launched later; if it is left out, then on the streams known here
                     promised[stream] = promised[stream].union(*({f"s{s}", *promised[s]} for s in self.streams))
                 found[node] = promised[stream] - {f"s{stream}"}
+                if blocks:
+                    promised[stream] = promised[stream] | {self.tokens[node]}
         return found
 
 
@@ -358,9 +369,10 @@ def _computes(gm: GraphModule) -> bool:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch.eager_memory import foreign_reads
+    from torch_overlay._functorch.eager_memory import foreign_reads, returned_storages
 
     program = _Program(nodes)
+    returned = returned_storages(gm.graph.output_node())
     (after, last), before = program.after(), program.before()
     leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
@@ -379,17 +391,18 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()
         tokens: dict[str, Any] = {
-            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine)),
+            # Where the user's waits stay as they are, the operations behind them need none of ours.
+            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine)) if computes or not is_stream_op(node) else (),
             BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
-            READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node),
+            READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node, returned),
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         annotate(node, stream=stream, **tokens)
     for node in nodes:
-        if TARGET in node.meta.get("custom", {}):
-            annotate(node, **{TARGET: None})
+        if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
+            annotate(node, **{TARGET: None, STORAGE: None})
     for node in program.ops:
         if node.target is _DEALLOC or (computes and not program.keeps(node)):
             gm.graph.erase_node(node)

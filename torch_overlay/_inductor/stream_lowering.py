@@ -13,6 +13,7 @@ import heapq
 import itertools
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch._inductor import ir
 from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
@@ -23,6 +24,7 @@ from torch_overlay._functorch.stream_placement import (
     BEFORE,
     blocks_host,
     is_stream_op,
+    is_synchronization,
     LEAVE,
     node_stream,
     ORDER,
@@ -36,8 +38,6 @@ from torch_overlay._inductor.stream_schedule import _origins, stream_operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 
 def order_graph(graph: torch.fx.Graph) -> None:
@@ -59,6 +59,12 @@ def order_graph(graph: torch.fx.Graph) -> None:
         after[node].add(previous)
     for node in visible:
         after[node].update(n for n in carriers.get(node.meta.get("custom", {}).get(REQUIRES), ()) if n is not node)
+    awaited = None
+    for node in nodes:
+        if is_synchronization(node):
+            awaited = node
+        elif awaited is not None and _touches_host_memory(node):
+            after[node].add(awaited)
     after[nodes[-1]].update(nodes[:-1])  # the output
     users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
     missing = {node: len(inputs) for node, inputs in after.items()}
@@ -82,6 +88,14 @@ def order_graph(graph: torch.fx.Graph) -> None:
             order[-1].prepend(node)
 
 
+def _touches_host_memory(node: torch.fx.Node) -> bool:
+    """What the user does with it behind a synchronisation comes behind that, for the device may have written it: no
+    data says so."""
+    values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
+    return node.op == "call_function" and not is_stream_op(node) and any(on_host)
+
+
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
@@ -101,9 +115,12 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     stands, not where that stream's consumer does: launched there it would come after all that its own stream does in
     between, beside which the consumer was to run.
     """
-    if config.streams and is_stream_op(node):
-        token = node.meta.get("custom", {}).get(REQUIRES)
+    token = node.meta.get("custom", {}).get(REQUIRES) if config.streams else None
+    if token is not None:
         for earlier, value in graph.env.items():
+            # Of what nobody reads later, a copy that blocks the host has nothing to promise.
+            if not is_stream_op(node) and all(user in graph.env for user in earlier.users):
+                continue
             if isinstance(value, ir.TensorBox) and any(
                 token in (origin.meta.get("custom", {}).get(BEFORE) or ())
                 for origin in (earlier, *gather_origins([value], {}))
@@ -134,36 +151,44 @@ def order_stream_operations(scheduler: Any) -> None:
         return
     carriers: dict[str, list[str]] = {}
     earlier: list[str] = []
+    awaited: set[str] = set()
     for node in scheduler.nodes:  # in the order of the graph: what a later one computes again was promised before
         own = set(node.get_buffer_names())
+        dependencies = V.graph.additional_buffer_deps[node.get_name()]
         if stream_operation(node) is not None:
             needed = list(earlier)
             for origin in _origins(node):
                 token = origin.meta.get("custom", {}).get(REQUIRES)
                 needed += carriers.get(token, ()) if token else ()
-            V.graph.additional_buffer_deps[node.get_name()].update(n for n in needed if n not in own)
+            dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
+            awaited |= own if any(map(is_synchronization, _origins(node))) else set()
+        elif any(map(_touches_host_memory, _origins(node))):
+            dependencies.update(awaited)
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
                 carriers.setdefault(token, []).extend(own)
 
 
 def order_blocking_operations(scheduler: Any) -> None:
-    """What blocks the host until its stream is done comes behind what the user launched there before: all that the
-    caller launches afterwards, on whatever stream, counts on it.
+    """What blocks the host until its stream is done comes behind what the user launched there before, and behind what
+    the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it.
     """
     nodes = list(V.graph.module.graph.nodes)  # type: ignore[union-attr]
     if not any(map(blocks_host, nodes)) or not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in nodes):
         return
     place = {node: i for i, node in enumerate(nodes)}
-    launched: list[tuple[int, int, set[str]]] = []  # place of the last operation in it, its stream, buffers
-    blocking: list[tuple[int, int, str]] = []
+    launched: list[tuple[int, int, set[str], set[str]]] = []  # place of its last operation, stream, buffers, promises
+    blocking: list[tuple[int, int, str, str | None]] = []
     for node in scheduler.nodes:
         origins = sorted(_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
-            launched.append((place[origins[-1]], node_stream(origins[-1]), set(node.get_buffer_names())))
-            blocking += [(place[n], node_stream(n), node.get_name()) for n in origins if blocks_host(n)]
-    for at, stream, name in blocking:
-        for earlier, other, buffers in launched:
-            if earlier < at and other == stream:
+            promises = {t for n in origins for t in n.meta.get("custom", {}).get(BEFORE) or ()}
+            launched.append((place[origins[-1]], node_stream(origins[-1]), set(node.get_buffer_names()), promises))
+            for n in filter(blocks_host, origins):
+                token = n.meta.get("custom", {}).get(REQUIRES)
+                blocking.append((place[n], node_stream(n), node.get_name(), token))
+    for at, stream, name, token in blocking:
+        for earlier, other, buffers, promises in launched:
+            if earlier < at and (other == stream or token in promises):
                 V.graph.additional_buffer_deps[name].update(buffers)

@@ -15,6 +15,7 @@ What the outside owes and is owed are *boundary effects*, written as tokens on o
     before = {"s0"}     stream 0, when the region is left, is ordered after this operation
     before = {"e5.0"}   record 0 of the user's event 5 is ordered after this operation
     before = {"h2"}     host synchronisation 2 returns only after this operation has finished
+    before = {"c3"}     copy 3, for which the host waits, comes after this operation
 
 The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without
 any one of its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector

@@ -349,9 +349,10 @@ class RegionReader:
                 device = next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r)))
             stream = self.stream_of(node, device)
             self.devices[len(self.ops)] = (device.index if device is not None else None) or 0
-            if not _is_gpu(node.get_device()):
-                copies = isinstance(node.node, ir.DeviceCopy) and not node.node.constant_args[0]
-                blocking = copies or isinstance(node.node, ir.DynamicScalar)
+            if isinstance(node.node, ir.DeviceCopy):
+                blocking = not node.node.constant_args[0] and self.blocks_host(node)
+            elif not _is_gpu(node.get_device()):
+                blocking = isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if self.enclosed and not gpu and self.reads_download(node):
             after |= {"s0"}  # the host waits for all that other regions have done
@@ -365,7 +366,22 @@ class RegionReader:
         if is_copy_stream(stream):
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
-        return Op(name, stream, frozenset(reads), frozenset(writes), after, before, blocking=blocking, behind=behind)
+        requires = frozenset(self.required(node)) if blocking else frozenset()
+        return Op(
+            name, stream, frozenset(reads), frozenset(writes), after, before, requires, blocking=blocking, behind=behind
+        )
+
+    def blocks_host(self, copy: BaseSchedulerNode) -> bool:
+        """It is between host and device, and not of a number, which may be given to a kernel as an argument."""
+        source: Any = copy.node.inputs[0]  # type: ignore[union-attr]
+        if not _is_gpu(copy.get_device()):
+            return True
+        return not _is_gpu(source.get_device()) and bool(source.get_size())
+
+    def required(self, node: BaseSchedulerNode) -> set[str]:
+        """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
+        tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in _origins(node)}
+        return tokens - {None}
 
     def reads_download(self, node: BaseSchedulerNode) -> bool:
         """The host reads what a copy of another region, for which nobody has waited yet, brings from the device."""
@@ -382,11 +398,7 @@ class RegionReader:
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
         writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
-        requires: set[str] = set()
-        for origin in _origins(node):
-            token = origin.meta.get("custom", {}).get(REQUIRES)
-            if token:
-                requires.add(token)
+        requires = self.required(node)
         after = self.annotated(node, AFTER) or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
@@ -481,14 +493,14 @@ class RegionReader:
         return any(self.ops[i].stream != stream and owner not in self.excused[i] for i in self.users.get(name, ()))
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
-        """A stream need not be ordered after an operation that touched neither the caller's memory nor a block of
-        that stream.
+        """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
+        memory nor a block of that stream.
         """
         memory = {view: b.stream for b in buffers for view in (b.name, *b.views)}
         for i in self.inner:
             op = self.ops[i]
             blocks = {f"s{memory[n]}" for n in op.reads | op.writes if n in memory}
-            kept = frozenset(t for t in op.before if t[0] != "s" or t in blocks)
+            kept = frozenset(t for t in op.before if t[0] not in "sc" or t in blocks)
             if kept != op.before:
                 self.ops[i] = replace(op, before=kept)
 

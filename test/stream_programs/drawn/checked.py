@@ -54,8 +54,11 @@ def _by_the_way(promise: Promise, trains: bool) -> bool:
     """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
     caller happened to have there. And what eager saves a function of, a compiled backward may read itself to compute
     that again: behind an event or a synchronisation of the forward nothing is free of it, as nothing is that eager
-    saves.
+    saves. Nor is a result free behind an event of the function: a copy is the value that it was made from, where that
+    is not written to, and others read it.
     """
+    if promise.what == "overwrite" and promise.who.startswith("event") and promise.value.startswith("output"):
+        return True
     read_again = promise.what == "overwrite" and (promise.who == HOST or promise.who.startswith("event"))
     return trains and (promise.value.startswith("the caller's work") or read_again)
 

@@ -908,3 +908,150 @@ _add(
         return trains(k, fn, 0, [], [buffer])
     """,
 )
+_add(
+    "copy_that_blocks_the_host_behind_work_of_another_stream",
+    "state pinned n",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state, pinned, n):
+            current = torch.cuda.current_stream()
+            v1 = buffer + buffer if n > 0 else buffer + buffer
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v2 = pinned.to("cuda")
+                with torch.cuda.stream(s1):
+                    torch._dynamo.graph_break()
+                    v3 = v2 + state
+            current.wait_stream(s1)
+            return v1, v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "memory_that_lives_on_is_filled_beside_its_reader",
+    "pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(pinned):
+            v1 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                v2 = v1 + buffer
+                v1.zero_()
+            return v1, v2
+
+        return calls(k, fn, [buffer])  # unjoined
+    """,
+)
+_add(
+    "memory_that_lives_on_is_set_beside_its_reader",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            v1 = x + 1
+            s1.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(s1):
+                v2 = v1 * y
+                v1[:] = 0
+                v3 = v1.view(16, 64)
+            return v2, v3
+
+        return calls(k, fn)  # unjoined
+    """,
+)
+_add(
+    "record_in_a_frame_that_computes_nothing",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                done1 = torch.cuda.Event()
+                done1.record()
+            return x,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "host_computes_behind_a_synchronisation_with_what_an_earlier_frame_downloads",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            v1 = buffer.relu()
+            v2 = (y > 0).float()
+            done1 = torch.cuda.Event()
+            done1.record(current)
+            v3 = state.to("cpu", non_blocking=True)
+            v4 = y + 1
+            with torch.cuda.stream(s1):
+                done1.wait()
+                v5 = v2 - y
+                torch._dynamo.graph_break()
+                v6 = v1.clamp(-1, 1) * v5
+            v7 = v2.clone()
+            v8 = F.dropout(state, 0.5)
+            current.wait_stream(s1)
+            y[4:20].copy_(v5[8:24])
+            y.clamp_(-2, 2)
+            torch.cuda.synchronize()
+            v9 = v3 + 1
+            return v3, v6, v7, v8, v9
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "sum_with_zeros_is_updated_behind_a_record",
+    "x y pinned n",
+    """
+    def build(k):
+        s1 = k.stream()
+        e2 = torch.cuda.Event()
+        w1 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, pinned, n):
+            current = torch.cuda.current_stream()
+            v1 = torch.zeros_like(buffer)
+            v2 = v1 + y
+            v3 = y.detach().amax(1, keepdim=True)
+            torch._dynamo.graph_break()
+            v4 = buffer.sum(1, keepdim=True)
+            y[4:20].copy_(buffer[8:24])
+            v5 = pinned.to("cuda", non_blocking=True)
+            v6 = (sleep(v5) + v4).clamp(-2, 2)
+            y.record_stream(s1)
+            v7 = v6.detach().clone()
+            for _ in range(n):
+                v7 = v7.clamp(-2, 2) + 1
+            v8 = x + 1
+            v9 = torch.ones(32, 32, device="cuda")
+            v10 = v9 @ w1
+            e2.record(current)
+            v2.add_(v9)
+            return v7, v8, v9, v10
+
+        return calls(k, fn, [buffer])
+    """,
+)
