@@ -114,8 +114,8 @@ class Schedule:
 
     def saved(self) -> list[tuple[int, int]]:
         """Bytes and last reader of each tensor that the forward has saved on the device."""
-        assert V.graph.module is not None
-        owners = {n.target: n.meta.get("custom", {}).get(OWNER) for n in V.graph.module.graph.nodes}
+        graph: Any = V.graph.module.graph  # type: ignore[union-attr]
+        owners = {n.target: n.meta.get("custom", {}).get(OWNER) for n in graph.find_nodes(op="placeholder")}
         found: dict[Any, tuple[int, int]] = {}
         for name in V.graph.graph_inputs:
             if not name.startswith(("primals", "tangents")):

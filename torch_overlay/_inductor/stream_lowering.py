@@ -63,7 +63,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     for node in nodes:
         if is_synchronization(node):
             awaited = node
-        elif awaited is not None and _touches_host_memory(node):
+        elif awaited is not None and _touches_host_memory(node) and not _promises(node, awaited):
             after[node].add(awaited)
     after[nodes[-1]].update(nodes[:-1])  # the output
     users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
@@ -94,6 +94,11 @@ def _touches_host_memory(node: torch.fx.Node) -> bool:
     values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
     on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
     return node.op == "call_function" and not is_stream_op(node) and any(on_host)
+
+
+def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
+    """It belongs before that synchronisation, though it stands behind it: the write-back to an input does."""
+    return awaited.meta.get("custom", {}).get(REQUIRES) in (node.meta.get("custom", {}).get(BEFORE) or ())
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:

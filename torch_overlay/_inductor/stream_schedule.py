@@ -260,10 +260,11 @@ class RegionReader:
         """The streams of whose memory the operation reads only what eager gives back like that; None where no pass kept
         it, or of what an operator realizes for itself: that is better not known.
         """
-        known = [n.meta.get("custom", {}).get(READS) for n in self.own_origins(node)]
+        own = self.own_origins(node)
+        known = [n.meta.get("custom", {}).get(READS) for n in own]
         found = [set(tokens) for tokens in known if tokens is not None]
-        if not found:
-            return None
+        if not found:  # a view that is made into memory of its own reads what eager doesn't
+            return set() if own and all(map(is_view, own)) else None
         tokens = set().union(*found)
         return self.renumbered(token for token in tokens if token[0] != "-" and f"-{token}" not in tokens)
 

@@ -1055,3 +1055,48 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "view_of_an_input_is_copied_beside_the_stream_that_updates_it",
+    "y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        w1 = weight(k)
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = buffer + state
+            v2 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                v3 = y + v1
+                v4 = v2.relu()
+                v5 = v3 - v1
+                v6 = state.t()
+                v6.clamp_(-2, 2)
+                v7 = buffer @ w1
+                v8 = state[8:24]
+            current.wait_stream(s1)
+            return v2, v5, v6, v7, v8
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "host_memory_is_written_back_before_a_synchronisation",
+    "out",
+    """
+    def build(k):
+        buffer = k.parameter(32, 32)
+
+        def fn(out):
+            current = torch.cuda.current_stream()
+            v1 = buffer.to("cpu", non_blocking=True)
+            out.copy_(buffer, non_blocking=True)
+            current.synchronize()
+            v2 = v1.to("cuda")
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
