@@ -65,14 +65,26 @@ def memory_stream(node: Node) -> int | None:
     while node.op == "call_function":
         if (target := node.meta.get("custom", {}).get(TARGET)) is not None:
             return target if target >= 0 else None
-        selects = node.target is operator.getitem or is_view(node)
+        written = _written_by_operator(node)
+        selects = written is not None or node.target is operator.getitem or is_view(node)
         if not (selects or _updates(node)):
             return node_stream(node)
-        base = _base(node)
+        base = written or _base(node)
         if base is None:  # `zero_` reads nothing of what it overwrites
             return None if _updates(node) else node_stream(node)
         node = base
     return None
+
+
+def _written_by_operator(node: Node) -> Node | None:
+    """What an operator was given to write to, of the node that stands for its new value."""
+    call, index = node.args[:2] if node.target is operator.getitem else (None, None)
+    if not isinstance(call, torch.fx.Node) or call.target is not torch.ops.higher_order.auto_functionalized_v2:
+        return None
+    (written,) = call.args[:1]
+    results = max(1, len(written._schema.returns)) if isinstance(written, torch._ops.OpOverload) else 1
+    bases: Any = call.kwargs.get("_all_bases", ())
+    return bases[index - results] if 0 <= index - results < len(bases) else None  # type: ignore[operator]
 
 
 def _base(node: Node) -> Node | None:
@@ -84,7 +96,7 @@ def _maker(node: Node, updates: bool) -> Node:
     while node.op == "call_function" and (
         is_view(node) or node.target is operator.getitem or (updates and _updates(node))
     ):
-        base = _base(node)
+        base = (_written_by_operator(node) if updates else None) or _base(node)
         if base is None:
             break
         node = base

@@ -173,5 +173,12 @@ def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> Non
 
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
-    """A pattern's replacement carries the tokens of all that it replaces."""
-    return original(nodes) | union_of_tokens([node.meta.get("custom", {}) for node in nodes])
+    """A pattern's replacement carries the tokens of all that it replaces. It takes over the metadata of the last of
+    them, so they all get them; `_restore` takes them back from what stays.
+    """
+    tokens = union_of_tokens([node.meta.get("custom", {}) for node in nodes])
+    found = original(nodes) | tokens
+    for node in nodes if tokens else ():
+        if node.op == "call_function" and "custom" in node.meta:
+            node.meta["custom"] = node.meta["custom"] | tokens
+    return found

@@ -449,7 +449,7 @@ class RegionReader:
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
                 stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
                 leaves = name in self.output_memory
-                settles = not leaves and not self.enclosed and self.settles(name, stream, shared)
+                settles = not self.enclosed and self.settles(name, stream, shared, leaves)
                 found.append(
                     Buffer(
                         name,
@@ -482,14 +482,14 @@ class RegionReader:
                 )
         return found
 
-    def settles(self, name: str, stream: int, shared: int) -> bool:
+    def settles(self, name: str, stream: int, shared: int, leaves: bool) -> bool:
         """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
 
         The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
-        is so for what eager does not read like that (`eager_memory`).
+        is so for what eager does not read like that (`eager_memory`); of results, too, which the caller may overwrite.
         """
         if V.graph.is_backward:
-            return stream != shared
+            return stream != shared and not leaves
         owner = f"s{stream}"
         return any(self.ops[i].stream != stream and owner not in self.excused[i] for i in self.users.get(name, ()))
 

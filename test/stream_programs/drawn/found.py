@@ -1100,3 +1100,67 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "result_is_read_in_the_place_of_what_it_was_copied_to",
+    "y pinned n",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(y, pinned, n):
+            current = torch.cuda.current_stream()
+            v1 = pinned.to("cuda")
+            y.copy_(v1)
+            with torch.cuda.stream(s1):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                v2 = y + y if n > 0 else y * 2
+            return v1, v2
+
+        return calls(k, fn)  # unjoined
+    """,
+)
+_add(
+    "what_an_operator_wrote_is_read_on_another_stream",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            add_to(x, buffer)
+            x.clamp_(-2, 2)
+            with torch.cuda.stream(s1):
+                done1 = current.record_event()
+                done1.wait()
+                v1 = x + state
+            return v1,
+
+        return calls(k, fn, [buffer])  # unjoined
+    """,
+)
+_add(
+    "product_is_fused_with_what_stands_behind_a_record",
+    "n",
+    """
+    def build(k):
+        e2 = torch.cuda.Event()
+        w0 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(n):
+            v1 = sleep(buffer) @ w0
+            v2 = torch.ones(32, 32, device="cuda")
+            e2.record()
+            v3 = v2 + v1 if n > 0 else v2 + v1
+            v4 = v3 + v2
+            v5 = v4 + v3
+            return v2, v3, v4, v5
+
+        return calls(k, fn, [buffer])
+    """,
+)
