@@ -61,9 +61,9 @@ class TestMemory(TestCase):
 
     def test_foreign_reads(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other, stream=1)), ("s2",))
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other)), ("s1", "s2"))
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1)), ())
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other, stream=1), {}), ("s2",))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other), {}), ("s1", "s2"))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
 
 
 class TestPlans(TestCase):

@@ -85,10 +85,11 @@ static __attribute__((noinline)) void leave(Address what) {
     volatile Address remains[REMAINS];
     for (int i = 0; i < REMAINS; i++) remains[i] = what;
 }
-__attribute__((noinline)) int stub_remains(Address low, Address high) {
+__attribute__((noinline)) int stub_remains(Address low, Address high, size_t step) {
     volatile Address remains[REMAINS];
     int found = 0;
-    for (int i = 0; i < REMAINS; i++) found += low < remains[i] && remains[i] < high;  /* the call leaves `low` */
+    for (int i = 0; i < REMAINS; i++)  /* the call leaves `low` */
+        found += low < remains[i] && remains[i] < high && !((remains[i] - low) % step);
     return found;
 }
 void stub_litter(void) { littering = 1; }
@@ -258,7 +259,7 @@ class Driver:
         self.library = ctypes.CDLL(path)
         self.library.stub_log.restype = ctypes.c_char_p
         self.library.stub_reserve_at_most.argtypes = [ctypes.c_size_t]
-        self.library.stub_remains.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        self.library.stub_remains.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t]
 
     def fail(self, name: str, code: int, skip: int = 0) -> None:
         """The call after `skip` more calls of this name fails, once."""

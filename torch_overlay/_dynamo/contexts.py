@@ -153,8 +153,12 @@ def _note_storages(nodes: Iterable[Node]) -> None:
 
 def _storage(node: Any) -> int | None:
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if is_plain else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse ones, and functorch's, have none
+        return None
 
 
 def reconstruct_type(original: Callable[..., None], context: VariableTracker, codegen: PyCodegen) -> None:

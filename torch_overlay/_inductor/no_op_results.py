@@ -35,14 +35,21 @@ def remove_no_ops(
     if after == before:
         return
     taken = {viewed(v) for v, old in zip(after, before) if v is old and isinstance(v, torch.fx.Node)}
+    made: dict[Node, Node] = {}  # from what was returned before: twice the same stays twice the same
     for i, (value, old) in enumerate(zip(after, before)):
         if value is old:
             continue
-        made = viewed(value)
-        if made is not memory[i] and (made.op == "placeholder" or made in taken):
-            with gm.graph.inserting_before(output):
-                after[i] = gm.graph.call_function(torch.ops.aten.clone.default, (value,))
-            after[i].meta = dict(old.meta)
-        else:
-            taken.add(made)
+        if old not in made:
+            owner = viewed(value)
+            shared = owner is not memory[i] and (owner.op == "placeholder" or owner in taken)
+            made[old] = _copy(gm, value, old) if shared else value
+            taken.add(owner)
+        after[i] = made[old]
     output.args = (pytree.tree_unflatten(after, structure),)
+
+
+def _copy(gm: GraphModule, value: Node, old: Node) -> Node:
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        copy = gm.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copy.meta = dict(old.meta)
+    return copy
