@@ -486,10 +486,13 @@ class RegionReader:
         """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
 
         The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
-        is so for what eager does not read like that (`eager_memory`); of results, too, which the caller may overwrite.
+        is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
+        stream's, on which it may overwrite them.
         """
         if V.graph.is_backward:
             return stream != shared and not leaves
+        if leaves and stream != shared:
+            return False
         owner = f"s{stream}"
         return any(self.ops[i].stream != stream and owner not in self.excused[i] for i in self.users.get(name, ()))
 
