@@ -48,7 +48,6 @@ def order_graph(graph: torch.fx.Graph) -> None:
     if not visible:
         return
     nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
     after: dict[torch.fx.Node, set[torch.fx.Node]] = {node: set(node.all_input_nodes) for node in nodes}
     carriers: dict[str, list[torch.fx.Node]] = {}
     for node in nodes:
@@ -59,13 +58,26 @@ def order_graph(graph: torch.fx.Graph) -> None:
         after[node].add(previous)
     for node in visible:
         after[node].update(n for n in carriers.get(node.meta.get("custom", {}).get(REQUIRES), ()) if n is not node)
+    after[nodes[-1]].update(nodes[:-1])  # the output
+    wanted = {node: set(needed) for node, needed in after.items()}
     awaited = None
     for node in nodes:
         if is_synchronization(node):
             awaited = node
         elif awaited is not None and _touches_host_memory(node) and not _promises(node, awaited):
-            after[node].add(awaited)
-    after[nodes[-1]].update(nodes[:-1])  # the output
+            wanted[node].add(awaited)
+    # A pass may have made one node of what stands before a synchronisation and behind it.
+    order = next((found for edges in (wanted, after) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
+    if order is None:
+        raise AssertionError("the stream program contradicts the order of the data that it synchronises")
+    if order != nodes:
+        for node in order[:-1]:
+            order[-1].prepend(node)
+
+
+def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:
+    """Each behind what it is to come after, else in the order that they have; fewer if that can't be."""
+    position = {node: i for i, node in enumerate(nodes)}
     users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
     missing = {node: len(inputs) for node, inputs in after.items()}
     for node, inputs in after.items():
@@ -81,11 +93,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, position[user])
-    if len(order) != len(nodes):
-        raise AssertionError("the stream program contradicts the order of the data that it synchronises")
-    if order != nodes:
-        for node in order[:-1]:
-            order[-1].prepend(node)
+    return order
 
 
 def _touches_host_memory(node: torch.fx.Node) -> bool:

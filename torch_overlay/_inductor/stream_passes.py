@@ -14,7 +14,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, LEAVE, node_stream, READS, viewed
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS, viewed
 
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
     left = set(graph.nodes)
     if not any(_is_write(node) for node in new):  # a pass that makes writes in place drops what the writes replace
         for node, placed in before.items():
-            if node not in left and placed.custom and node.op == "call_function":
+            # A view reads nothing itself, and has nothing to hand on.
+            if node not in left and placed.custom and node.op == "call_function" and not is_view(node):
                 _hand_down(placed, before, left)
     if not new:
         return
