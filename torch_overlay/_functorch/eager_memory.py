@@ -103,12 +103,6 @@ def _maker(node: Node, updates: bool) -> Node:
     return node
 
 
-def _compiled_stream(node: Node) -> int | None:
-    """The stream in whose memory the value is after functionalization, which makes a new one for each update."""
-    made = _maker(node, updates=False)
-    return node_stream(made) if made.op == "call_function" else None
-
-
 def returned_storages(output: Node) -> dict[str, set[Node]]:
     """The values that a graph returns of storages that are updated in place, by the storage."""
     found: dict[str, set[Node]] = {}
@@ -131,11 +125,12 @@ def foreign_reads(node: Node, returned: Mapping[str, set[Node]]) -> tuple[str, .
     goes_on = registry.current().goes_on
     found = set()
     for value in node.all_input_nodes:
-        stream = _compiled_stream(value)
-        if stream is None or stream == node_stream(node):
+        # Functionalization makes a new value for each update: its memory is this one's stream's.
+        made = _maker(value, updates=False)
+        stream = node_stream(made)
+        if made.op != "call_function" or stream == node_stream(node):
             continue
         lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
-        made = _maker(value, updates=False)
         lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ""), set()) - {made})
         found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
     return tuple(sorted(found))

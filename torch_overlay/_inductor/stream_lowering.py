@@ -33,7 +33,7 @@ from torch_overlay._functorch.stream_placement import (
 from torch_overlay._inductor import offload_codegen
 from torch_overlay._inductor.host_copies import download_in_place, upload_returned_memory_at_once
 from torch_overlay._inductor.stream_folding import fold_branches
-from torch_overlay._inductor.stream_schedule import _origins, stream_operation
+from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
 
 
 if TYPE_CHECKING:
@@ -170,9 +170,8 @@ def order_stream_operations(scheduler: Any) -> None:
         dependencies = V.graph.additional_buffer_deps[node.get_name()]
         if stream_operation(node) is not None:
             needed = list(earlier)
-            for origin in _origins(node):
-                token = origin.meta.get("custom", {}).get(REQUIRES)
-                needed += carriers.get(token, ()) if token else ()
+            for token in required(node):
+                needed += carriers.get(token, ())
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, _origins(node))) else set()

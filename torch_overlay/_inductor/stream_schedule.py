@@ -135,6 +135,12 @@ def _is_gpu(device: torch.device | None) -> bool:
     return device is not None and device.type not in ("cpu", "meta")
 
 
+def required(node: BaseSchedulerNode) -> set[str]:
+    """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
+    tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in _origins(node)}
+    return tokens - {None}
+
+
 @dataclass
 class _Tokens:
     """Boundary tokens per stream, for nodes whose FX origins lost theirs in some pass: they get all of their
@@ -367,7 +373,7 @@ class RegionReader:
         if is_copy_stream(stream):
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
-        requires = frozenset(self.required(node)) if blocking else frozenset()
+        requires = frozenset(required(node)) if blocking else frozenset()
         return Op(
             name, stream, frozenset(reads), frozenset(writes), after, before, requires, blocking=blocking, behind=behind
         )
@@ -378,11 +384,6 @@ class RegionReader:
         if not _is_gpu(copy.get_device()):
             return True
         return not _is_gpu(source.get_device()) and bool(source.get_size())
-
-    def required(self, node: BaseSchedulerNode) -> set[str]:
-        """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
-        tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in _origins(node)}
-        return tokens - {None}
 
     def reads_download(self, node: BaseSchedulerNode) -> bool:
         """The host reads what a copy of another region, for which nobody has waited yet, brings from the device."""
@@ -399,7 +400,7 @@ class RegionReader:
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
         writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
-        requires = self.required(node)
+        requires = required(node)
         after = self.annotated(node, AFTER) or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
