@@ -20,6 +20,7 @@ advances those once for a whole graph.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,7 +33,9 @@ from torch_overlay._inductor.cudagraphs.template import FIXED, Template, Word
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from torch_overlay._inductor.cudagraphs.template import Node
 
 MOST_STAGES = 8
 GAIN = 16 << 20  # bytes that stages must save, and that a stage more must
@@ -77,6 +80,14 @@ class Proven:
     def pieces(self) -> range:
         return range(len(self.places), len(self.lives))
 
+    @functools.cached_property
+    def words(self) -> Mapping[int, Sequence[Word]]:
+        """Of the template, by node."""
+        by_node: defaultdict[int, list[Word]] = defaultdict(list)
+        for word in self.template.words:
+            by_node[word.node].append(word)
+        return by_node
+
 
 def arrange(proven: Proven) -> Arrangement:
     layout, pieces = proven.layout, proven.pieces
@@ -112,7 +123,7 @@ def _whole(proven: Proven, offsets: dict[int, tuple[int, int]], slabs: Sequence[
     at = _slab_regions(layout, len(slabs))
     places = {r: (layout.saved_region if k == old.saved_region else k, d) for r, (k, d) in enumerate(proven.places)}
     places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
-    template = _moved(proven.template, places, proven.template.nodes, layout.scratch_region + 1)
+    template = _moved(proven, places, proven.template.nodes, layout.scratch_region + 1)
     return Arrangement(layout, template)
 
 
@@ -127,14 +138,13 @@ def _slab_regions(layout: Layout, slabs: int) -> list[int]:
     return [layout.scratch_region, *range(first, first + slabs - 1)]
 
 
-def _moved(template: Template, places: dict[int, tuple[int, int]], nodes: Sequence, regions: int) -> Template:
+def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
     """With the words of these nodes, each by its region's new place."""
-    wanted = {node.index for node in nodes}
     words = []
-    for word in template.words:
-        if word.node in wanted:
-            region, delta = places[word.region]
-            words.append(Word(word.node, word.parameter, word.offset, region, delta + word.delta))
+    for node in nodes:
+        for index, parameter, offset, region, delta in proven.words.get(node.index, ()):
+            new, moved = places[region]
+            words.append(Word(index, parameter, offset, new, moved + delta))
     return Template(regions, tuple(nodes), tuple(words))
 
 
@@ -207,7 +217,7 @@ class _Cut:
         places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
         places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
         nodes = [proven.template.nodes[i] for i in indices]
-        template = _moved(proven.template, places, nodes, made.scratch_region + 1)
+        template = _moved(proven, places, nodes, made.scratch_region + 1)
         return Stage(
             indices,
             made,

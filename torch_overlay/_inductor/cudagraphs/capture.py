@@ -100,10 +100,14 @@ class _Placing(Observer):
             return super().allocate(original, *args)
         view = View(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
-        self.lives.begin(made)
-        among = self.placed if self.count in self.plan_.allocations else self.scratch
-        among[made.data_ptr()] = view.extent
-        self.note(made.data_ptr())
+        address = made.data_ptr()
+        if self.count in self.plan_.allocations:
+            self.placed[address] = view.extent
+            self.lives.begin_to_stay(address)
+        else:
+            self.scratch[address] = view.extent
+            self.lives.begin(made)
+        self.note(address)
         return made
 
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import struct
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, TYPE_CHECKING, TypeAlias
@@ -382,7 +383,6 @@ class _Scan:
         at = {(s.region, s.delta): s.address for s in a.segments}
         self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at} - {0}
         self.upper = a.upper_halves()
-        self.upper_bytes = [half.to_bytes(4, "little") for half in self.upper]
         self.first = min((s.address for s in a.segments), default=0)
         self.last = max((s.address + s.size for s in a.segments), default=0)
         # What was found already: values that are constants, and places of values that are a pointer.
@@ -425,20 +425,16 @@ class _Scan:
 
     def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
         """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
-        differ = int.from_bytes(value_a, "little") ^ int.from_bytes(value_b, "little")
+        halves = len(value_a) // 4
+        a, b = struct.unpack_from(f"<{halves}I", value_a), struct.unpack_from(f"<{halves}I", value_b)
         starts = set()
-        while differ:
-            half = ((differ & -differ).bit_length() - 1) // 32
-            starts |= {4 * half, 4 * half - 4}
-            differ &= ~(0xFFFFFFFF << 32 * half)
-        for upper in self.upper_bytes:
-            at = value_a.find(upper)
-            while at >= 0:
-                if at % 4 == 0:
-                    starts.add(at - 4)
-                at = value_a.find(upper, at + 1)
-        last = len(value_a) - 8
-        return [(i, _word(value_a, i), _word(value_b, i)) for i in sorted(starts) if 0 <= i <= last]
+        for i, (half_a, half_b) in enumerate(zip(a, b)):
+            if half_a != half_b:
+                starts |= {i - 1, i}
+            elif half_a in self.upper:
+                starts.add(i - 1)
+        inside = sorted(i for i in starts if 0 <= i < halves - 1)
+        return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in inside]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
         """Accepts a constant or rubbish; anything else is raised."""
@@ -491,7 +487,3 @@ class _Scan:
 
     def _both(self, word_a: int, word_b: int) -> str:
         return f"{self.a.describe(word_a)} in the first capture, {self.b.describe(word_b)} in the second"
-
-
-def _word(value: bytes, offset: int) -> int:
-    return int.from_bytes(value[offset : offset + 8], "little")
