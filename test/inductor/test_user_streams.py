@@ -703,12 +703,26 @@ free buf2 (stream 1) after exit
         counts = []
         for mode in (None, "reduce-overhead"):
             text = compiled("record_stream_on_intermediate", mode).wrappers[0]
-            counts.append(sorted(re.findall(r"(\w+)\.record_stream\((stream\d)", text)))
+            counts.append(sorted(re.findall(r"(\w+)\.record_stream\((stream\d)(?!_outer)", text)))
         self.assertEqual(len(counts[0]), 3)
         self.assertEqual([stream for _, stream in counts[0]], [stream for _, stream in counts[1]])
         with config.patch(cudagraphs="trees"):
             text = compiled("record_stream_on_intermediate", "reduce-overhead").wrappers[0]
         self.assertEqual(re.findall(r"(\w+)\.record_stream\(", text), ["arg0_1_orig"])  # the trees' pool is theirs
+
+    def test_allocator_is_told_whose_memory_a_result_is_in_eager(self) -> None:
+        """What an update in place makes is another stream's memory than in eager, and what a graph returns is always
+        the current stream's."""
+
+        def told(name: str, mode: str | None) -> list[str]:
+            return re.findall(r"\w+\.record_stream\((stream\d)", compiled(name, mode).wrappers[0])
+
+        self.assertEqual(told("result_updated_elsewhere", None), ["stream0"])
+        self.assertEqual(told("result_filled_elsewhere", None), ["stream0", "stream0"])
+        self.assertEqual(told("result_updated_on_another_side_stream", None), ["stream1"])
+        self.assertEqual(told("result_of_its_reader", None), [])
+        self.assertEqual(told("result_of_its_reader", "reduce-overhead"), ["stream1"])
+        self.assertEqual(told("fork_join", None), [])
 
     def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
         program = by_name("fork_join")

@@ -83,7 +83,11 @@ class Instance:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`hazard` says what goes wrong in a compiler that gets this program wrong; `#n` is an issue of pytorch/pytorch."""
+    """`hazard` says what goes wrong in a compiler that gets this program wrong; `#n` is an issue of pytorch/pytorch.
+
+    `late_reader` says whose memory the results are in eager, "current" or "side" (the first side stream): a caller may
+    read them there as late as it likes, and drop them at once, whatever other streams do.
+    """
 
     name: str
     hazard: str
@@ -100,6 +104,7 @@ class Program:
     random: bool = False
     host_reads: bool = False
     ordered: bool = False
+    late_reader: str = ""
     group: str = ""
 
     def instance(self, compiler: Callable[..., Any] | None = None, sleeps: bool = False) -> Instance:

@@ -8,7 +8,8 @@ such help, in bursts of calls:
   program computes;
 - each of its side streams is busy for a while when the call begins, each call another one for another time;
 - outputs and mutated inputs are read at once on the current stream, after nothing but the program's own `finish`;
-- then the caller drops everything, allocates as much again, and overwrites it.
+- then the caller drops everything, allocates as much again, and overwrites it, on other streams, too, if the results
+  are to be memory of the stream that reads them (`Program.late_reader`).
 
 Half of the bursts run with another current stream than the default one.
 """
@@ -150,12 +151,21 @@ def _run_late(
         _sleep(stream, delays.choice(lengths))
     torch.compiler.cudagraph_mark_step_begin()
     outputs = _call(instance, call.inputs, call.seed)
-    call.seen = [v.clone() if isinstance(v, torch.Tensor) else v for v in _values(outputs)]
+    late_reader = instance.program.late_reader
+    reader = instance.streams[0] if late_reader == "side" else current
+    if late_reader:
+        _sleep(reader, max(lengths))
+    with torch.cuda.stream(reader):
+        call.seen = [v.clone() if isinstance(v, torch.Tensor) else v for v in _values(outputs)]
     _sleep(current, delays.choice(lengths))
     sizes = [torch.empty_like(t, device="meta") for t in (*_tensors(outputs), *_tensors(call.inputs)) if t.is_cuda]
     del outputs
-    for shape in sizes:
-        _poison(torch.empty_like(shape, device="cuda"))
+    for stream in (current, *(instance.streams if late_reader else ())):
+        with torch.cuda.stream(stream):
+            for shape in sizes:
+                _poison(torch.empty_like(shape, device="cuda"))
+    if late_reader:
+        torch.cuda.synchronize()  # what is overwritten now is the next call's
 
 
 def _burst(eager: Instance, compiled: Instance, seeds: list[int], delays: random.Random, other_stream: bool) -> None:

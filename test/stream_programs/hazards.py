@@ -647,3 +647,73 @@ def copy_from_another_device(k: Kit) -> Any:
         return a + y.to("cuda:0")
 
     return fn
+
+
+# ---- memory of results
+
+
+@program("the result of an update on another stream: in eager it is the current stream's memory", late_reader="current")
+def result_updated_elsewhere(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h = sleep(x) * 2
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            h.mul_(3)
+        current.wait_stream(side)
+        return h
+
+    return fn
+
+
+@program("the same of an update that reads nothing, and of a part", late_reader="current")
+def result_filled_elsewhere(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        h, part = sleep(x) * 2, sleep(x) * 4
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            h.fill_(7)
+            part[1:].add_(1)
+        current.wait_stream(side)
+        return h, part
+
+    return fn
+
+
+@program("a result of a side stream that is read there: in eager it is that stream's memory", late_reader="side")
+def result_of_its_reader(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            y = sleep(x) + 1
+        current.wait_stream(side)
+        return y
+
+    return fn
+
+
+@program("a result of one side stream that another one updates is the first one's memory", late_reader="side")
+def result_updated_on_another_side_stream(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            y = sleep(x) + 1
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            y.mul_(2)
+        first.wait_stream(second)
+        current.wait_stream(first)
+        return y
+
+    return fn

@@ -45,6 +45,7 @@ from torch_overlay._functorch.stream_placement import (
     ORDER,
     READS,
     REQUIRES,
+    RESULTS,
 )
 
 
@@ -102,7 +103,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         # The new graph has no forward and no engine: what was said of either doesn't hold in it.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
-        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, READS, REQUIRES, ORDER)))
+        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, READS, RESULTS, REQUIRES, ORDER)))
 
 
 def _readers(value: Node) -> list[Node]:

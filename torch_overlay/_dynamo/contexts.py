@@ -146,9 +146,11 @@ def _note_storages(nodes: Iterable[Node]) -> None:
             updated.add(storage)
         values.setdefault(storage, []).append(node)
     for storage in updated - {None}:
+        first = values[storage][0]
+        found = first.name, None if first.op == "placeholder" else node_stream(first)
         for node in values[storage]:
             if node.op != "placeholder":
-                annotate(node, **{STORAGE: values[storage][0].name})
+                annotate(node, **{STORAGE: found})
 
 
 def _storage(node: Any) -> int | None:

@@ -49,6 +49,7 @@ from torch_overlay._functorch.stream_placement import (
     OWNED,
     READS,
     REQUIRES,
+    RESULTS,
 )
 from torch_overlay._functorch.stream_twins import split_twins
 
@@ -98,7 +99,8 @@ def place_recomputed(graph: Graph) -> None:
         if node.target is operator.getitem:
             annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
         inside = ("s0",) if node_stream(node) else ()
-        annotate(node, **{AFTER: inside, BEFORE: inside, LEAVE: None, READS: None, REQUIRES: None, ORDER: None})
+        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER))
+        annotate(node, **gone, **{AFTER: inside, BEFORE: inside})
 
 
 def place_computed_early(graph: Graph) -> None:
@@ -112,7 +114,9 @@ def place_saved(forward: Graph, backward: Graph) -> None:
     """Whose memory a saved value is, and what its readers wait for."""
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
     for value in backward.find_nodes(op="placeholder"):
-        annotate(value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, REQUIRES, ORDER, MEMORY, OWNED, KEPT)))
+        annotate(
+            value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, RESULTS, REQUIRES, ORDER, MEMORY, OWNED, KEPT))
+        )
         saved = computed.get(value.name)
         writer = _writer(saved) if saved is not None else None
         if writer is None or writer.op != "call_function" or node_stream(writer) == AMBIENT:

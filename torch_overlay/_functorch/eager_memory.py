@@ -9,6 +9,9 @@ streams one remains, and the other's readers read memory of a stream that they n
 graph break gives back what nobody needs behind it, where eager's local variables live to the end of the function. Such
 memory must not be given back while somebody reads it.
 
+What the graph returns is given back by the caller, who goes by the stream whose memory it is in eager. Where generated
+code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of `stream_codegen`).
+
 So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
 from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader
 (`stream_schedule`) settles at the exit whatever else is read, and what a kernel reads for both.
@@ -20,6 +23,8 @@ import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch.utils._pytree as pytree
+from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET
@@ -37,6 +42,8 @@ _IN_PLACE = frozenset(
         *(operator.ilshift, operator.irshift, operator.setitem),
     )
 )
+
+Storage = tuple[str, "int | None"]  # a name, and the stream whose memory it is; None: the caller's
 
 _PUTS_BACK = (
     torch.ops.aten.select_scatter.default,
@@ -71,7 +78,10 @@ def memory_stream(node: Node) -> int | None:
             return node_stream(node)
         base = written or _base(node)
         if base is None:  # `zero_` reads nothing of what it overwrites
-            return None if _updates(node) else node_stream(node)
+            if not _updates(node):
+                return node_stream(node)
+            _, stream = node.meta.get("custom", {}).get(STORAGE, ("", None))
+            return stream
         node = base
     return None
 
@@ -103,9 +113,9 @@ def _maker(node: Node, updates: bool) -> Node:
     return node
 
 
-def returned_storages(output: Node) -> dict[str, set[Node]]:
+def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     """The values that a graph returns of storages that are updated in place, by the storage."""
-    found: dict[str, set[Node]] = {}
+    found: dict[Storage, set[Node]] = {}
     for value in output.all_input_nodes:
         made = _maker(value, updates=False)
         if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
@@ -113,7 +123,19 @@ def returned_storages(output: Node) -> dict[str, set[Node]]:
     return found
 
 
-def foreign_reads(node: Node, returned: Mapping[str, set[Node]]) -> tuple[str, ...]:
+def result_memory(output: Node) -> tuple[tuple[str, int], ...]:
+    """What a graph returns to its caller, by upstream's name for it, and the stream whose memory that is in eager. What
+    is the caller's own memory has none.
+    """
+    found = []
+    for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
+        is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
+        if is_result and (stream := memory_stream(value)) is not None:
+            found.append((what.expr(), stream))
+    return tuple(found)
+
+
+def foreign_reads(node: Node, returned: Mapping[Storage, set[Node]]) -> tuple[str, ...]:
     """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "-s1" of
     a value that in eager is other memory, or lives on: as the result of this update, or of a later one that the graph
     returns (`returned_storages`), as what was given as `out`, or in a variable behind a graph break.
@@ -131,9 +153,9 @@ def foreign_reads(node: Node, returned: Mapping[str, set[Node]]) -> tuple[str, .
         if made.op != "call_function" or stream == node_stream(node):
             continue
         lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
-        lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ""), set()) - {made})
+        lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ("", None)), set()) - {made})
         found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
     return tuple(sorted(found))
 
 
-__all__ = ["foreign_reads", "memory_stream", "returned_storages", "updates_in_place"]
+__all__ = ["foreign_reads", "memory_stream", "result_memory", "returned_storages", "updates_in_place"]

@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
+RESULTS = "stream_results"  # of each result that is no gradient, whose memory it is in eager (`eager_memory`)
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
-STORAGE = "stream_storage"  # the name of a storage that is updated in place, of all values in it; from Dynamo
+STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
@@ -369,10 +370,10 @@ def _computes(gm: GraphModule) -> bool:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch.eager_memory import foreign_reads, returned_storages
+    from torch_overlay._functorch.eager_memory import foreign_reads, result_memory, returned_storages
 
     program = _Program(nodes)
-    returned = returned_storages(gm.graph.output_node())
+    returned, results = returned_storages(gm.graph.output_node()), result_memory(gm.graph.output_node())
     (after, last), before = program.after(), program.before()
     leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
@@ -382,7 +383,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         leave = ()
     for node in nodes:
         if node.op == "placeholder" and leave and not is_backward(node):
-            annotate(node, **{LEAVE: leave})
+            annotate(node, **{LEAVE: leave, RESULTS: results})
         if node.op != "call_function":
             continue
         # Inductor makes a view of a constant a constant of its own: it has the stream of the one that it is a view of.
@@ -396,6 +397,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
             READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node, returned),
+            RESULTS: None if is_backward(node) else results,
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }

@@ -35,7 +35,13 @@ from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
 from torch_overlay._inductor.stream_reuse import IfSpread, share_when_following
 from torch_overlay._inductor.stream_saved import settle_owners
-from torch_overlay._inductor.stream_schedule import ambient_device, ambient_stream, Region, stream_devices
+from torch_overlay._inductor.stream_schedule import (
+    ambient_device,
+    ambient_stream,
+    eager_memory_of_results,
+    Region,
+    stream_devices,
+)
 
 
 if TYPE_CHECKING:
@@ -167,6 +173,13 @@ def define_region(root: Any, name: str, **fields: Any) -> None:
             text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
             root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
     root.header.writeline(")")
+
+
+def lend_text(name: str, stream: str) -> str:
+    """Memory of a captured graph isn't the allocator's to hand on."""
+    text = f"{name}.record_stream({stream})"
+    captures = inductor_config.triton.cudagraphs
+    return f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text
 
 
 class RegionEmitter:
@@ -333,34 +346,48 @@ class RegionEmitter:
         waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
         self.write_boundary_waits(last)
-        self.lend_gradients()
+        self.lend_results()
         if not (self.region.enclosed or self.follows):
             settle_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
         self.wrapper.writeline(EndRegion(self))
 
-    def lend_gradients(self) -> None:
-        """A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
+    def lend_results(self) -> None:
+        """Tell the allocator of the streams that may use what is returned when its memory is given back, beside the one
+        whose memory it is.
+
+        A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
         when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
-        stream to stream; here it does not see that the gradient moves. What is to be captured is also run as it is:
-        the first time, and whenever no graph is to be had.
+        stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of another
+        stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it knows.
+        What is to be captured is also run as it is: the first time, and whenever no graph is to be had.
         """
-        if V.graph.name is not None or not (V.graph.is_backward or compiled_autograd.in_compiled_autograd_region):
+        if V.graph.name is not None:
             return
+        if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
+            return self.lend_gradients()
+        for name, known in eager_memory_of_results().items():
+            stream = self.plan.memory.get(name)
+            for other in sorted(known) if stream is not None else ():
+                other = self.region.numbers.get(other, other) or self.ambient_of(name)
+                if other != stream and f"s{other}" not in self.region.private:
+                    self.lend(name, other)
+
+    def lend_gradients(self) -> None:
         real = self.scheduler.mutation_real_name
         names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
         for name in names:
             stream = self.plan.memory.get(name)
-            if stream is None or name in V.graph.graph_inputs or ambient_device(stream) is not None:
-                continue
-            device: Any = V.graph.get_buffer(name).get_device()
-            self.lend(name, ambient_stream(device.index or 0))
+            if stream is not None and name not in V.graph.graph_inputs and ambient_device(stream) is None:
+                self.lend(name, self.ambient_of(name))
+
+    def ambient_of(self, name: str) -> int:
+        device: Any = V.graph.get_buffer(name).get_device()
+        return ambient_stream(device.index or 0)
 
     def lend(self, name: str, stream: int) -> None:
-        """Tell the allocator that the stream uses a block. Memory of a captured graph isn't its to hand on."""
-        text = f"{name}.record_stream({self.stream(stream)})"
-        captures = inductor_config.triton.cudagraphs
-        self.write(f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text)
+        """Tell the allocator that the stream uses a block."""
+        self.write(lend_text(name, self.stream(stream)))
 
     def release(self, here: int) -> None:
         due = [free for at, free in self.pending if at <= here]
@@ -432,8 +459,11 @@ class RegionEmitter:
     # -- questions of the code generator
 
     def may_write_in_place(self, name: str, node: BaseSchedulerNode) -> bool:
-        op = self.plan.ops[self.region.index[node]] if node in self.region.index else None
-        return op is not None and self.plan.memory.get(name) == op.stream and name not in self.plan.release
+        if node not in self.region.index or name in self.plan.release:
+            return False
+        # Another region may have allocated it on a side stream.
+        memory = {self.plan.memory.get(name), getattr(self.scheduler, "_overlay_memory", {}).get(name)}
+        return memory == {self.plan.ops[self.region.index[node]].stream}
 
     def write_stream_operation(self, node: Any) -> bool:
         """The user's records, synchronisations and `record_stream`, as direct calls. False: use the operator."""

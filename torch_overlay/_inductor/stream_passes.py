@@ -14,7 +14,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS, viewed
+from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS, RESULTS, viewed
 
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ def union_of_tokens(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if known:
             made[key] = tuple(sorted({token for tokens in known for token in tokens}))
     for custom in customs:
-        if LEAVE in custom:
-            made[LEAVE] = custom[LEAVE]
+        made |= {key: custom[key] for key in (LEAVE, RESULTS) if key in custom}
     return made
 
 

@@ -24,6 +24,7 @@ from torch_overlay._inductor.stream_codegen import (
     active,
     declare_runtime,
     define_region,
+    lend_text,
     Operation,
     RegionEmitter,
     StreamLine,
@@ -31,6 +32,7 @@ from torch_overlay._inductor.stream_codegen import (
 from torch_overlay._inductor.stream_schedule import (
     _origins,
     ambient_device,
+    eager_memory_of_results,
     leaving,
     needs_plan,
     plan_region,
@@ -78,8 +80,8 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
         raise UnsupportedStreams(CPP_WRAPPER)
     region = plan_region(scheduler, nodes, _is_enclosed())
     emitter = RegionEmitter(scheduler, region)
-    memory = getattr(scheduler, "_overlay_memory", None)
-    scheduler._overlay_memory = {**(memory or {}), **region.plan.memory}
+    # What an earlier region allocated stays its stream's memory.
+    scheduler._overlay_memory = {**region.plan.memory, **(getattr(scheduler, "_overlay_memory", None) or {})}
     outer = active(scheduler)
     scheduler._overlay_region = emitter
     try:
@@ -123,6 +125,14 @@ def _nested_streams() -> list[int]:
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
 
 
+def _lent_results(streams: Sequence[int]) -> dict[str, list[int]]:
+    """Of what a captured graph returns: whose memory it is in eager. A relaunch allocates it on the current stream."""
+    if config.cudagraphs != "relaunch" or V.graph.name is not None:
+        return {}
+    found = {name: sorted(known.intersection(streams)) for name, known in eager_memory_of_results().items()}
+    return {name: known for name, known in found.items() if known}
+
+
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
     if not (config.streams and inductor_config.triton.cudagraphs):
@@ -142,6 +152,10 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     names = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in streams}
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
+    lent = _lent_results(streams)
+    returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
+    if objects:
+        returns = {caller: None, **returns, **dict.fromkeys(objects)}
     device: int = torch.accelerator.current_device_index()
     on_device = stream_devices() | current
     is_one_device = all(on_device.get(s, device) == device for s in streams)
@@ -159,15 +173,18 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         events=len(names) + 1 if names else 0,
         entry=tuple(entry),
         exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in names)) if names else (),
-        returns=(caller, *objects) if objects else (),
+        returns=tuple(returns),
         objects=objects,
     )
-    found = ", ".join(["frame_outer", *((caller, *objects) if objects else ())])
+    found = ", ".join(["frame_outer", *returns])
     wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
     for event in objects:
         wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
     original(scheduler)
     wrapper.writeline(StreamLine("frame_outer.leave()"))
+    for name, owners in lent.items():
+        for stream in owners:
+            wrapper.writeline(StreamLine(lend_text(name, f"stream{stream}_outer")))
     return None
 
 

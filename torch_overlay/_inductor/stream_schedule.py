@@ -34,6 +34,7 @@ from torch_overlay._functorch.stream_placement import (
     OWNED,
     READS,
     REQUIRES,
+    RESULTS,
 )
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
@@ -100,16 +101,41 @@ def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
             yield from (n for n in part.node.get_origins() if n.op == "call_function" and n.graph is graph)
 
 
-def leaving() -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """What the graph promises its caller about each stream at its end. Operations carry it, and inputs of a forward, of
-    which some are left when all that was computed is dropped or is a view.
+def _noted(key: str) -> tuple[Any, ...]:
+    """What is said of the whole graph. Operations carry it, and inputs of a forward, of which some are left when all
+    that was computed is dropped or is a view.
     """
     for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
         if node.op == "call_function" or not V.graph.is_backward:
-            leave = node.meta.get("custom", {}).get(LEAVE)
-            if leave:
-                return leave
+            found = node.meta.get("custom", {}).get(key)
+            if found:
+                return found
     return ()
+
+
+def leaving() -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """What the graph promises its caller about each stream at its end."""
+    return _noted(LEAVE)
+
+
+def eager_memory_of_results() -> dict[str, set[int]]:
+    """Registry indices of the streams whose memory the buffers are in eager that a forward returns to its caller, as
+    far as that is known.
+    """
+    streams = dict(_noted(RESULTS))
+    if V.graph.is_backward or not streams:
+        return {}
+    found: dict[str, set[int]] = {}
+    real = V.graph.scheduler.mutation_real_name
+    output = V.graph.module.graph.output_node()  # type: ignore[union-attr]
+    for what, value in zip(output.meta.get("desc") or (), V.graph.graph_outputs):
+        stream = streams.get(what.expr())
+        if stream is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
+            continue
+        name = value.get_name()
+        if (name := real.get(name, name)) in V.graph.name_to_buffer and name not in V.graph.graph_inputs:
+            found.setdefault(name, set()).add(stream)
+    return found
 
 
 def kernel_of(output: Any) -> str | None:

@@ -313,6 +313,9 @@ class Context:
         if name.startswith("gradient"):
             known = not before.known.isdisjoint(now.known) or self.current in now.known
             yield Promise(call, name, "drop", self.current, True, known)
+        elif name.startswith("output"):
+            for who in filter(self.is_public, sorted(before.known - {HOST})):
+                yield Promise(call, name, "drop", who, True, who in now.known)
         read = "reuse" if name.startswith("free memory") else "read"
         for what, eager, compiled in (
             (read, before.readable, now.readable),
