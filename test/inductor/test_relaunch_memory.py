@@ -208,7 +208,8 @@ class TestStages(RelaunchTestCase):
     def setUp(self):
         super().setUp()
         # One gradient is as much as a stage must save.
-        for module, name, value in ((arrange, "GAIN", 64 * 64 * 4), (arrange, "SMALL", 0), (runner, "LARGE", 1)):
+        small = {(arrange, "GAIN"): 64 * 64 * 4, (arrange, "STEP"): 64 * 64 * 4, (arrange, "SMALL"): 0}
+        for (module, name), value in {**small, (runner, "LARGE"): 1}.items():
             patch = mock.patch.object(module, name, value)
             patch.start()
             self.addCleanup(patch.stop)

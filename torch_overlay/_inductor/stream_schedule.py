@@ -133,6 +133,8 @@ def eager_memory_of_results() -> dict[str, set[int]]:
         if stream is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
             continue
         name = value.get_name()
+        if not _is_gpu(value.get_device()):
+            continue
         if (name := real.get(name, name)) in V.graph.name_to_buffer and name not in V.graph.graph_inputs:
             found.setdefault(name, set()).add(stream)
     return found

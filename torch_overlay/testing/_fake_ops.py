@@ -36,6 +36,8 @@ class SimulatedTensorMode(FakeTensorMode):
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
             return args[0]  # a tensor that is marked as a number comes as that number (`saved_numbers`)
+        if func is aten.record_stream.default and args[0].device.type == "cpu":
+            raise NotImplementedError("aten::record_stream: a tensor in host memory has no kernel for it")
         if self.listener is None:
             return self._simulate(func, types, args, kwargs)
         return self.listener.dispatch(func, args, kwargs, lambda: self._simulate(func, types, args, dict(kwargs)))

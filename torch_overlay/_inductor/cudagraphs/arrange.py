@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.cudagraphs.template import Node
 
 MOST_STAGES = 8
-GAIN = 16 << 20  # bytes that stages must save, and that a stage more must
+GAIN = 16 << 20  # bytes that stages must save
+STEP = 4 << 20  # and that a stage more must, or this part of all:
+PART = 400
 SMALL = 1 << 20  # pieces that are no more than this together are not worth a plan
 
 
@@ -102,7 +104,7 @@ def arrange(proven: Proven) -> Arrangement:
     held = _held(proven, spans, order)
     length = len(order.order)
     at_once = need_of(held, [0], length)
-    slack = max(GAIN, at_once // 100)
+    slack = max(STEP, at_once // PART)
     if not (starts := cuts(held, length, MOST_STAGES, slack))[1:]:
         return whole
     if at_once - need_of(held, starts, length) < GAIN:
