@@ -54,8 +54,9 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         slug="inductor-no-op-results",
         subject="A result that takes no computing is memory of its own",
-        description="Additions of zero and products with one are removed from the joint graph, and their results were "
-        "the input, or another result, itself: who wrote to one in place changed the other. They are copies now.",
+        description="Additions of zero, products with one and copies are removed, and their results were the input, "
+        "its new value, or another result, itself: who wrote to one in place changed the other, and so did the graph. "
+        "They are copies now, as is what is returned or saved and put into an input.",
     ),
     Patch(
         slug="dynamo-stream-objects",
@@ -147,6 +148,24 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="59916cf93109b19b",
         why="A result of the graph becomes an input, or another result, where the operation that made it is removed.",
         ends="upstream keeps what makes a result, as its pass behind the partitioner does",
+    ),
+    Seam(
+        target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
+        impl="torch_overlay._inductor.no_op_results:remove_noop_ops",
+        kind="wrap",
+        patch="inductor-no-op-results",
+        fingerprint="4015e0b85a9bc1a0",
+        why="A copy of an input that is updated in place becomes that input.",
+        ends="upstream's pass sees that the value is written back into an input",
+    ),
+    Seam(
+        target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
+        impl="torch_overlay._inductor.no_op_results:reinplace_inplaceable_ops",
+        kind="wrap",
+        patch="inductor-no-op-results",
+        fingerprint="0fd70a6a266bd8c6",
+        why="What is returned, or saved, and put into an input as well is computed there, and so is the input itself.",
+        ends="upstream's pass counts what the graph returns as a reader",
     ),
     # ---- aot-stream-placement
     Seam(

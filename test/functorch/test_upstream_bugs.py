@@ -72,7 +72,14 @@ class TestUpstreamBugs(TestCase):
     @form.overlay_only
     def test_on_stock_results_are_inputs(self) -> None:
         found = found_on_stock()["results_that_are_inputs"]
-        self.assertEqual([text.split(":")[0] for text in found], ["sums", "views", "results", "product"])
+        self.assertEqual(
+            [text.split(":")[0] for text in found], ["sums", "views", "results", "updates", "puts", "product"]
+        )
+
+    @form.overlay_only
+    def test_on_stock_what_is_kept_changes(self) -> None:
+        found = found_on_stock()["updates_of_what_is_kept"]
+        self.assertEqual([text.split(":")[0] for text in found], ["copied", "put", "saved"])
 
     @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:

@@ -254,6 +254,15 @@ def results_that_are_inputs() -> list[str]:
         y = x.sin()
         return y, y + torch.zeros_like(x), torch.ones_like(x) * y
 
+    def updates(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x[1:3].mul_(2)
+        return (torch.zeros_like(x) + x,)
+
+    def puts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.slice_scatter(x, torch.ones(2), 0, 0, 2)
+        x.copy_(y)
+        return (y,)
+
     def product(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight = x.clone().requires_grad_()
         with torch.enable_grad():
@@ -261,13 +270,48 @@ def results_that_are_inputs() -> list[str]:
         return y.detach(), weight.detach()
 
     found = []
-    for function in (sums, views, results, product):
+    for function in (sums, views, results, updates, puts, product):
         torch._dynamo.reset()
         x = torch.arange(4.0)
         made = (function if function is product else torch.compile(function))(x)
         memory = [t.untyped_storage().data_ptr() for t in (x, *made)]
         if len(set(memory)) < len(memory):
             found.append(f"{function.__name__}: {len(memory)} tensors in {len(set(memory))} memories")
+    return found
+
+
+def updates_of_what_is_kept() -> list[str]:
+    """A part of an input is updated, what it was then is kept, and goes on to change with the input."""
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        x[1:3].mul_(2)
+        y = x.clone()
+        x[0:1].add_(1)
+        return y
+
+    def put(x: torch.Tensor) -> torch.Tensor:
+        x.index_put_((torch.tensor([1]),), torch.tensor([7.0]))
+        y = x.clone()
+        x.index_put_((torch.tensor([0]),), torch.tensor([7.0]))
+        return y
+
+    def saved(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(4, requires_grad=True)
+
+        def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            x[0:1].add_(1)
+            return (w * x).sin()
+
+        torch.compile(step)(weight, x).sum().backward()
+        return x.clone()
+
+    found = []
+    for function, expected in ((copied, [0.0, 2, 4, 3]), (put, [0.0, 7, 2, 3]), (saved, [1.0, 1, 2, 3])):
+        torch._dynamo.reset()
+        x = torch.arange(4.0)
+        got = (function if function is saved else torch.compile(function))(x).tolist()
+        if got != expected:
+            found.append(f"{function.__name__}: {got} in the place of {expected}")
     return found
 
 
@@ -337,6 +381,7 @@ CHECKS = (
     read_behind_the_write,
     concatenated_in_partitions,
     results_that_are_inputs,
+    updates_of_what_is_kept,
 )
 
 

@@ -3,6 +3,7 @@ backward is launched in stages that free what they have used."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import unittest
 import weakref
@@ -270,6 +271,19 @@ class TestStages(RelaunchTestCase):
             copies[9] += 1
             self.assertEqual(inputs, copies)
             del first
+
+    def test_garbage_of_the_first_call_holds_nothing(self):
+        """As Dynamo leaves it behind when it compiles: what it holds is still there when the first backward has run."""
+        run = self.backward()
+        inputs = backward_inputs()
+        garbage = [inputs[:9]]
+        garbage.append(garbage)
+        del garbage
+        gc.disable()
+        self.addCleanup(gc.enable)
+        run(inputs)
+        run(backward_inputs())
+        self.assertGreater(len(self.stages()), 2)
 
     def test_gradients_of_earlier_calls_stay(self):
         run, held = self.backward(), []

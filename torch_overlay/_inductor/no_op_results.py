@@ -1,40 +1,71 @@
 """A result that takes no computing is still memory of its own.
 
-Upstream removes additions of zero and products with one from the graph that is differentiated, and hands on what they
-were given. Where that is an input, or another result, the caller gets one memory twice, and whoever writes to one of
-them in place changes the other:
+Upstream removes what does nothing, additions of zero, products with one and copies, and hands on what they were given.
+Where that is an input, another result, or the new value of an input that is updated in place, the caller gets one
+memory twice, and whoever writes to one of them changes the other:
 
     return torch.zeros_like(x) + x  # is x
+
+    x[1:3].mul_(2)
+    y = x.clone()  # is x, so the next line changes y
+    x[0:1].add_(1)
+    return y
+
+The same goes for a result that the program itself puts into an input (`x.copy_(z); return z`), and for what is saved
+for a backward, which takes it for memory that it may write to.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import operator
+from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._inductor.fx_passes import reinplace
+from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.stream_placement import viewed
+from torch_overlay._functorch.stream_placement import is_view, viewed
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Set as AbstractSet
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
+
+_aten = torch.ops.aten
+_SCATTERS = (
+    _aten.slice_scatter.default,
+    _aten.select_scatter.default,
+    _aten.diagonal_scatter.default,
+    _aten.as_strided_scatter.default,
+)
 
 
 def remove_no_ops(
     original: Callable[..., None], gm: GraphModule, zeros: AbstractSet[Node], ones: AbstractSet[Node]
 ) -> None:
-    """Results that share memory with an input or another result, and didn't before, become copies."""
-    output = gm.graph.output_node()
+    """Results that share memory with an input, its new value or another result, and didn't before, become copies."""
+    _keep_apart(gm.graph, lambda: original(gm, zeros, ones))
+
+
+def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
+    _keep_apart(graph, lambda: original(graph))
+
+
+def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
+    output = graph.output_node()
     before = pytree.tree_leaves(output.args[0])
     memory = [viewed(v) if isinstance(v, torch.fx.Node) else None for v in before]
-    original(gm, zeros, ones)
+    metas = [v.meta if isinstance(v, torch.fx.Node) else {} for v in before]
+    remove()
     after, structure = pytree.tree_flatten(output.args[0])
     if after == before:
         return
     taken = {viewed(v) for v, old in zip(after, before) if v is old and isinstance(v, torch.fx.Node)}
+    taken |= new_values_of_inputs(graph)
     made: dict[Node, Node] = {}  # from what was returned before: twice the same stays twice the same
     for i, (value, old) in enumerate(zip(after, before)):
         if value is old:
@@ -42,14 +73,95 @@ def remove_no_ops(
         if old not in made:
             owner = viewed(value)
             shared = owner is not memory[i] and (owner.op == "placeholder" or owner in taken)
-            made[old] = _copy(gm, value, old) if shared else value
+            made[old] = _copy(value, dict(metas[i])) if shared else value
             taken.add(owner)
         after[i] = made[old]
     output.args = (pytree.tree_unflatten(after, structure),)
 
 
-def _copy(gm: GraphModule, value: Node, old: Node) -> Node:
-    with gm.graph.inserting_before(gm.graph.output_node()):
-        copy = gm.graph.call_function(torch.ops.aten.clone.default, (value,))
-    copy.meta = dict(old.meta)
+def _copy(value: Node, meta: dict[str, Any]) -> Node:
+    """Made at once: an update in place may follow."""
+    graph = value.graph
+    place = graph.output_node() if value.op == "placeholder" else value.next
+    with graph.inserting_before(place):
+        copy = graph.call_function(_aten.clone.default, (value,))
+    copy.meta = meta
     return copy
+
+
+# ---- what is computed in an input's memory
+
+
+def new_values_of_inputs(graph: Graph) -> set[Node]:
+    """Values that are put into an input at the end, and may be computed there: what updates an input bit by bit."""
+    found: set[Node] = set()
+    for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        given = viewed(copy.args[0])
+        value, chain = copy.args[1], []
+        while (base := _updated(value)) is not None:
+            chain.append(value)
+            value = base
+        if value is given and given.op in ("placeholder", "get_attr"):
+            found.update(chain)
+    return found
+
+
+def _updated(value: Any) -> Node | None:
+    """What a node's result may be written over, or is a view of."""
+    if not isinstance(value, torch.fx.Node) or value.op != "call_function":
+        return None
+    base: Any = None
+    target: Any = value.target
+    if is_view(value) or target in _SCATTERS:
+        base = value.args[0]
+    elif (op := reinplace.inplaceable_ops.get(target)) is not None and isinstance(op.mutated_arg, int):
+        base = value.args[op.mutated_arg]
+    elif value.target is operator.getitem:
+        base = _written_by(*value.args[:2])
+    return base if isinstance(base, torch.fx.Node) else None
+
+
+def _written_by(call: Any, index: Any) -> Any:
+    higher = torch.ops.higher_order
+    if not isinstance(call, torch.fx.Node):
+        return None
+    if call.target is higher.triton_kernel_wrapper_functional:
+        return call.kwargs["kwargs"].get(index)  # type: ignore[union-attr]
+    if call.target is not higher.auto_functionalized_v2:
+        return None
+    (operator_,) = call.args[:1]
+    results = max(1, len(operator_._schema.returns)) if isinstance(operator_, torch._ops.OpOverload) else 1
+    bases: Any = call.kwargs.get("_all_bases", ())
+    return bases[index - results] if 0 <= index - results < len(bases) else None
+
+
+def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
+    """Upstream's pass looks for readers up to the copy into the input; what the graph returns is read behind it."""
+    output = graph.output_node()
+    values, structure = pytree.tree_flatten(output.args[0])
+    inside = new_values_of_inputs(graph)
+    copies: dict[Node, Node] = {}
+    for i, (value, what) in enumerate(zip(values, output.meta.get("desc") or ())):
+        if isinstance(value, torch.fx.Node) and value in inside and _is_memory_of_its_own(what):
+            if value not in copies:
+                copies[value] = _copy(value, dict(value.meta))
+                with V.fake_mode:
+                    copies[value].meta["val"] = value.meta["val"].clone()
+            values[i] = copies[value]
+    if copies:
+        output.args = (pytree.tree_unflatten(values, structure),)
+    original(updater, graph)
+
+
+def _is_memory_of_its_own(what: Any) -> bool:
+    """Is this result neither an input nor a view of one?"""
+    if isinstance(what, SavedForBackwardsAOTOutput):
+        return True
+    context = torch._guards.TracingContext.try_get()
+    known = getattr(context, "fw_metadata", None)
+    if not isinstance(what, PlainAOTOutput) or known is None or what.idx >= len(known.output_info):
+        return False
+    return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
+
+
+__all__ = ["new_values_of_inputs", "reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]

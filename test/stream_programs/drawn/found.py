@@ -1187,3 +1187,28 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "no_op_of_what_is_written_back",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            state[4:20].copy_(buffer[8:24])
+            v1 = torch.zeros_like(buffer)
+            v2 = v1 + buffer
+            v3 = v2 + state
+            with torch.cuda.stream(s1):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                v4 = v1 + state
+            current.wait_stream(s1)
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)

@@ -61,6 +61,13 @@ class Arrangement:
     stages: tuple[Stage, ...] = ()  # none: it is launched as a whole
     slots: int = 0
 
+    def describe(self) -> str:
+        """What each launch allocates, and what of that is scratch."""
+        layouts = [stage.layout for stage in self.stages] or [self.layout]
+        made = [sum(aligned(s.size) for s in layout.storages) + layout.scratch_size for layout in layouts]
+        each = zip(made, (layout.scratch_size for layout in layouts), strict=True)
+        return ", ".join(f"{total / 2**20:.1f} MiB (scratch {scratch / 2**20:.1f})" for total, scratch in each)
+
 
 @dataclass(frozen=True)
 class Proven:

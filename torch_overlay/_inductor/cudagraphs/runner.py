@@ -18,6 +18,7 @@ not even that is copied, and copied back if the region writes it: compiled code 
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -256,6 +257,8 @@ class Runner:
         random = drawn != [g.get_offset() for g in generators]
         # An input may be gone by now, and an allocation of the region be where it was.
         fresh = [address for address in made if address not in given or address in observer.last]
+        if detail and any(not large[k].expired() for k in large.keys() - set(self.code.static_inputs)):
+            gc.collect()  # what Dynamo leaves behind of a call that compiles holds that call's results
         dying = frozenset(k for k, storage in large.items() if storage.expired())
         base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
         state.plan = observer.plan(fresh, base)
@@ -323,8 +326,10 @@ class Runner:
         counters["torch_overlay"]["cudagraph_captures"] += 1
         nodes = sum(launcher.nodes for launcher in launchers)
         counters["torch_overlay"]["cudagraph_nodes"] += nodes
-        message = "%s: a graph of %d nodes in %d launches, %s"
-        policy.log.info(message, self.code.name, nodes, len(launchers), arrangement.layout.names())
+        message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
+        policy.log.info(
+            message, self.code.name, nodes, len(launchers), arrangement.describe(), arrangement.layout.names()
+        )
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:
