@@ -295,6 +295,12 @@ def updates_of_what_is_kept() -> list[str]:
         x.index_put_((torch.tensor([0]),), torch.tensor([7.0]))
         return y
 
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        x[0:2].add_(3)
+        y = x * torch.ones_like(x)
+        x.mul_(2)
+        return y
+
     def saved(x: torch.Tensor) -> torch.Tensor:
         weight = torch.ones(4, requires_grad=True)
 
@@ -306,7 +312,8 @@ def updates_of_what_is_kept() -> list[str]:
         return x.clone()
 
     found = []
-    for function, expected in ((copied, [0.0, 2, 4, 3]), (put, [0.0, 7, 2, 3]), (saved, [1.0, 1, 2, 3])):
+    right = {copied: [0.0, 2, 4, 3], put: [0.0, 7, 2, 3], computed: [3.0, 4, 2, 3], saved: [1.0, 1, 2, 3]}
+    for function, expected in right.items():
         torch._dynamo.reset()
         x = torch.arange(4.0)
         got = (function if function is saved else torch.compile(function))(x).tolist()

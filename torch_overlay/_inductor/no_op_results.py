@@ -31,7 +31,7 @@ from torch_overlay._functorch.stream_placement import is_view, viewed
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Set as AbstractSet
+    from collections.abc import Callable, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -56,7 +56,7 @@ def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
 
 
 def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
-    output = graph.output_node()
+    nodes, output = list(graph.nodes), graph.output_node()
     before = pytree.tree_leaves(output.args[0])
     memory = [viewed(v) if isinstance(v, torch.fx.Node) else None for v in before]
     metas = [v.meta if isinstance(v, torch.fx.Node) else {} for v in before]
@@ -65,26 +65,32 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     if after == before:
         return
     taken = {viewed(v) for v, old in zip(after, before) if v is old and isinstance(v, torch.fx.Node)}
-    taken |= new_values_of_inputs(graph)
+    written = _written_inputs(graph)
     made: dict[Node, Node] = {}  # from what was returned before: twice the same stays twice the same
     for i, (value, old) in enumerate(zip(after, before)):
         if value is old:
             continue
         if old not in made:
             owner = viewed(value)
-            shared = owner is not memory[i] and (owner.op == "placeholder" or owner in taken)
-            made[old] = _copy(value, dict(metas[i])) if shared else value
+            shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
+            if owner is not memory[i] and shared:
+                made[old] = _copy(value, _place_of(old, nodes, graph), dict(metas[i]))
+            else:
+                made[old] = value
             taken.add(owner)
         after[i] = made[old]
     output.args = (pytree.tree_unflatten(after, structure),)
 
 
-def _copy(value: Node, meta: dict[str, Any]) -> Node:
-    """Made at once: an update in place may follow."""
-    graph = value.graph
-    place = graph.output_node() if value.op == "placeholder" else value.next
-    with graph.inserting_before(place):
-        copy = graph.call_function(_aten.clone.default, (value,))
+def _place_of(gone: Node, nodes: Sequence[Node], graph: Graph) -> Node:
+    """The first node that is left of those behind one that is gone: updates in place may follow."""
+    left = set(graph.nodes)
+    return next(n for n in nodes[nodes.index(gone) + 1 :] if n in left)
+
+
+def _copy(value: Node, place: Node, meta: dict[str, Any]) -> Node:
+    with value.graph.inserting_before(place):
+        copy = value.graph.call_function(_aten.clone.default, (value,))
     copy.meta = meta
     return copy
 
@@ -92,18 +98,17 @@ def _copy(value: Node, meta: dict[str, Any]) -> Node:
 # ---- what is computed in an input's memory
 
 
-def new_values_of_inputs(graph: Graph) -> set[Node]:
-    """Values that are put into an input at the end, and may be computed there: what updates an input bit by bit."""
-    found: set[Node] = set()
-    for copy in graph.find_nodes(op="call_function", target=_aten.copy_.default):
-        given = viewed(copy.args[0])
-        value, chain = copy.args[1], []
-        while (base := _updated(value)) is not None:
-            chain.append(value)
-            value = base
-        if value is given and given.op in ("placeholder", "get_attr"):
-            found.update(chain)
-    return found
+def _written_inputs(graph: Graph) -> set[Node]:
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    return {given for copy in copies if (given := viewed(copy.args[0])).op in ("placeholder", "get_attr")}
+
+
+def _may_lie_in(value: Node, written: AbstractSet[Node]) -> bool:
+    """Is this an update of an input that is written at the end? It may be computed there."""
+    given = value
+    while (base := _updated(given)) is not None:
+        given = base
+    return given is not value and given in written
 
 
 def _updated(value: Any) -> Node | None:
@@ -139,12 +144,13 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
     """Upstream's pass looks for readers up to the copy into the input; what the graph returns is read behind it."""
     output = graph.output_node()
     values, structure = pytree.tree_flatten(output.args[0])
-    inside = new_values_of_inputs(graph)
+    written = _written_inputs(graph)
     copies: dict[Node, Node] = {}
     for i, (value, what) in enumerate(zip(values, output.meta.get("desc") or ())):
-        if isinstance(value, torch.fx.Node) and value in inside and _is_memory_of_its_own(what):
+        is_kept = isinstance(value, torch.fx.Node) and _is_memory_of_its_own(what)
+        if is_kept and _may_lie_in(value, written):
             if value not in copies:
-                copies[value] = _copy(value, dict(value.meta))
+                copies[value] = _copy(value, value.next, dict(value.meta))
                 with V.fake_mode:
                     copies[value].meta["val"] = value.meta["val"].clone()
             values[i] = copies[value]
@@ -164,4 +170,4 @@ def _is_memory_of_its_own(what: Any) -> bool:
     return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
 
 
-__all__ = ["new_values_of_inputs", "reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]
+__all__ = ["reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]
