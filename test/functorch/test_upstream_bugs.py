@@ -73,8 +73,14 @@ class TestUpstreamBugs(TestCase):
     def test_on_stock_results_are_inputs(self) -> None:
         found = found_on_stock()["results_that_are_inputs"]
         self.assertEqual(
-            [text.split(":")[0] for text in found], ["sums", "views", "results", "updates", "puts", "product"]
+            [text.split(":")[0] for text in found],
+            ["sums", "views", "results", "updates", "puts", "product", "constants"],
         )
+
+    @form.overlay_only
+    def test_on_stock_a_result_and_its_views_are_an_input(self) -> None:
+        found = found_on_stock()["views_of_what_takes_no_computing"]
+        self.assertEqual(len(found), 4, found)
 
     @form.overlay_only
     def test_on_stock_what_is_kept_changes(self) -> None:

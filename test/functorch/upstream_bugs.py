@@ -269,14 +269,50 @@ def results_that_are_inputs() -> list[str]:
             y = torch.compile(lambda w: w * torch.ones_like(w), backend="inductor")(weight)
         return y.detach(), weight.detach()
 
+    constant = torch.ones(4)
+
+    def constants(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return constant, constant * torch.ones_like(x), x + 1
+
     found = []
-    for function in (sums, views, results, updates, puts, product):
+    for function in (sums, views, results, updates, puts, product, constants):
         torch._dynamo.reset()
         x = torch.arange(4.0)
         made = (function if function is product else torch.compile(function))(x)
         memory = [t.untyped_storage().data_ptr() for t in (x, *made)]
         if len(set(memory)) < len(memory):
             found.append(f"{function.__name__}: {len(memory)} tensors in {len(set(memory))} memories")
+    return found
+
+
+def views_of_what_takes_no_computing() -> list[str]:
+    """A result and views of it are one memory, and no input's."""
+
+    def sums(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.zeros_like(x) + x
+        return y, y.view(2, 2)
+
+    def products(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * torch.ones_like(x)
+        return y[1:], y.view(2, 2).t(), y
+
+    def updates(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x[0:2].add_(1)
+        y = x.clone()
+        z = y[1:]
+        x[2:3].mul_(2)
+        return z, y
+
+    found = []
+    for function in (sums, products, updates):
+        torch._dynamo.reset()
+        x, same = torch.arange(4.0), torch.arange(4.0)
+        expected, made = function(same), torch.compile(function)(x)
+        if not all(torch.equal(a, b) for a, b in zip(expected, made)):
+            found.append(f"{function.__name__}: {made} in the place of {expected}")
+        memory = {t.untyped_storage().data_ptr() for t in made}
+        if len(memory) > 1 or x.untyped_storage().data_ptr() in memory:
+            found.append(f"{function.__name__}: a result, its views and the input in {len(memory)} memories")
     return found
 
 
@@ -388,6 +424,7 @@ CHECKS = (
     read_behind_the_write,
     concatenated_in_partitions,
     results_that_are_inputs,
+    views_of_what_takes_no_computing,
     updates_of_what_is_kept,
 )
 

@@ -151,7 +151,7 @@ def lend_saved_gradients(forward: Graph, backward: Graph) -> None:
         lend.meta["partitioner_tag"] = "must_be_in_backward"
         if "s0" not in (_writer(computed[value.name]).meta.get("custom", {}).get(BEFORE) or ()):
             unordered.add(f"s{stream}")
-            annotate(lend, **{LEAVE: ((AMBIENT, tuple(sorted(unordered))),)})
+            annotate(lend, **{LEAVE: ((AMBIENT, tuple(sorted(unordered)), ""),)})
 
 
 def place_parts(forward: GraphModule, backward: GraphModule) -> None:

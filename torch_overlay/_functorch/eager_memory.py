@@ -33,7 +33,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, STOR
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
 _IN_PLACE = frozenset(
     (
@@ -45,6 +45,7 @@ _IN_PLACE = frozenset(
 
 Storage = tuple[str, "int | None"]  # a name, and the stream whose memory it is; None: the caller's
 
+_RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
     torch.ops.aten.select_scatter.default,
     torch.ops.aten.slice_scatter.default,
@@ -123,16 +124,44 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     return found
 
 
-def result_memory(output: Node) -> tuple[tuple[str, int], ...]:
-    """What a graph returns to its caller, by upstream's name for it, and the stream whose memory that is in eager. What
-    is the caller's own memory has none.
+def result_memory(output: Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for in eager
+    when it is given back: whose it is, and those that the user told the allocator of before the last update. What is
+    the caller's own memory has none.
     """
+    told: dict[Storage, list[tuple[Node, int]]] = {}
+    for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        made = _maker(record.args[0], updates=False)
+        if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
+            told.setdefault(storage, []).append((made, record.args[1]))
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
-            found.append((what.expr(), stream))
+            made = _maker(value, updates=False)
+            others = {s for m, s in told.get(made.meta.get("custom", {}).get(STORAGE), ()) if m is not made}
+            found.append((what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
+
+
+def record_inputs(graph: Graph) -> None:
+    """`record_stream` of an input that was updated before names the input, not the value that is written back to it."""
+    written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
+    for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        given: Any = copy.args[0]
+        value = _maker(copy.args[1], updates=False)  # type: ignore[arg-type]
+        if given.op == "placeholder":
+            written[value] = given
+            if (storage := value.meta.get("custom", {}).get(STORAGE)) is not None:
+                written[storage] = given
+    for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        value = record.args[0]  # type: ignore[assignment]
+        made, first = _maker(value, updates=False), _maker(value, updates=True)
+        own = first if first.op == "placeholder" else written.get(made)
+        own = own or written.get(made.meta.get("custom", {}).get(STORAGE))
+        if own is not None:
+            record.args = (own, *record.args[1:])
+            record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
 
 
 def foreign_reads(node: Node, returned: Mapping[Storage, set[Node]]) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ dependencies are order] in `stream_planner`), and erases them. Two vector-clock 
   `custom["stream_before"]`
 
 - the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
-  `custom["stream_leave"]`, the same on every node, because it belongs to the graph
+  `custom["stream_leave"]`, the same on every node, because it belongs to the graph; with what the host learns from a
+  copy that blocks it, which holds if the copy is left out as well
 
 Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5;
 "e5.0" the first record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
 READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
-RESULTS = "stream_results"  # of each result that is no gradient, whose memory it is in eager (`eager_memory`)
+RESULTS = "stream_results"  # of each result that is no gradient, what its memory waits for in eager (`eager_memory`)
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
 STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
@@ -216,14 +217,16 @@ class _Program:
             return node.args[0] in self.observed
         return node.target not in (*_WAITS, _DEALLOC)
 
-    def after(self) -> tuple[dict[Node, frozenset[str]], dict[int, frozenset[str]]]:
-        """What each node's stream has waited for of the caller's states, when the node is issued; and each stream in
-        the end.
+    def after(self) -> tuple[dict[Node, frozenset[str]], tuple[tuple[int, tuple[str, ...], str], ...]]:
+        """What each node's stream has waited for of the caller's states, when the node is issued; and (stream, states,
+        token) for what each has in the end, where a token names the copy that blocks the host until then, so that this
+        is to be said only if the copy is left out.
         """
         clock: dict[int, frozenset[str]] = defaultdict(frozenset)
         events: dict[int, frozenset[str]] = {}
         found: dict[Node, frozenset[str]] = {}
         host: frozenset[str] = frozenset()  # what the host has waited for: whatever is launched later comes after it
+        learnt: dict[str, frozenset[str]] = {}
 
         def state(stream: int) -> frozenset[str]:
             return clock[stream] | host | {f"s{stream}"}
@@ -260,8 +263,12 @@ class _Program:
             elif node.op == "call_function":
                 found[node] = known(node_stream(node))
                 if blocks_host(node):
+                    learnt[self.tokens[node]] = state(node_stream(node)) - host
                     host |= state(node_stream(node))
-        return found, clock
+        leave = [(stream, tokens, "") for stream, tokens in clock.items()]
+        for token, states in learnt.items():
+            leave += [(stream, states - {f"s{stream}"} - clock[stream], token) for stream in self.streams]
+        return found, tuple(sorted((stream, tuple(sorted(tokens)), token) for stream, tokens, token in leave if tokens))
 
     def before(self) -> dict[Node, frozenset[str]]:
         """What the user has ordered behind each node by the end of the graph."""
@@ -370,12 +377,12 @@ def _computes(gm: GraphModule) -> bool:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch.eager_memory import foreign_reads, result_memory, returned_storages
+    from torch_overlay._functorch.eager_memory import foreign_reads, record_inputs, result_memory, returned_storages
 
+    record_inputs(gm.graph)
     program = _Program(nodes)
     returned, results = returned_storages(gm.graph.output_node()), result_memory(gm.graph.output_node())
-    (after, last), before = program.after(), program.before()
-    leave = tuple((stream, tuple(sorted(tokens))) for stream, tokens in sorted(last.items()) if tokens)
+    (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
     # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
     computes = _computes(gm)

@@ -56,35 +56,48 @@ def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
 
 
 def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
+    """What was returned together, as views of one memory, stays together."""
     nodes, output = list(graph.nodes), graph.output_node()
-    before = pytree.tree_leaves(output.args[0])
-    memory = [viewed(v) if isinstance(v, torch.fx.Node) else None for v in before]
-    metas = [v.meta if isinstance(v, torch.fx.Node) else {} for v in before]
+    together: dict[Node, list[tuple[int, list[Node]]]] = {}  # what made the memory -> results, and their views
+    for i, value in enumerate(pytree.tree_leaves(output.args[0])):
+        if isinstance(value, torch.fx.Node):
+            views, maker = _views(value)
+            together.setdefault(maker, []).append((i, views))
     remove()
-    after, structure = pytree.tree_flatten(output.args[0])
-    if after == before:
+    left = set(graph.nodes)
+    if left.issuperset(together):
         return
-    taken = {viewed(v) for v, old in zip(after, before) if v is old and isinstance(v, torch.fx.Node)}
+    after, structure = pytree.tree_flatten(output.args[0])
+    taken = left.intersection(together)
     written = _written_inputs(graph)
-    made: dict[Node, Node] = {}  # from what was returned before: twice the same stays twice the same
-    for i, (value, old) in enumerate(zip(after, before)):
-        if value is old:
+    for maker, results in together.items():
+        if maker in left:
             continue
-        if old not in made:
-            owner = viewed(value)
-            shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
-            if owner is not memory[i] and shared:
-                made[old] = _copy(value, _place_of(old, nodes, graph), dict(metas[i]))
-            else:
-                made[old] = value
-            taken.add(owner)
-        after[i] = made[old]
+        bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
+        value: Any = after[results[0][0]] if bases[0] is None else bases[0].args[0]
+        owner = viewed(value)
+        if owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written):
+            copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
+            for (i, _), base in zip(results, bases):
+                if base is None:
+                    after[i] = copy
+                else:
+                    base.replace_input_with(value, copy)
+        taken.add(owner)
     output.args = (pytree.tree_unflatten(after, structure),)
 
 
-def _place_of(gone: Node, nodes: Sequence[Node], graph: Graph) -> Node:
+def _views(result: Node) -> tuple[list[Node], Node]:
+    """The views that a result is, from the last one on, and what made the memory."""
+    views = []
+    while is_view(result):
+        views.append(result)
+        result = result.args[0]  # type: ignore[assignment]
+    return views, result
+
+
+def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:
     """The first node that is left of those behind one that is gone: updates in place may follow."""
-    left = set(graph.nodes)
     return next(n for n in nodes[nodes.index(gone) + 1 :] if n in left)
 
 

@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload_ops import is_copy_stream
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.stream_placement import AFTER, AMBIENT, BEFORE, node_stream
 from torch_overlay._inductor.offload_schedule import is_copy
 from torch_overlay._inductor.stream_codegen import (
     _root,
@@ -110,7 +110,7 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
                     events[int(token[1:])] = None
                 elif token[0] == "s" and token != "s0":
                     streams[int(token[1:])] = None
-    for stream, tokens in leaving():
+    for stream, tokens, _ in leaving():
         named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
         streams.update((s, None) for s in named if s)
         events.update((int(t[1:]), None) for t in tokens if t[0] == "e" and "." not in t)
@@ -125,12 +125,15 @@ def _nested_streams() -> list[int]:
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
 
 
-def _lent_results(streams: Sequence[int]) -> dict[str, list[int]]:
-    """Of what a captured graph returns: whose memory it is in eager. A relaunch allocates it on the current stream."""
+def _lent_results() -> dict[str, list[int]]:
+    """Of what a captured graph returns: the streams that its memory waits for in eager. A relaunch allocates it on the
+    current stream.
+    """
     if config.cudagraphs != "relaunch" or V.graph.name is not None:
         return {}
-    found = {name: sorted(known.intersection(streams)) for name, known in eager_memory_of_results().items()}
-    return {name: known for name, known in found.items() if known}
+    ours = private_streams() | {AMBIENT}
+    found = {name: known - ours for name, known in eager_memory_of_results().items()}
+    return {name: sorted(known) for name, known in found.items() if known}
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
@@ -148,11 +151,13 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     root: Any = _root(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by streams that are current there, which nobody need have named.
-    current = {s: there for s in streams if (there := ambient_device(s)) is not None}
-    names = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in streams}
+    lent = _lent_results()
+    told = {s for owners in lent.values() for s in owners}.difference(streams)
+    current = {s: there for s in (*streams, *told) if (there := ambient_device(s)) is not None}
+    handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in (*streams, *sorted(told))}
+    names = list(handles)[: len(streams)]
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
-    lent = _lent_results(streams)
     returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
     if objects:
         returns = {caller: None, **returns, **dict.fromkeys(objects)}
@@ -169,7 +174,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         root,
         "_outer",
         device=device if is_one_device else None,
-        streams={caller: f"cuda:{device}", **names},
+        streams={caller: f"cuda:{device}", **handles},
         events=len(names) + 1 if names else 0,
         entry=tuple(entry),
         exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in names)) if names else (),

@@ -113,14 +113,14 @@ def _noted(key: str) -> tuple[Any, ...]:
     return ()
 
 
-def leaving() -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """What the graph promises its caller about each stream at its end."""
+def leaving() -> tuple[tuple[int, tuple[str, ...], str], ...]:
+    """What the graph promises its caller about each stream at its end, and the copy that sees to it if it is left."""
     return _noted(LEAVE)
 
 
 def eager_memory_of_results() -> dict[str, set[int]]:
-    """Registry indices of the streams whose memory the buffers are in eager that a forward returns to its caller, as
-    far as that is known.
+    """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
+    in eager, as far as that is known.
     """
     streams = dict(_noted(RESULTS))
     if V.graph.is_backward or not streams:
@@ -129,14 +129,14 @@ def eager_memory_of_results() -> dict[str, set[int]]:
     real = V.graph.scheduler.mutation_real_name
     output = V.graph.module.graph.output_node()  # type: ignore[union-attr]
     for what, value in zip(output.meta.get("desc") or (), V.graph.graph_outputs):
-        stream = streams.get(what.expr())
-        if stream is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
+        known = streams.get(what.expr())
+        if known is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
             continue
         name = value.get_name()
         if not _is_gpu(value.get_device()):
             continue
         if (name := real.get(name, name)) in V.graph.name_to_buffer and name not in V.graph.graph_inputs:
-            found.setdefault(name, set()).add(stream)
+            found.setdefault(name, set()).update(known)
     return found
 
 
@@ -327,11 +327,14 @@ class RegionReader:
         """Per stream, the caller's states that it must be ordered after when the region is left."""
         if self.enclosed:
             return {}
-        return {
-            self.numbers.get(stream, stream): frozenset(self.renumbered(tokens)) - self.private
-            for stream, tokens in leaving()
-            if f"s{stream}" not in self.private
-        }
+        blocking = {token for op in self.ops if op.blocking for token in op.requires}
+        promised: dict[int, frozenset[str]] = {}
+        for stream, tokens, token in leaving():
+            if token not in blocking and f"s{stream}" not in self.private:
+                number = self.numbers.get(stream, stream)
+                known = frozenset(self.renumbered(tokens)) - self.private
+                promised[number] = promised.get(number, frozenset()) | known
+        return promised
 
     def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
         """True for memory that the caller holds during the call; with `outputs`, also what it gets from the call."""

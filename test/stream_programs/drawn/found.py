@@ -1212,3 +1212,135 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "view_of_an_upload_on_a_side_stream",
+    "pinned ready",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(pinned, ready):
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = pinned.to("cuda")
+                v2 = v1.t()
+            v3 = pinned.to("cuda", non_blocking=True)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "upload_that_nobody_reads_blocks",
+    "x y pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y, pinned):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v1 = pinned.to("cuda")
+                done1 = s1.record_event()
+                v1.copy_(x)
+                v2 = x + y
+                v3 = y @ v1.sign()
+            current.wait_stream(s2)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "download_of_a_constant_blocks",
+    "x state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s3 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s3):
+                with torch.cuda.stream(s1):
+                    s1.wait_event(ready)
+                    v1 = torch.zeros_like(buffer)
+                s3.wait_stream(current)
+                v2 = (x.sum()).clamp(-2, 2)
+                v3 = (buffer.sum()).clamp(-2, 2)
+                v4 = v3 + state
+                done1 = s1.record_event()
+                done1.wait()
+                v5 = v1.cpu()
+            return v2, v3, v4, v5
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "record_stream_of_an_input_that_was_updated",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            x[0].add_(1)
+            x.clamp_(-2, 2)
+            v1 = buffer.detach().amax(1, keepdim=True)
+            x[1].record_stream(s1)
+            v2 = v1 + buffer
+            v3 = x + buffer
+            v4 = x.view(32, 32)
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "record_stream_of_an_input_that_was_zeroed",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            x.zero_()
+            x.record_stream(s1)
+            v1 = x.view(32, 32)
+            return v1, x + buffer
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "record_stream_before_the_last_update",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            v1 = x + y
+            v2 = v1[1:]
+            v2.record_stream(s1)
+            s2.wait_stream(current)
+            with torch.cuda.stream(s2):
+                v1.mul_(2)
+                v3 = x * y
+                v3.add_(1)
+                v3.record_stream(s1)
+                v3.mul_(2)
+            current.wait_stream(s2)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
