@@ -26,7 +26,7 @@ from torch._dynamo.variables.streams import StreamContextVariable, StreamVariabl
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.state import handled
 from torch_overlay._functorch.eager_memory import updates_in_place
-from torch_overlay._functorch.stream_placement import annotate, node_stream, STORAGE, TARGET
+from torch_overlay._functorch.stream_placement import annotate, is_stream_op, node_stream, STORAGE, TARGET
 
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def exit(
 def _note_end(output: OutputGraph) -> None:
     """What is known of a graph with streams when it is complete."""
     nodes = output.graph.nodes
-    if any(node_stream(node) for node in nodes):
+    if any(node_stream(node) or is_stream_op(node) for node in nodes):
         _note_targets(nodes)
         _note_storages(nodes)
         registry.current().goes_on = output.compile_subgraph_reason.graph_break

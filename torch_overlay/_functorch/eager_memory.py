@@ -31,7 +31,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, STOR
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch.fx import Graph, Node
 
@@ -124,22 +124,28 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     return found
 
 
-def result_memory(output: Node) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for in eager
-    when it is given back: whose it is, and those that the user told the allocator of before the last update. What is
+def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
+    is given back: in eager, whose it is, and those that the user told the allocator of before the last update. What is
     the caller's own memory has none.
+
+    A variable that lives on behind a graph break dies in code that doesn't know whose memory it got here. If eager's is
+    another stream's, then it waits for all of the program's `streams`: nobody counts on those that may read it there.
     """
     told: dict[Storage, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         made = _maker(record.args[0], updates=False)
         if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
             told.setdefault(storage, []).append((made, record.args[1]))
+    goes_on = registry.current().goes_on
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _maker(value, updates=False)
             others = {s for m, s in told.get(made.meta.get("custom", {}).get(STORAGE), ()) if m is not made}
+            if goes_on and stream != node_stream(made):
+                others.update(streams)
             found.append((what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
 

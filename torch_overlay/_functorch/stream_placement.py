@@ -43,7 +43,7 @@ from torch_overlay import config
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
 
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
@@ -73,8 +73,12 @@ _RECORD = _streams.record_event.default
 
 def is_stream_op(node: Node) -> bool:
     """True for an operation of the user's stream program, as opposed to one that computes."""
-    target = node.target
-    return node.op == "call_function" and getattr(target, "namespace", "") in ("streams", "streams_overlay")
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
+        namespace = target._qualified_op_name.partition("::")[0]
+    else:
+        namespace = getattr(target, "namespace", "")
+    return node.op == "call_function" and namespace in ("streams", "streams_overlay")
 
 
 def is_synchronization(node: Node) -> bool:
@@ -97,10 +101,14 @@ def viewed(node: Node) -> Node:
     return node
 
 
-def viewed_constant(node: Node) -> Node | None:
-    """What a view names a part of, if that is made from nothing: zeros, ones, a range."""
-    made = viewed(node)
-    return made if made is not node and made.op == "call_function" and not made.all_input_nodes else None
+def _constants(graph: Graph) -> set[Node]:
+    """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def blocks_host(node: Node) -> bool:
@@ -381,7 +389,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
 
     record_inputs(gm.graph)
     program = _Program(nodes)
-    returned, results = returned_storages(gm.graph.output_node()), result_memory(gm.graph.output_node())
+    output = gm.graph.output_node()
+    returned, results = returned_storages(output), result_memory(output, program.streams)
+    constants = _constants(gm.graph)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
     # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
@@ -394,7 +404,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         if node.op != "call_function":
             continue
         # Inductor makes a view of a constant a constant of its own: it has the stream of the one that it is a view of.
-        maker = viewed_constant(node) or node
+        maker = made if (made := viewed(node)) in constants else node
         stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()

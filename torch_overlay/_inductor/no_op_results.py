@@ -90,9 +90,9 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
 def _views(result: Node) -> tuple[list[Node], Node]:
     """The views that a result is, from the last one on, and what made the memory."""
     views = []
-    while is_view(result):
+    while is_view(result) and isinstance(base := next(iter(result.args), None), torch.fx.Node):
         views.append(result)
-        result = result.args[0]  # type: ignore[assignment]
+        result = base
     return views, result
 
 

@@ -69,7 +69,8 @@ def _left_to_host(race: Race) -> bool:
 
 def _parts(found: Report) -> set[tuple[str, str]]:
     """(call, value) of what has a part of its memory only. Whoever overwrites it needn't care for kernels that read the
-    other parts, but of a kernel it is known which tensors it reads, and not which of their elements.
+    other parts, nor who waits for an event from before the call for those that write them, but of a kernel it is known
+    which tensors it uses, and not which of their elements.
     """
     boundaries = [o for trace in found.traces for o in trace.operations if isinstance(o, Boundary)]
     return {
@@ -92,7 +93,7 @@ def findings(found: Report, host_waits: bool = False, trains: bool = False) -> l
         ("lost", str(p))
         for p in found.lost
         if (host_waits or p.who != HOST) and not _by_the_way(p, trains)
-        if p.what != "overwrite" or (p.call, p.value) not in parts
+        if (p.call, p.value) not in parts or not (p.what == "overwrite" or p.who.startswith("event"))
     ]
     blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]
     return [*races, *blank, *lost, *(("redundant", f"{r.what}: {r.why} ({r.site})") for r in found.redundant)]

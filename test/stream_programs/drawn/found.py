@@ -1344,3 +1344,99 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "record_stream_where_no_block_has_a_stream",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            v1 = x + y
+            v1.record_stream(s1)
+            v1.mul_(2)
+            return v1, v1[1:]
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "view_of_a_constant_that_was_computed",
+    "y state ready n",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state, ready, n):
+            current = torch.cuda.current_stream()
+            v1 = buffer.t().contiguous()
+            v2 = v1.relu()
+            with torch.cuda.stream(s1):
+                v3 = v2.t()
+                v4 = v3.t()
+                ready.wait()
+                v5 = state + 1 if n > 0 else state * 2
+                v6 = y + buffer
+                done1 = current.record_event()
+                done1.wait()
+                v3.zero_()
+            current.wait_stream(s1)
+            return v4, v5, v6
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "update_on_another_stream_lives_on_behind_a_break",
+    "x y state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        e1 = torch.cuda.Event()
+
+        def fn(x, y, state, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s2):
+                s2.wait_event(ready)
+                v1 = y.clamp(-1, 1) * x
+            e1.record(s2)
+            current.wait_event(e1)
+            v1[1:9] = 3
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v2 = state.clamp(-1, 1) * y
+                v3 = v2 * 2
+                torch._dynamo.graph_break()
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                v4 = v1 - x
+                v5 = torch.zeros_like(y)
+            return v2, v3, v4, v5
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "part_of_an_input_of_which_another_is_written",
+    "x ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, ready):
+            current = torch.cuda.current_stream()
+            v1 = buffer + buffer
+            with torch.cuda.stream(s1):
+                ready.wait()
+                x[4:20].copy_(buffer[8:24])
+                v2 = x[3:4]
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
