@@ -83,10 +83,9 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
     """
     custom: Any = gone.custom
     stream = custom.get("stream") or 0
-    for user in _heirs(gone, before, left):
+    for user, taken in _heirs(gone, before, left):
         own = user.meta.get("custom", {})
-        taken = ({*user.all_input_nodes} - before[user].inputs) & gone.inputs
-        if not taken or own.get(AFTER) is None or custom.get(AFTER) is None:
+        if own.get(AFTER) is None or custom.get(AFTER) is None:
             continue
         also = {}
         if node_stream(user) == stream:
@@ -97,19 +96,26 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
         user.meta["custom"] = {**own, **also}
 
 
-def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Iterator[Node]:
-    """The operations that are left of those that read a node, or one in its place."""
+def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
+    """The operations that are left of those that read a node, or one in its place, with what they read instead, some of
+    them through views.
+    """
     seen: set[Node] = set()
-    todo = [*gone.users]
+    todo: list[tuple[Node, set[Node]]] = [(user, set()) for user in gone.users]
     while todo:
-        user = todo.pop()
-        if user in seen or user not in before:
+        user, viewed_ones = todo.pop()
+        if user not in before:
             continue
-        seen.add(user)
         if user not in left:
-            todo += before[user].users
+            todo += [(reader, viewed_ones) for reader in before[user].users if user not in seen]
         elif user.op == "call_function":
-            yield user
+            taken = viewed_ones or ({*user.all_input_nodes} - before[user].inputs) & gone.inputs
+            if taken and user not in seen:
+                yield user, taken
+                todo += [(reader, taken) for reader in user.users if is_view(user)]
+            elif not taken:
+                continue
+        seen.add(user)
 
 
 def _is_callers(value: Node) -> bool:
