@@ -12,7 +12,8 @@ memory twice, and whoever writes to one of them changes the other:
     return y
 
 The same goes for a result that the program itself puts into an input (`x.copy_(z); return z`), and for what is saved
-for a backward, which takes it for memory that it may write to.
+for a backward, which takes it for memory that it may write to. And if another stream reads the value that it was made
+from, the caller may overwrite the result while that goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.stream_placement import is_view, viewed
+from torch_overlay._functorch.stream_placement import is_view, node_stream, viewed
 
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
         value: Any = after[results[0][0]] if bases[0] is None else bases[0].args[0]
         owner = viewed(value)
-        if owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written):
+        shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
+        if shared or _is_read_elsewhere(owner, node_stream(maker)):
             copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
             for (i, _), base in zip(results, bases):
                 if base is None:
@@ -94,6 +96,18 @@ def _views(result: Node) -> tuple[list[Node], Node]:
         views.append(result)
         result = base
     return views, result
+
+
+def _is_read_elsewhere(owner: Node, stream: int) -> bool:
+    """On another stream than that of the result, on which the caller may overwrite it at once."""
+    todo = [owner]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user):
+                todo.append(user)
+            elif user.op == "call_function" and node_stream(user) != stream:
+                return True
+    return False
 
 
 def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:
