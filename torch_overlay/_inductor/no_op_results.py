@@ -64,6 +64,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         if isinstance(value, torch.fx.Node):
             views, maker = _views(value)
             together.setdefault(maker, []).append((i, views))
+    readers = {maker: _readers(maker) for maker in together}
     remove()
     left = set(graph.nodes)
     if left.issuperset(together):
@@ -78,7 +79,8 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         value: Any = after[results[0][0]] if bases[0] is None else bases[0].args[0]
         owner = viewed(value)
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
-        if shared or _is_read_elsewhere(owner, node_stream(maker)):
+        # The caller may overwrite a result on its stream at once, whoever reads what it was made from on another one.
+        if shared or any(node_stream(n) != node_stream(maker) for n in _readers(owner) - readers[maker]):
             copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
             for (i, _), base in zip(results, bases):
                 if base is None:
@@ -98,16 +100,15 @@ def _views(result: Node) -> tuple[list[Node], Node]:
     return views, result
 
 
-def _is_read_elsewhere(owner: Node, stream: int) -> bool:
-    """On another stream than that of the result, on which the caller may overwrite it at once."""
+def _readers(owner: Node) -> set[Node]:
+    """The operations that read a value, or views of it."""
+    found: set[Node] = set()
     todo = [owner]
     while todo:
-        for user in todo.pop().users:
-            if is_view(user):
-                todo.append(user)
-            elif user.op == "call_function" and node_stream(user) != stream:
-                return True
-    return False
+        users = set(todo.pop().users) - found
+        todo += filter(is_view, users)
+        found |= users
+    return {n for n in found if n.op == "call_function" and not is_view(n)}
 
 
 def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:
