@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.cudagraphs import liveness
-from torch_overlay._inductor.cudagraphs.liveness import aligned, cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.cudagraphs.liveness import _Sums, aligned, cuts, Held, Life, need_of, Order
 
 
 MIB = 1 << 20
@@ -172,6 +172,20 @@ class TestCuts(unittest.TestCase):
         self.assertLessEqual(len(starts), 8)
         self.assertEqual(need_of(held, [0], 96), 320 * MIB)
         self.assertLessEqual(need_of(held, starts, 96), 200 * MIB)
+
+    def test_many_small_ones_count(self):
+        saved = [Held(MIB // 4, 0, 1500 - n) for n in range(1500)]
+        gradients = [Held(MIB // 4, n, 1500) for n in range(1500)]
+        large = [Held(100 * MIB, 0, 1500)]  # beside which none of the others counts for much
+        starts = cuts([*large, *saved, *gradients], 1500, 8, MIB)
+        self.assertLessEqual(need_of(saved + gradients, starts, 1500), 450 * MIB)
+
+    def test_sums_of_parts(self):
+        held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]
+        for begin in range(10):
+            for end in range(begin + 1, 11):
+                expected = sum(h.size for h in held if h.first < end and h.last >= begin)
+                self.assertEqual(_Sums(held).between(begin, end), expected)
 
     def test_nothing_to_gain_is_not_cut(self):
         held = [Held(100 * MIB, 0, 50), Held(MIB, 3, 40, slab=True)]

@@ -230,7 +230,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
                 settling.append(time.perf_counter() - start)
         result = {
             "first call s": first,
-            "capture peak MiB": (peak[0] - before) / MIB,
+            "capture peak MiB": (peak[0] - base) / MIB,
             "graph MiB": (settled() - before) / MIB,
         }
         for _ in range(10):

@@ -32,7 +32,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Set as AbstractSet
+    from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -64,7 +64,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         if isinstance(value, torch.fx.Node):
             views, maker = _views(value)
             together.setdefault(maker, []).append((i, views))
-    readers = {maker: _readers(maker) for maker in together}
+    users = {node: tuple(node.users) for node in nodes}
     remove()
     left = set(graph.nodes)
     if left.issuperset(together):
@@ -80,7 +80,8 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         owner = viewed(value)
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
         # The caller may overwrite a result on its stream at once, whoever reads what it was made from on another one.
-        if shared or any(node_stream(n) != node_stream(maker) for n in _readers(owner) - readers[maker]):
+        others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
+        if shared or any(node_stream(n) != node_stream(maker) for n in others):
             copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
             for (i, _), base in zip(results, bases):
                 if base is None:
@@ -100,15 +101,15 @@ def _views(result: Node) -> tuple[list[Node], Node]:
     return views, result
 
 
-def _readers(owner: Node) -> set[Node]:
-    """The operations that read a value, or views of it."""
+def _readers(owner: Node, users: Callable[[Node], Iterable[Node]], left: AbstractSet[Node]) -> set[Node]:
+    """The operations that are left and read a value, or a view or a removed copy of it."""
     found: set[Node] = set()
     todo = [owner]
     while todo:
-        users = set(todo.pop().users) - found
-        todo += filter(is_view, users)
-        found |= users
-    return {n for n in found if n.op == "call_function" and not is_view(n)}
+        new = set(users(todo.pop())) - found
+        todo += [n for n in new if n not in left or is_view(n)]
+        found |= new
+    return {n for n in found if n in left and n.op == "call_function" and not is_view(n)}
 
 
 def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:

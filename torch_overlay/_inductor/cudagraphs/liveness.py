@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 512  # as the caching allocator aligns
 SLAB = 20 << 20  # Note [Slabs]
 CANDIDATES = 20  # of places for cuts: of those where much begins or ends, and as many in equal distances
-IGNORED = 500  # what is less than this part of all is not looked at to find cuts
+IGNORED = 2000  # what shares a slab and is less than this part of all is not looked at to find cuts
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,10 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
     begins, 0 among them. Each part needs all that is held somewhere in it, but what lives and dies inside a part can
     share a slab. There are no more parts than `most`, nor than it takes to be within `slack` of the best."""
     total = sum(h.size for h in held)
-    large = [h for h in held if h.size * IGNORED > total]
-    grid = _candidates(large, length)
-    need = {(a, b): _need(large, a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]}
+    grid = _candidates(held, length)
+    alone = _Sums(h for h in held if not h.slab)
+    slabs = [h for h in held if h.slab and h.size * IGNORED > total]
+    need = {(a, b): alone.between(a, b) + _need(slabs, a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]}
     best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]
     for _ in range(most):
         reached: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -193,6 +195,20 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
         return [0]
     goal = min(cost for cost, _ in whole) + slack
     return list(next(starts for cost, starts in whole if cost <= goal))
+
+
+class _Sums:
+    """How much there is in a part of what has memory of its own, whatever the part."""
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        held = list(held)
+        self.total = sum(h.size for h in held)
+        self.begins, self.ends = sorted((h.first, h.size) for h in held), sorted((h.last, h.size) for h in held)
+        self.begun, self.ended = ([0, *itertools.accumulate(size for _, size in k)] for k in (self.begins, self.ends))
+
+    def between(self, begin: int, end: int) -> int:
+        late = self.total - self.begun[bisect.bisect_left(self.begins, (end, 0))]
+        return self.total - late - self.ended[bisect.bisect_left(self.ends, (begin, 0))]
 
 
 def _candidates(held: Sequence[Held], length: int) -> list[int]:
