@@ -16,7 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.cudagraphs import liveness
-from torch_overlay._inductor.cudagraphs.liveness import _Sums, aligned, cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.cudagraphs.liveness import (
+    _most_at_a_moment,
+    _need,
+    _Sums,
+    aligned,
+    cuts,
+    Held,
+    Life,
+    need_of,
+    Order,
+)
 
 
 MIB = 1 << 20
@@ -179,6 +189,23 @@ class TestCuts(unittest.TestCase):
         large = [Held(100 * MIB, 0, 1500)]  # beside which none of the others counts for much
         starts = cuts([*large, *saved, *gradients], 1500, 8, MIB)
         self.assertLessEqual(need_of(saved + gradients, starts, 1500), 450 * MIB)
+
+    def test_parts_that_need_less_than_another_are_small_too(self):
+        first = [Held(1000 * MIB, 0, 5)]
+        saved = [Held(2 * MIB, 0, 400 - n) for n in range(300)]
+        gradients = [Held(2 * MIB, n, 400) for n in range(100, 400)]
+        starts = cuts([*first, *saved, *gradients], 400, 8, MIB)
+        lazy = need_of(saved + gradients, [starts[1]], 400)
+        for begin, end in zip(starts[1:], [*starts[2:], 400]):
+            self.assertLess(_need(saved + gradients, begin, end), 0.75 * lazy)
+
+    def test_most_at_a_moment(self):
+        held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]
+        found = _most_at_a_moment(held, grid := [0, 2, 3, 4, 9, 10])
+        for (begin, end), most in found.items():
+            live = [sum(h.size for h in held if h.first <= at <= h.last) for at in range(begin, end)]
+            self.assertEqual(most, max(live))
+        self.assertEqual(len(found), len(grid) * (len(grid) - 1) // 2)
 
     def test_sums_of_parts(self):
         held = [Held(1, 0, 3), Held(10, 2, 2), Held(100, 4, 9), Held(1000, 9, 9)]

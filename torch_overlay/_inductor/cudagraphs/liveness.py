@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 ALIGNMENT = 512  # as the caching allocator aligns
 SLAB = 20 << 20  # Note [Slabs]
 CANDIDATES = 20  # of places for cuts: of those where much begins or ends, and as many in equal distances
+LENIENT = 8
 IGNORED = 2000  # what shares a slab and is less than this part of all is not looked at to find cuts
 
 
@@ -176,25 +177,57 @@ class Held:
 def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
     """Where to cut a graph of so many nodes into parts that are launched one after the other: positions at which a part
     begins, 0 among them. Each part needs all that is held somewhere in it, but what lives and dies inside a part can
-    share a slab. There are no more parts than `most`, nor than it takes to be within `slack` of the best."""
+    share a slab. There are at most `most` parts, and those that need most are within `slack` of the best.
+
+    Memory that something else keeps counts as going here. Where that is, a part far from what is held at any one moment
+    of it would be what needs most, so none is further from that than it takes to be within `LENIENT * slack` of the
+    best."""
     total = sum(h.size for h in held)
     grid = _candidates(held, length)
     alone = _Sums(h for h in held if not h.slab)
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
-    need = {(a, b): alone.between(a, b) + _need(slabs, a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]}
-    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]
+    pairs = [(a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]]
+    need = {(a, b): alone.between(a, b) + _need(slabs, a, b) for a, b in pairs}
+    goal, starts = _fewest(need, grid, most, slack)
+    if len(starts) < 2:
+        return [0]
+    at_a_moment = _most_at_a_moment(held, grid)
+    extra = {pair: need[pair] - at_a_moment[pair] for pair in pairs if need[pair] <= goal}
+    return _fewest(extra, grid, most, LENIENT * slack)[1]
+
+
+def _fewest(costs: Mapping[tuple[int, int], int], grid: Sequence[int], most: int, slack: int) -> tuple[int, list[int]]:
+    """The fewest parts of which none costs more than the best way plus the slack; and how much that is."""
+    ways: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]  # by number of parts, and by where they end
     for _ in range(most):
         reached: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for end in grid[1:]:
-            ways = [(max(cost, need[at, end]), (*starts, at)) for at, (cost, starts) in best[-1].items() if at < end]
-            if ways:
-                reached[end] = min(ways)
-        best.append(reached)
-    whole = [ways[length] for ways in best if length in ways and length]
+        for (begin, end), cost in costs.items():
+            if begin in ways[-1]:
+                before, starts = ways[-1][begin]
+                worst = max(before, cost)
+                if end not in reached or worst < reached[end][0]:
+                    reached[end] = worst, (*starts, begin)
+        ways.append(reached)
+    whole = [reached[grid[-1]] for reached in ways if grid[-1] in reached and grid[-1]]
     if not whole:
-        return [0]
+        return 0, [0]
     goal = min(cost for cost, _ in whole) + slack
-    return list(next(starts for cost, starts in whole if cost <= goal))
+    return goal, list(next(starts for cost, starts in whole if cost <= goal))
+
+
+def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Of each part between two places of the grid."""
+    change: dict[int, int] = dict.fromkeys(grid, 0)
+    for h in held:
+        change[h.first] = change.get(h.first, 0) + h.size
+        change[h.last + 1] = change.get(h.last + 1, 0) - h.size
+    live, cell, most = 0, -1, [0] * (len(grid) - 1)
+    for at in sorted(change):
+        live += change[at]
+        cell += cell + 1 < len(grid) and at == grid[cell + 1]
+        if cell < len(most):
+            most[cell] = max(most[cell], live)
+    return {(a, grid[j + 1]): max(most[i : j + 1]) for i, a in enumerate(grid[:-1]) for j in range(i, len(most))}
 
 
 class _Sums:
