@@ -786,6 +786,24 @@ class TestStreamAndRawMemory(Native):
         self.assertEqual(len(self.raw), self.counted("relaunches"))
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
+    def test_scratch_is_given_back_when_there_is_no_memory_for_outputs(self):
+        full = False
+        empty = self.device.empty
+
+        def may_be_full(*args):
+            if full:
+                raise torch.OutOfMemoryError("no memory")
+            return empty(*args)
+
+        self.device.empty = may_be_full
+        run = self.warm()
+        full = True
+        with self.assertRaises(torch.OutOfMemoryError):
+            self.check(run)
+        full = False
+        self.check(run)
+        self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
+
     def test_scratch_is_given_back_after_an_error(self):
         run = self.warm()
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):

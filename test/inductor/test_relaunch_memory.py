@@ -74,6 +74,30 @@ def region(args):
     return (*gradients, total, held, 7)
 """
 
+# The same for gradients of weights that come after all others: what they are made from lives until then.
+DEFERRED = """
+def region(args):
+    a0, a1, a2, a3, a4, a5, a6, a7, tangent = args
+    saved = [a0, a1, a2, a3, a4, a5, a6, a7]
+    del a0, a1, a2, a3, a4, a5, a6, a7
+    args.clear()
+    flows = []
+    while saved:
+        a = saved.pop()
+        d = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        torch.add(a, flows[-1] if flows else tangent, out=d)
+        flows.append(d)
+        del a, d
+    gradients = []
+    while flows:
+        d = flows.pop()
+        g = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        torch.mul(d, 3, out=g)
+        del d
+        gradients.append(g)
+    return tuple(gradients)
+"""
+
 
 def backward_inputs():
     return [torch.randn(64, 64) for _ in range(10)]
@@ -152,6 +176,17 @@ class TestScratch(RelaunchTestCase):
         (arrangement,) = self.device.arrangements
         self.assertEqual(arrangement.layout.scratch_size, 2 * 64 * 64 * 4)
         self.assertEqual(self.counted("relaunches"), 4)
+
+    def test_scratch_is_allocated_before_outputs(self):
+        asked, empty = [], self.device.empty
+        run = self.runner(CHAIN)
+        self.device.empty = lambda *args: (asked.append(args[2]), empty(*args))[1]
+        for _ in range(3):
+            run([torch.randn(64, 64)])
+        asked.clear()
+        x = torch.randn(64, 64)
+        self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
+        self.assertEqual(asked, [torch.uint8, torch.float32])
 
     def test_slabs_are_no_larger_than_a_segment_of_the_allocator(self):
         """Three temporaries at once: each has a slab, and none of them is an output."""
@@ -295,6 +330,23 @@ class TestStages(RelaunchTestCase):
             self.assertEqual(list(result[:9]), expected[:9])
         addresses = [t.data_ptr() for result, _ in held for t in result[:9]]
         self.assertEqual(len(set(addresses)), len(addresses))
+
+    def test_pieces_of_the_same_stages_are_one_allocation(self):
+        run = self.backward(DEFERRED, mutated=())
+        for _ in range(6):
+            *saved, tangent = inputs = backward_inputs()[:9]
+            expected = [sum(saved[k:], tangent) * 3 for k in range(8)]
+            self.assertEqual(list(run(list(inputs))), expected)
+        stages = self.stages()
+        self.assertGreater(len(stages), 1)
+        slots = [(k, slot) for k, stage in enumerate(stages) for slot in stage.gives]
+        crossing = [(k, slot) for k, slot in slots if slot >= 9 + 8]
+        ends = {slot: k for k, stage in enumerate(stages) for slot in stage.drops}
+        pairs = [(k, ends[slot]) for k, slot in crossing]
+        self.assertEqual(len(pairs), len(set(pairs)))
+        sizes = [stages[k].layout.storages[stages[k].gives.index(slot)].size for k, slot in crossing]
+        self.assertGreater(sum(sizes) // (64 * 64 * 4), len(pairs))
+        self.assertEqual(self.counted("relaunches"), 5 * len(stages))
 
     def test_inputs_in_one_chunk(self):
         run = self.backward()

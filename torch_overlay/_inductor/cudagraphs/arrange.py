@@ -10,8 +10,9 @@ graph with a layout of its own, launched one after the other on one stream. What
 it, and what no later stage touches is dropped right behind it: an input goes if nobody else holds it, whoever that may
 be, and the caching allocator hands its memory to the next stage. So nothing has to be known of the owners of inputs.
 
-What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, and then the
-pieces that live across a cut, which are allocations by themselves.
+What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, and then slabs
+of the pieces that live across a cut. Those that come and go with the same stages lie together: a backward that leaves
+the gradients of weights for later has more than a hundred, and each allocation takes the host a few microseconds.
 
 A region with outputs in a slab, or whose graph knows generators of random numbers, stays whole: a launch of torch's
 advances those once for a whole graph.
@@ -191,13 +192,30 @@ class _Cut:
         self.spans = [None if span is None else (self._stage(span[0]), self._stage(span[1])) for span in spans]
         layout = proven.layout
         self.inputs, self.fixed = len(layout.inputs), len(proven.places)
-        crossing = [p for p in proven.pieces if (span := self.spans[p]) is not None and span[0] < span[1]]
-        # Slots: positions of inputs, then storages, then pieces that cross.
+        self.slabs: list[int] = []  # sizes; a slab is a region behind all others
+        self.at: dict[int, tuple[int, int]] = {}  # (slab, offset) of the pieces that cross
+        self._pack_crossing()
+        # Slots: positions of inputs, then storages, then slabs.
         slots = 1 + max(layout.inputs, default=-1)
         self.slot = dict(enumerate(layout.inputs))
-        self.slot |= {self.inputs + i: slots + i for i in range(len(layout.own))}
-        self.slot |= {p: slots + len(layout.own) + i for i, p in enumerate(crossing)}
-        self.slots = slots + len(layout.own) + len(crossing)
+        regions = [*range(self.inputs, self.fixed), *self._all_slabs()]
+        self.slot |= {r: slots + i for i, r in enumerate(regions)}
+        self.slots = slots + len(regions)
+
+    def _all_slabs(self) -> range:
+        return range(len(self.proven.lives), len(self.proven.lives) + len(self.slabs))
+
+    def _pack_crossing(self) -> None:
+        together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for p in self.proven.pieces:
+            if (span := self.spans[p]) is not None and span[0] < span[1]:
+                together[span].append(p)
+        for span, pieces in sorted(together.items()):
+            places, sizes = self.order.pack(pieces)
+            first = len(self.spans)
+            self.at |= {p: (first + slab, offset) for p, (slab, offset) in places.items()}
+            self.slabs += sizes
+            self.spans += [span] * len(sizes)
 
     def _stage(self, position: int) -> int:
         return next(i for i, end in enumerate(self.ends) if position < end)
@@ -213,17 +231,18 @@ class _Cut:
         touched = {r for r, holders in enumerate(self.order.holders) if (holders >> begin) & ((1 << (end - begin)) - 1)}
         last = number == len(self.starts) - 1
         # A storage that no node looks at is made by the last stage.
-        first = {r: number if spans[r] is None and last else (spans[r] or (-1,))[0] for r in range(len(proven.lives))}
-        own = [r for r in range(self.inputs, self.fixed) if first[r] == number]
-        own += [p for p in proven.pieces if p in self.slot and first[p] == number]
-        takes = sorted(r for r in touched if r < self.inputs or (r in self.slot and first[r] < number))
-        inside = [p for p in proven.pieces if p not in self.slot and p in touched]
+        first = [number if span is None and last else (span or (-1,))[0] for span in spans]
+        own = [r for r in (*range(self.inputs, self.fixed), *self._all_slabs()) if first[r] == number]
+        held = {self.at[r][0] if r in self.at else r for r in touched}
+        takes = sorted(r for r in held if r < self.inputs or (r in self.slot and first[r] < number))
+        inside = [p for p in proven.pieces if p not in self.at and p in touched]
         offsets, slabs = self.order.pack(inside)
         storages, recipes = self._storages(own)
         made = _with_slabs(Layout(tuple(range(len(takes))), storages, recipes, ()), slabs)
         at = _slab_regions(made, len(slabs))
         places = {r: (k, 0) for k, r in enumerate(takes)}
         places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
+        places |= {p: (places[slab][0], offset) for p, (slab, offset) in self.at.items() if slab in places}
         places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
         nodes = [proven.template.nodes[i] for i in indices]
         template = _moved(proven, places, nodes, made.scratch_region + 1)
@@ -237,7 +256,7 @@ class _Cut:
         )
 
     def _storages(self, own: Sequence[int]) -> tuple[tuple[Storage, ...], tuple[Recipe, ...]]:
-        """A stage's output is what the region's storage is allocated as, or a piece's bytes."""
+        """A stage's output is what the region's storage is allocated as, or a slab's bytes."""
         layout = self.proven.layout
         storages, recipes = [], []
         for i, r in enumerate(own):
@@ -246,12 +265,13 @@ class _Cut:
                 storages.append(layout.storages[number])
                 size, stride, dtype = layout.allocation(number)
             else:
-                storages.append(Storage(self.proven.lives[r].size))
-                size, stride, dtype = (self.proven.lives[r].size,), (1,), torch.uint8
+                bytes = self.slabs[r - len(self.proven.lives)]
+                storages.append(Storage(bytes))
+                size, stride, dtype = (bytes,), (1,), torch.uint8
             recipes.append(OfStorage(i, View(size, stride, dtype)))
         return tuple(storages), tuple(recipes)
 
     def _dropped(self, number: int) -> list[int]:
         """An input that nothing touches goes with the first stage."""
         found = [r for r in range(self.inputs) if ((self.spans[r] or (0, 0))[1]) == number]
-        return found + [p for p in self.proven.pieces if p in self.slot and (self.spans[p] or (0, 0))[1] == number]
+        return found + [slab for slab in self._all_slabs() if (self.spans[slab] or (0, 0))[1] == number]

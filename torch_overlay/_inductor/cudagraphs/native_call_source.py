@@ -156,9 +156,28 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
 }
 typedef struct { PyObject *made, *slab, *scratch; } Memory; /* scratch: a tensor, or the address of raw memory */
 
+static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
+    PyObject *number, *args[2];
+    *base = 0;
+    if (self->scratch == Py_None) return 0;
+    if (self->raw_alloc == Py_None) {
+        memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
+        return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
+    }
+    if (!(number = PyLong_FromVoidPtr(stream))) return -1;
+    args[0] = self->nbytes;
+    args[1] = number;
+    memory->scratch = PyObject_Vectorcall(self->raw_alloc, args, 2, NULL);
+    Py_DECREF(number);
+    if (!memory->scratch) return -1;
+    *base = PyLong_AsUnsignedLongLong(memory->scratch);
+    return PyErr_Occurred() ? -1 : 0;
+}
+/* The scratch comes first: it is the largest most often, and small allocations would break up the place it fits in. */
 static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
     base += self->inputs;
+    if (allocate_scratch(self, stream, memory, base + count + 1)) return -1;
     if (!(memory->made = PyTuple_New(count))) return -1;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *made = PyObject_Call(self->empty, PyTuple_GET_ITEM(self->allocations, i), NULL);
@@ -166,23 +185,9 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
         PyTuple_SET_ITEM(memory->made, i, made);
         if (address_of(made, base++)) return -1;
     }
-    *base = base[1] = 0;
-    if (self->slab != Py_None && (!(memory->slab = PyObject_Call(self->empty, self->slab, NULL))
-                                  || address_of(memory->slab, base))) return -1;
-    base++;
-    if (self->scratch == Py_None) return 0;
-    if (self->raw_alloc == Py_None) {
-        memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
-        return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
-    } else {
-        PyObject *number = PyLong_FromVoidPtr(stream), *args[] = {self->nbytes, number};
-        if (!number) return -1;
-        memory->scratch = PyObject_Vectorcall(self->raw_alloc, args, 2, NULL);
-        Py_DECREF(number);
-        if (!memory->scratch) return -1;
-        *base = PyLong_AsUnsignedLongLong(memory->scratch);
-        return PyErr_Occurred() ? -1 : 0;
-    }
+    *base = 0;
+    if (self->slab == Py_None) return 0;
+    return (memory->slab = PyObject_Call(self->empty, self->slab, NULL)) ? address_of(memory->slab, base) : -1;
 }
 static int free_scratch(Call *self, Memory *memory) {
     PyObject *scratch = memory->scratch, *done = NULL, *type = NULL, *value = NULL, *trace = NULL;

@@ -9,7 +9,8 @@ Note [A relaunch]
 3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
    launches of one executable, and a patch concerns later launches alone.
 4. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
-   is done: whoever gets the memory next comes later on that stream.
+   is done: whoever gets the memory next comes later on that stream. It is allocated first, for it is the largest most
+   often: small outputs would break up the place that it fits in.
 5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
@@ -139,13 +140,10 @@ class Relaunch:
             given = addresses_of(inputs, moving)
             if any(map(and_, given, masks)):
                 raise Misaligned
+            scratch = [empty(*scratch_arguments)] if scratch_size else []
             made = [empty(*arguments) for arguments in allocations]
-            bases = [*given, *made]
-            slab = None
-            if slab_size:
-                bases.append(slab := empty(*slab_arguments))
-            if scratch_size:
-                bases.append(empty(*scratch_arguments))
+            slabs = [empty(*slab_arguments)] if slab_size else []
+            bases = [*given, *made, *slabs, *scratch]
             with lock:
                 if not static or same(inputs, addresses, static):
                     totals[1] += patch(bases, regions)
@@ -153,7 +151,7 @@ class Relaunch:
                     totals[1] += patch_all(inputs, bases)
                 replay()
                 totals[0] += 1
-            result = finish(originals or inputs, made, slab)
+            result = finish(originals or inputs, made, slabs[0] if slabs else None)
             counters["torch_overlay"]["cudagraph_relaunches"] += 1
             inputs.clear()
             return result
