@@ -14,6 +14,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
+from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.state import handled
 
@@ -58,6 +59,7 @@ def _refuse(name: str, context: str, why: str) -> NoReturn:
 
 
 def current_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    registry.note_streams()
     index = _device_index(function.value, args, kwargs)
     return tx.symbolic_stream_state.current(tx, index, base=function.value is torch.accelerator.current_stream)
 

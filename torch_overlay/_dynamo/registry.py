@@ -77,10 +77,21 @@ class _Frame:
 
 
 _frame = _Frame()
+_has_streams = False
 
 
 def current() -> _Frame:
     return _frame
+
+
+def program_has_streams() -> bool:
+    """A frame that was traced in this process has named a stream or an event, were it the current stream."""
+    return _has_streams
+
+
+def note_streams() -> None:
+    global _has_streams
+    _has_streams = True
 
 
 def reset() -> None:
@@ -134,6 +145,7 @@ def add_owned(
         name = output.install_global_by_id("__stream_object", objects.Owned(make, args, kwargs))
         codegen.append_output(codegen.create_load_global(name, add=True))
 
+    note_streams()
     index = upstream.register_graph_created_object(value, emit)
     _frame.entries[index] = _Entry("frame", value, priority, timing)
     return index
@@ -205,6 +217,8 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.builder import make_dupe_guard
 
+    if isinstance(value, (torch.Stream, torch.Event)) and not isinstance(source, CurrentStreamSource):
+        note_streams()
     if not isinstance(value, torch.Event):
         if isinstance(value, torch.Stream) and _is_ambient(value) and not isinstance(source, CurrentStreamSource):
             install_guard(source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))

@@ -368,6 +368,28 @@ def _promise_outputs(gm: GraphModule, count: int) -> None:
             annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
 
 
+def _promise_parts(output: Node) -> None:
+    """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
+    had waited for what computed that part may read the result, if there is nothing else in it.
+    """
+    from torch_overlay._functorch.view_sources import sources
+
+    for value in pytree.tree_leaves(output.args):
+        if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
+            continue
+        made, root = sources(value), viewed(value)
+        if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
+            continue
+        known = [{f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made]
+        waited = {token for token in set.intersection(*known) if token.startswith("s")}
+        while True:
+            before = waited.union(value.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(value)}"}
+            annotate(value, **{BEFORE: tuple(sorted(before))})
+            if value is root:
+                break
+            value = value.args[0]
+
+
 def _computes(gm: GraphModule) -> bool:
     """Whether kernels are left of the graph when what nobody reads is dropped: no views, no stream program."""
     todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
@@ -391,7 +413,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     program = _Program(nodes)
     output = gm.graph.output_node()
     returned, results = returned_storages(output), result_memory(output, program.streams)
-    constants = _constants(gm.graph)
+    constants, values = _constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
     # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
@@ -403,8 +425,10 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             annotate(node, **{LEAVE: leave, RESULTS: results})
         if node.op != "call_function":
             continue
-        # Inductor makes a view of a constant a constant of its own: it has the stream of the one that it is a view of.
-        maker = made if (made := viewed(node)) in constants else node
+        # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
+        # where its base is, and a view of a constant a constant of its own.
+        made = viewed(node)
+        maker = made if made in constants or (node in values and made.op == "call_function") else node
         stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()
@@ -419,6 +443,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         annotate(node, stream=stream, **tokens)
+    if computes:
+        _promise_parts(output)
     for node in nodes:
         if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
             annotate(node, **{TARGET: None, STORAGE: None})
@@ -429,15 +455,24 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
+def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
+    """Does the host learn from a copy that what came before it is done, in a program that may launch on another stream
+    afterwards, in another frame?
+    """
+    from torch_overlay._dynamo import registry
+
+    return registry.program_has_streams() and any(map(blocks_host, nodes))
+
+
 def place_streams(gm: GraphModule) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
-    A graph without streams is left untouched. A block on the ambient stream is no placement: upstream's scheduler would
-    take it for a side stream.
+    A graph without streams is left untouched, but for one that blocks the host in a program that has streams. A block
+    on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
-    if not any(is_stream_op(n) or node_stream(n) for n in nodes):
+    if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not _orders_by_blocking(nodes):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
                 annotate(node, stream=None)

@@ -49,12 +49,14 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
 
 
 def stream_objects() -> tuple[str, ...]:
-    """What Dynamo knows of the streams and events of the frame; empty if it uses the ambient stream alone."""
+    """What Dynamo knows of the streams and events of the frame. If it uses the ambient stream alone: does the program
+    have others? That matters to a copy that blocks the host.
+    """
     from torch_overlay._dynamo import registry
 
     objects = tuple(map(repr, registry.describe()))
     ends = ("goes on",) if registry.current().goes_on else ()
-    return (*objects, *ends) if len(objects) > 1 else ()
+    return (*objects, *ends) if len(objects) > 1 else ("streams",) * registry.program_has_streams()
 
 
 def config_digest() -> str:

@@ -39,6 +39,7 @@ from torch_overlay._inductor.stream_schedule import (
     ambient_device,
     ambient_stream,
     eager_memory_of_results,
+    owner_of,
     Region,
     stream_devices,
 )
@@ -367,7 +368,7 @@ class RegionEmitter:
         if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
             return self.lend_gradients()
         for name, known in eager_memory_of_results().items():
-            stream = self.plan.memory.get(name)
+            stream = self.plan.memory.get(owner_of(name))
             for other in sorted(known) if stream is not None else ():
                 other = self.region.numbers.get(other, other) or self.ambient_of(name)
                 if other != stream and f"s{other}" not in self.region.private:

@@ -191,7 +191,7 @@ def order_blocking_operations(scheduler: Any) -> None:
         return
     place = {node: i for i, node in enumerate(nodes)}
     launched: list[tuple[int, int, set[str], set[str]]] = []  # place of its last operation, stream, buffers, promises
-    blocking: list[tuple[int, int, str, str | None]] = []
+    blocking: list[tuple[int, int, Any, str | None]] = []
     for node in scheduler.nodes:
         origins = sorted(_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
@@ -199,8 +199,20 @@ def order_blocking_operations(scheduler: Any) -> None:
             launched.append((place[origins[-1]], node_stream(origins[-1]), set(node.get_buffer_names()), promises))
             for n in filter(blocks_host, origins):
                 token = n.meta.get("custom", {}).get(REQUIRES)
-                blocking.append((place[n], node_stream(n), node.get_name(), token))
-    for at, stream, name, token in blocking:
+                blocking.append((place[n], node_stream(n), node, token))
+    for at, stream, node, token in blocking:
+        behind = _buffers_behind(scheduler, node)
         for earlier, other, buffers, promises in launched:
-            if earlier < at and (other == stream or token in promises):
-                V.graph.additional_buffer_deps[name].update(buffers)
+            # An input that was updated before is written back at the graph's end, or before it.
+            if (token in promises and behind.isdisjoint(buffers)) or (earlier < at and other == stream):
+                V.graph.additional_buffer_deps[node.get_name()].update(buffers)
+
+
+def _buffers_behind(scheduler: Any, node: Any) -> set[str]:
+    """What is computed from the node's result, and that itself."""
+    behind: set[str] = set()
+    for other in scheduler.nodes:
+        reads = {dependency.name for dependency in other.read_writes.reads}
+        if other is node or not reads.isdisjoint(behind):
+            behind |= set(other.get_buffer_names())
+    return behind

@@ -147,6 +147,13 @@ def kernel_of(output: Any) -> str | None:
     return output.inputs[0].get_name() if isinstance(output, ir.MultiOutput) else None  # type: ignore[union-attr]
 
 
+def owner_of(name: str) -> str:
+    """The buffer that a buffer lies in: a concatenation, if it is a part of one."""
+    while isinstance(layout := getattr(V.graph.try_get_buffer(name), "layout", None), ir.NonOwningLayout):
+        name = layout.view.get_name()
+    return name
+
+
 def parts_of(buffer: Any) -> set[str]:
     """Other names under which operations write a buffer's memory: of the kernel of which it is one of several outputs,
     and of the slices of a concatenation.

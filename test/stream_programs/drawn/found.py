@@ -1515,3 +1515,184 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "column_that_an_update_left_alone",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        e1 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            v1 = buffer + state
+            v2 = v1[:, 5:6]
+            with torch.cuda.stream(s2):
+                e1.record(current)
+                s2.wait_event(e1)
+                v3 = torch.ones(32, 32, device="cuda")
+                v4 = torch.where(buffer > 0, buffer, state)
+                with torch.cuda.stream(s1):
+                    e1.wait()
+                    v1[:, ::2].add_(state[:, ::2])
+            done1 = torch.cuda.Event()
+            done1.record(s1)
+            current.wait_event(done1)
+            done2 = s2.record_event()
+            done2.wait()
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "view_on_another_stream_is_memory_of_its_own",
+    "x y state n",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state, n):
+            current = torch.cuda.current_stream()
+            v1 = state.detach().amax(1, keepdim=True)
+            v2 = state.t()
+            v3 = x + y
+            v4 = x.t().contiguous()
+            v5 = buffer + state if n > 4 else buffer + state
+            with torch.cuda.stream(s1):
+                v6 = v4[:, ::2]
+                s1.wait_stream(current)
+                v7 = torch.zeros_like(v3)
+                v8 = torch.where(v6 > 0, v6, v1)
+            # unjoined
+            return v5, v6, v7, v8
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "upload_that_blocks_behind_an_update_of_a_buffer",
+    "state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(state, pinned):
+            current = torch.cuda.current_stream()
+            buffer.zero_()
+            v1 = pinned.to("cuda")
+            v2 = v1 + state
+            v3 = torch.ones(32, 32, device="cuda")
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v4 = sleep(state) + buffer
+            done1 = torch.cuda.Event()
+            done1.record(s1)
+            current.wait_event(done1)
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "upload_that_blocks_in_a_frame_without_stream_operations",
+    "x y state pinned n",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state, pinned, n):
+            current = torch.cuda.current_stream()
+            y[:, ::2].add_(state[:, ::2])
+            y.clamp_(-2, 2)
+            v1 = x + buffer
+            v2 = (buffer.sum()).clamp(-2, 2)
+            v3 = pinned.to("cuda")
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v4 = v1 * 2 if n > 2 else v1 + x
+            done1 = torch.cuda.Event()
+            done1.record(s1)
+            current.wait_event(done1)
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "returned_view_of_a_part_of_a_concatenation",
+    "y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = buffer.clamp(-1, 1) * y
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = buffer.cumsum(0)
+            v3 = pinned.to("cuda", non_blocking=True)
+            current.wait_stream(s1)
+            v4 = torch.cat([v2, buffer])[16:48]
+            v5 = double(state.detach())
+            v6 = (sleep(v2) + state).clamp(-2, 2)
+            v7 = v4.clamp(-1, 1) @ buffer.sign()
+            v8 = v2[1:]
+            return v5, v6, v7, v8
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "returned_view_behind_a_synchronization",
+    "x y state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, ready):
+            current = torch.cuda.current_stream()
+            y.add_(state)
+            y.clamp_(-2, 2)
+            with torch.cuda.stream(s1):
+                ready.wait()
+                v1 = int(x.detach().amax().item())
+                v2 = torch.full((32, 32), 1.0 if v1 > 0 else 0.0, device="cuda")
+                v3 = buffer.to("cpu", non_blocking=True)
+                v4 = v2 * 2
+                buffer.record_stream(current)
+                v5 = x.relu()
+                v6 = v5 - state
+                with torch.cuda.stream(s2):
+                    s2.wait_stream(s1)
+                    v7 = buffer + v2
+                    v8 = v6.t().contiguous()
+                    v9 = sleep(buffer) + x
+                done1 = s2.record_event()
+                done1.wait()
+                x.zero_()
+                v10 = v8.clamp(-1, 1) * v9
+                with torch.cuda.stream(s2):
+                    v11 = v8[8:24]
+                    done1.synchronize()
+                    v12 = v3 * 2
+                    v13 = F.dropout(v4, 0.5)
+            current.wait_stream(s1)
+            current.wait_stream(s2)
+            return v3, v10, v11, v12, v13
+
+        return calls(k, fn, [buffer])
+    """,
+)

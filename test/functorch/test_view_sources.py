@@ -1,0 +1,137 @@
+"""Which values the elements of a view come from, against labels that are sent through the same operations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings, strategies as st
+from torch._dynamo.test_case import run_tests, TestCase
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import form  # noqa: F401
+from torch_overlay._functorch.view_sources import sources
+
+
+aten = torch.ops.aten
+SELECTING = ("slice", "select", "transpose", "t", "alias")
+
+
+class Values:
+    """A graph of views and updates. A value that is computed is full of its own number."""
+
+    def __init__(self):
+        self.graph = torch.fx.Graph()
+        self.computed = {}
+
+    def compute(self, *shape):
+        number = len(self.computed)
+        node = self.graph.call_function(aten.full.default, (shape, number))
+        node.meta["val"] = torch.full(shape, number)
+        self.computed[number] = node
+        return node
+
+    def apply(self, target, *args):
+        node = self.graph.call_function(target, args)
+        values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    def labels(self, node):
+        return {self.computed[n] for n in node.meta["val"].unique().tolist()}
+
+
+def drawn_slice(draw, size):
+    start = draw(st.integers(-size - 1, size + 1))
+    stop = draw(st.one_of(st.integers(-size, size + 2), st.just(sys.maxsize)))
+    return start, stop, draw(st.integers(1, 4))
+
+
+@st.composite
+def programs(draw):
+    """The values, and the one at the end of a chain of views and updates."""
+    values = Values()
+    node = values.compute(draw(st.integers(1, 7)), draw(st.integers(1, 7)))
+    for _ in range(draw(st.integers(1, 5))):
+        shape = node.meta["val"].shape
+        kind = draw(st.sampled_from((*SELECTING, "update", "update_row", "flat")))
+        if not shape or 0 in shape:
+            break
+        dim = draw(st.integers(-len(shape), len(shape) - 1))
+        if kind == "slice":
+            node = values.apply(aten.slice.Tensor, node, dim, *drawn_slice(draw, shape[dim]))
+        elif kind == "select":
+            node = values.apply(aten.select.int, node, dim, draw(st.integers(-shape[dim], shape[dim] - 1)))
+        elif kind == "transpose":
+            node = values.apply(aten.transpose.int, node, dim, draw(st.integers(0, len(shape) - 1)))
+        elif kind == "t" and len(shape) <= 2:
+            node = values.apply(aten.t.default, node)
+        elif kind == "update":
+            where = drawn_slice(draw, shape[dim])
+            part = aten.slice.Tensor(node.meta["val"], dim, *where)
+            node = values.apply(aten.slice_scatter.default, node, values.compute(*part.shape), dim, *where)
+        elif kind == "update_row":
+            index = draw(st.integers(-shape[dim], shape[dim] - 1))
+            part = aten.select.int(node.meta["val"], dim, index)
+            node = values.apply(aten.select_scatter.default, node, values.compute(*part.shape), dim, index)
+        elif kind == "flat" and node.meta["val"].is_contiguous():
+            node = values.apply(aten.view.default, node, [-1])
+        else:
+            node = values.apply(aten.alias.default, node)
+    return values, node
+
+
+class TestSources(TestCase):
+    @given(programs())
+    @settings(max_examples=400, deadline=None)
+    def test_none_is_missing(self, drawn):
+        values, node = drawn
+        self.assertLessEqual(values.labels(node), sources(node))
+
+    def test_what_an_update_left_alone(self):
+        values = Values()
+        base, update = values.compute(8, 8), values.compute(8, 4)
+        new = values.apply(aten.slice_scatter.default, base, update, 1, 0, sys.maxsize, 2)
+        for index in range(8):
+            column = values.apply(aten.slice.Tensor, new, 1, index, index + 1)
+            self.assertEqual(sources(column), {base if index % 2 else update})
+            row = values.apply(aten.select.int, values.apply(aten.t.default, new), 0, index)
+            self.assertEqual(sources(row), {base if index % 2 else update})
+        self.assertEqual(sources(new), {base, update})
+
+    def test_update_of_a_view_of_a_view(self):
+        """v[1:][:, ::2].add_(...)"""
+        values = Values()
+        base, update = values.compute(8, 8), values.compute(7, 4)
+        rows = values.apply(aten.slice.Tensor, base, 0, 1, sys.maxsize)
+        inner = values.apply(aten.slice_scatter.default, rows, update, 1, 0, sys.maxsize, 2)
+        new = values.apply(aten.slice_scatter.default, base, inner, 0, 1, sys.maxsize)
+        first = values.apply(aten.select.int, new, 0, 0)
+        odd = values.apply(aten.slice.Tensor, new, 1, 5, 6)
+        even = values.apply(aten.slice.Tensor, values.apply(aten.slice.Tensor, new, 0, 3, 5), 1, 4, 5)
+        self.assertEqual([sources(v) for v in (first, odd, even)], [{base}, {base}, {update}])
+
+    def test_rows_that_meet_nowhere(self):
+        values = Values()
+        base, update = values.compute(30), values.compute(5)
+        new = values.apply(aten.slice_scatter.default, base, update, 0, 1, 30, 6)
+        for start in range(6):
+            part = values.apply(aten.slice.Tensor, new, 0, start, 30, 9)
+            self.assertEqual(sources(part), values.labels(part))
+
+    def test_unknown_sizes_take_all(self):
+        values = Values()
+        base, update = values.compute(8, 8), values.compute(8, 4)
+        new = values.apply(aten.slice_scatter.default, base, update, 1, 0, sys.maxsize, 2)
+        column = values.apply(aten.slice.Tensor, new, 1, 5, 6)
+        del column.meta["val"]
+        self.assertEqual(sources(column), {column})
+        flat = values.apply(aten.view.default, new, [64])
+        self.assertEqual(sources(values.apply(aten.slice.Tensor, flat, 0, 1, 2)), {base, update})
+
+
+if __name__ == "__main__":
+    run_tests()

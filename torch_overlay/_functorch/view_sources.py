@@ -1,0 +1,104 @@
+"""Which values the elements of a view come from, where only a part of its memory was updated.
+
+`v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
+update left alone is in eager what it was, and whoever had waited for `x + y` may read it; so much has to hold of the
+new value. Views are followed where they select along dimensions, and taken for all that they are views of where they
+don't.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TYPE_CHECKING, TypeAlias
+
+import torch
+
+from torch_overlay._functorch.stream_placement import is_view
+
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+_aten = torch.ops.aten
+Box: TypeAlias = "tuple[range, ...]"  # the elements of a value: indices by dimension
+
+
+def sources(node: Node, box: Box | None = None) -> set[Node]:
+    """What computed the elements of a value that are in the box, or inputs; too many rather than too few."""
+    if box is None and (box := _whole(node)) is None:
+        return {node}
+    args: Any = node.args
+    target = node.target
+    if target in (_aten.slice_scatter.default, _aten.select_scatter.default):
+        base, update = args[0], args[1]
+        if (found := _selected(node, base, 2)) is None:
+            return sources(base) | sources(update)
+        dim, taken = found
+        if not _meet(box[dim], taken):
+            return sources(base, box)
+        inside = (range(len(taken)),) if target is _aten.slice_scatter.default else ()
+        made = sources(update, (*box[:dim], *inside, *box[dim + 1 :]))
+        return made if _contains(taken, box[dim]) else made | sources(base, box)
+    if target in (_aten.slice.Tensor, _aten.select.int):
+        if (found := _selected(node, args[0], 1)) is None:
+            return sources(args[0])
+        dim, taken = found
+        kept = 1 if target is _aten.slice.Tensor else 0
+        indices = taken[box[dim].start : box[dim].stop : box[dim].step] if kept else taken
+        return sources(args[0], (*box[:dim], indices, *box[dim + kept :]))
+    if target in (_aten.alias.default, _aten.detach.default):
+        return sources(args[0], box)
+    if target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
+        order = _order(node, len(box))
+        return sources(args[0], tuple(box[order.index(d)] for d in range(len(box))))
+    if is_view(node) and isinstance(args[0], torch.fx.Node):
+        return sources(args[0])
+    return {node}
+
+
+def _whole(node: Node) -> Box | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(n, int) for n in value.shape):
+        return None
+    return tuple(map(range, value.shape))
+
+
+def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
+    """The dimension of the base along which a node selects, by its arguments from the first one on, and what; None if
+    that isn't known."""
+    if (whole := _whole(base)) is None or not whole or node.kwargs:
+        return None
+    arguments: Any = (*node.args[first:], *(0,) * (len(node.args) == first))
+    dim, *where = arguments
+    if not isinstance(dim, int) or not all(n is None or isinstance(n, int) for n in where):
+        return None
+    size = whole[dim]
+    if node.target in (_aten.select.int, _aten.select_scatter.default):
+        (index,) = where
+        return dim % len(whole), size[index : index + 1 or None]
+    start, stop, step = (*where, *(None,) * (3 - len(where)))
+    return dim % len(whole), size[slice(start, stop, step)]
+
+
+def _order(node: Node, dims: int) -> list[int]:
+    """For each dimension of a permutation, which one of its base it is."""
+    args: Any = node.args
+    order = list(range(dims))
+    if node.target is _aten.permute.default:
+        return [d % dims for d in args[1]]
+    one, other = (args[1], args[2]) if node.target is _aten.transpose.int else (0, 1)
+    if dims > 1:
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _meet(a: range, b: range) -> bool:
+    """Have they an index in common? The indices that both have come in equal distances."""
+    if not a or not b:
+        return False
+    first = max(0, -(-(b[0] - a[0]) // a.step))
+    return any(i in b for i in a[first : first + b.step // math.gcd(a.step, b.step)])
+
+
+def _contains(whole: range, part: range) -> bool:
+    return not part or (part[0] in whole and part[-1] in whole and (len(part) == 1 or not part.step % whole.step))
