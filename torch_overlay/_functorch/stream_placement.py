@@ -461,7 +461,13 @@ def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
     """
     from torch_overlay._dynamo import registry
 
-    return registry.program_has_streams() and any(map(blocks_host, nodes))
+    return registry.program_has_streams() and any(blocks_host(n) and not _is_number(n) for n in nodes)
+
+
+def _is_number(node: Node) -> bool:
+    """The upload of a single value, as of a learning rate: nobody takes it for a synchronisation."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
 
 
 def place_streams(gm: GraphModule) -> None:
