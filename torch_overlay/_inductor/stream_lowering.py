@@ -196,7 +196,7 @@ def order_blocking_operations(scheduler: Any) -> None:
         origins = sorted(_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
             promises = {t for n in origins for t in n.meta.get("custom", {}).get(BEFORE) or ()}
-            launched.append((place[origins[-1]], node_stream(origins[-1]), set(node.get_buffer_names()), promises))
+            launched.append((place[origins[-1]], node_stream(origins[-1]), _made_by(node), promises))
             for n in filter(blocks_host, origins):
                 token = n.meta.get("custom", {}).get(REQUIRES)
                 blocking.append((place[n], node_stream(n), node, token))
@@ -206,6 +206,14 @@ def order_blocking_operations(scheduler: Any) -> None:
             # An input that was updated before is written back at the graph's end, or before it.
             if (token in promises and behind.isdisjoint(buffers)) or (earlier < at and other == stream):
                 V.graph.additional_buffer_deps[node.get_name()].update(buffers)
+
+
+def _made_by(node: Any) -> set[str]:
+    """The node's buffers, without those that stand for what it writes to: who depends on one of these reads it, and
+    would have to come before the next operation that writes there.
+    """
+    made = {out.get_name() for out in node.get_outputs() if not isinstance(out.node, ir.MutationOutput)}
+    return made or set(node.get_buffer_names())
 
 
 def _buffers_behind(scheduler: Any, node: Any) -> set[str]:

@@ -1696,3 +1696,47 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "upload_that_blocks_behind_an_operator_that_writes_a_buffer",
+    "state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state, pinned):
+            current = torch.cuda.current_stream()
+            add_to(buffer, state)
+            buffer.clamp_(-2, 2)
+            v1 = pinned.to("cuda")
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v2 = buffer * 2
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "download_that_blocks_behind_an_operator_that_writes_a_buffer",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            add_to(buffer, state)
+            buffer.clamp_(-2, 2)
+            v1 = buffer.cpu()
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v2 = buffer * 2
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
