@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import form
 from torch_overlay import config
 from torch_overlay.analysis import check, check_eager, check_wrapper, RaceError
+from torch_overlay.analysis.happens_before import analyse
+from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.analysis.simulated_module import CheckError
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -49,6 +51,25 @@ class TestCheck(TestCase):
         self.assertIn("exit", report.plan)
         self.assertIn("after call 1, default stream may read output 0", map(str, report.boundary))
         report.raise_if_any()
+
+    def test_what_changes_a_view_touches_no_memory(self) -> None:
+        """Nobody waits for the side stream; only what reads its result needs to."""
+
+        def races(read: bool) -> list[str]:
+            with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
+                x, _ = inputs()
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    a = x * 2
+                b = torch.empty(0, device="cuda").set_(a.untyped_storage(), 0, a.shape, a.stride())
+                b.t_()
+                b.unsqueeze_(0)
+                if read:
+                    b + 1
+            found = [r for r in analyse(device.trace.operations).races if "aten.mul" in r.first.launch.name]
+            return [f"{r.kind} {r.second.launch.name}" for r in found]
+
+        self.assertEqual(races(read=False), [])
+        self.assertEqual(races(read=True), ["RAW aten.add.Tensor"])
 
     @simulated_gpu()
     def test_backward(self) -> None:

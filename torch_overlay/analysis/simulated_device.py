@@ -416,7 +416,10 @@ class Operator:
                 (self.writes if written else self.reads).extend(tensors)
             if written and not argument.is_out:  # updated in place
                 self.reads.extend(tensors if not func._schema.name.endswith(_OVERWRITE) else ())
-        self.is_view = (aliases and not self.writes) or func is aten._unsafe_view.default  # whose schema doesn't say so
+        # The schema of _unsafe_view doesn't say so. What changes a tensor in place, but not what is in its memory, says
+        # that it writes; to make memory larger is to copy it.
+        names_memory = torch.Tag.inplace_view in func.tags and func._schema.name != "aten::resize_"
+        self.is_view = (aliases and not self.writes) or names_memory or func is aten._unsafe_view.default
         known = {t.untyped_storage()._cdata for t in (*self.reads, *self.writes)}
         found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.results = [t for t in found if t.untyped_storage()._cdata not in known]
