@@ -882,7 +882,7 @@ def region(args):
         recording = self.device.record(1)
         recording.fixed = [64, 128]
         held = capture.Capture(lambda args: args, [torch.ones(4)], [64], Plan(random=True), recording)
-        segments = held.run(frozenset()).segments
+        segments = held.run(Code("region", 0)).segments
         recording.close()
         found = [(s.address, s.size, s.delta) for s in segments if s.region == FIXED]
         self.assertEqual(found, [(64, 8, 0), (128, 8, 8)])

@@ -245,7 +245,7 @@ class TestStages(RelaunchTestCase):
         super().setUp()
         # One gradient is as much as a stage must save.
         small = {(arrange, "GAIN"): 64 * 64 * 4, (arrange, "STEP"): 64 * 64 * 4, (arrange, "SMALL"): 0}
-        for (module, name), value in {**small, (runner, "LARGE"): 1}.items():
+        for (module, name), value in {**small, (runner, "LARGE"): 1, (layout, "LITTLE"): 0}.items():
             patch = mock.patch.object(module, name, value)
             patch.start()
             self.addCleanup(patch.stop)
@@ -347,6 +347,41 @@ class TestStages(RelaunchTestCase):
         sizes = [stages[k].layout.storages[stages[k].gives.index(slot)].size for k, slot in crossing]
         self.assertGreater(sum(sizes) // (64 * 64 * 4), len(pairs))
         self.assertEqual(self.counted("relaunches"), 5 * len(stages))
+
+    def test_little_gradients_go_together(self):
+        """A chunk of them is allocated by the stage that makes the first one; each output is a view at its place."""
+        run, held = self.backward(), []
+        with (
+            mock.patch.object(layout, "LITTLE", 64 * 64 * 4),
+            mock.patch.object(layout, "LITTLE_CHUNK", 4 * 64 * 64 * 4),
+        ):
+            for _ in range(6):
+                inputs = backward_inputs()
+                expected = backward_expected(inputs)
+                held.append((run(inputs), expected))
+        for result, expected in held:
+            self.assertEqual(list(result[:9]), expected[:9])
+        stages = self.stages()
+        self.assertGreater(len(stages), 1)
+        self.assertEqual(self.counted("relaunches"), 5 * len(stages))
+        self.assertEqual(runner.refusals(), [])
+        gradients = held[-1][0][:9]
+        storages = [g.untyped_storage().data_ptr() for g in gradients]
+        self.assertEqual(len(set(storages)), 3)
+        self.assertEqual({g.untyped_storage().nbytes() for g in gradients}, {4 * bytes, bytes})
+        made = [s.dtype for stage in stages for s in stage.layout.storages]
+        self.assertEqual(made.count(torch.float32), 2)
+
+    def test_little_gradients_that_share_a_chunk_are_apart(self):
+        run = self.backward()
+        with mock.patch.object(layout, "LITTLE", 64 * 64 * 4):
+            for _ in range(3):
+                *gradients, total, _, _ = run(backward_inputs())
+        copies = [g.clone() for g in gradients]
+        version = total._version
+        total.zero_()
+        self.assertEqual(gradients, copies)
+        self.assertEqual([g._version for g in gradients], [version] * 8)
 
     def test_inputs_in_one_chunk(self):
         run = self.backward()
@@ -482,6 +517,21 @@ class TestChunks(unittest.TestCase):
             if storages[number].dtype is not None:
                 self.assertEqual(storages[number].dtype, recipe.view.dtype)
         self.assertTrue(storages[places[16][0]].saved)
+
+    def test_little_gradients(self):
+        sizes = [1024, 64, 64, 1024, 4096, 1024, 1024, 1024]
+        recipes = [vector(i, size, torch.bfloat16 if size == 64 else torch.float32) for i, size in enumerate(sizes)]
+        limits = mock.patch.object(layout, "LITTLE", 1024), mock.patch.object(layout, "LITTLE_CHUNK", 2048)
+        with limits[0], limits[1]:
+            moved, storages, places = place(recipes, sizes, frozenset(), [0, 1, 2, 7, 4, 5, 6, 3], gradients=True)
+            alone = place(recipes, sizes, frozenset(), range(8))[1]
+        self.assertEqual([(s.saved, s.dtype) for s in alone], [(False, None)] * 8)
+        self.assertEqual(places[0][0], places[7][0], "neighbours in the backward")
+        self.assertEqual(places[1][0], places[2][0])
+        self.assertEqual((places[1][1], places[2][1]), (0, 512))
+        self.assertEqual(places[5][0], places[6][0])
+        self.assertEqual([(s.size, s.dtype) for s in storages if s.dtype is None], [(1024, None), (4096, None)])
+        self.assertEqual([r.view.offset for r in moved], [offset for _, offset in places])
 
     def test_what_the_user_sees_is_by_itself(self):
         recipes = [vector(0, 65536), vector(1, 65536), vector(2, 65536), Repeated(2), Given(5)]

@@ -69,6 +69,34 @@ class TestPointers(TestCase):
         self.assertFalse(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
         self.assertEqual(pointers.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
 
+    def test_aligned(self):
+        base = torch.empty(64, dtype=torch.uint8)
+        first = -base.data_ptr() % 16
+        given = [base[first + k :] for k in (0, 8, 4)] + [torch.ones(2).as_subclass(Tagged)]
+        cases = [((0, 1), (15, 7), True), ((0, 1), (15, 15), False), ((2,), (3,), True), ((2, 0), (7, 0), False)]
+        cases += [((), (), True), ((3, 0), (3, 15), True)]
+        for aligned in (self.native_aligned(), pointers.aligned):
+            for positions, masks, expected in cases:
+                self.assertIs(aligned(given, positions, masks), expected)
+
+    def test_aligned_with_positions_that_are_not_there(self):
+        aligned = self.native_aligned()
+        for positions in ((1,), (-1,)):
+            with self.assertRaises(IndexError):
+                aligned([torch.ones(2)], positions, (15,))
+        with self.assertRaisesRegex(TypeError, "two tuples of one length"):
+            aligned([torch.ones(2)], (0,), ())
+        with self.assertRaises(AttributeError):
+            aligned([5], (0,), (15,))
+
+    def native_aligned(self):
+        """By a call that is never made."""
+        names = "empty reinterpret outputs replay raw_alloc raw_delete nbytes current stream_of is_capturing"
+        nothing = dict.fromkeys([*names.split(), "misaligned", "counters", "group", "counter", "slab", "scratch"])
+        lists = dict.fromkeys(("positions", "masks", "allocations", "types", "recipes"), ())
+        call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, index=0)
+        return call.aligned
+
     def test_what_is_exchanged_under_the_same_object_is_seen(self):
         for addresses in self.both():
             p, other = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))

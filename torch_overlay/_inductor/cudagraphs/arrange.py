@@ -10,9 +10,10 @@ graph with a layout of its own, launched one after the other on one stream. What
 it, and what no later stage touches is dropped right behind it: an input goes if nobody else holds it, whoever that may
 be, and the caching allocator hands its memory to the next stage. So nothing has to be known of the owners of inputs.
 
-What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, and then slabs
-of the pieces that live across a cut. Those that come and go with the same stages lie together: a backward that leaves
-the gradients of weights for later has more than a hundred, and each allocation takes the host a few microseconds.
+What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, then slabs
+of the pieces that live across a cut, and outputs that are views of storages. Pieces that come and go with the same
+stages lie together: a backward that leaves the gradients of weights for later has more than a hundred, and each
+allocation takes the host a few microseconds.
 
 A region with outputs in a slab, or whose graph knows generators of random numbers, stays whole: a launch of torch's
 advances those once for a whole graph.
@@ -24,7 +25,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import cast, TYPE_CHECKING
 
 import torch
 
@@ -34,7 +35,7 @@ from torch_overlay._inductor.cudagraphs.template import FIXED, Template, Word
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.cudagraphs.template import Node
 
@@ -51,7 +52,7 @@ class Stage:
     layout: Layout  # its input k is what lies in slot takes[k]
     template: Template
     takes: tuple[int, ...]
-    gives: tuple[int, ...]  # the slots of its storages
+    gives: tuple[int, ...]  # the slots of its storages, then of the outputs that are views of them
     drops: tuple[int, ...]  # slots that no later stage touches
 
 
@@ -61,6 +62,7 @@ class Arrangement:
     template: Template
     stages: tuple[Stage, ...] = ()  # none: it is launched as a whole
     slots: int = 0
+    results: tuple[tuple[int, int], ...] = ()  # (output, slot) of what stages make
 
     def describe(self) -> str:
         """What each launch allocates, and what of that is scratch."""
@@ -191,38 +193,72 @@ class _Cut:
         self.ends = [*starts[1:], len(order.order)]
         self.spans = [None if span is None else (self._stage(span[0]), self._stage(span[1])) for span in spans]
         layout = proven.layout
-        self.inputs, self.fixed = len(layout.inputs), len(proven.places)
-        self.slabs: list[int] = []  # sizes; a slab is a region behind all others
-        self.at: dict[int, tuple[int, int]] = {}  # (slab, offset) of the pieces that cross
-        self._pack_crossing()
+        self.inputs = len(layout.inputs)
+        self.at: dict[int, tuple[int, int]] = {}  # (region, offset) of what lies in a storage or slab with others
+        self.storage = {region: number for number, region in zip(layout.own, self._find_storages(), strict=True)}
+        self.slab = self._pack_crossing()  # region -> bytes
         # Slots: positions of inputs, then storages, then slabs.
         slots = 1 + max(layout.inputs, default=-1)
         self.slot = dict(enumerate(layout.inputs))
-        regions = [*range(self.inputs, self.fixed), *self._all_slabs()]
-        self.slot |= {r: slots + i for i, r in enumerate(regions)}
-        self.slots = slots + len(regions)
+        self.slot |= {r: slots + i for i, r in enumerate((*self.storage, *self.slab))}
+        self.views: dict[int, list[tuple[int, int]]] = {}  # region -> (output, slot) of the views of its storage
+        self.results = dict(self._find_results(slots + len(self.storage) + len(self.slab)))
+        self.slots = 1 + max([*self.slot.values(), *self.results.values()])
 
-    def _all_slabs(self) -> range:
-        return range(len(self.proven.lives), len(self.proven.lives) + len(self.slabs))
+    def _find_results(self, free: int) -> Iterator[tuple[int, int]]:
+        """(output, slot); from this slot on they are free. Whatever is all of its storage needs none of its own."""
+        layout = self.proven.layout
+        for region, number in self.storage.items():
+            primary, taken = layout.primary(number), False
+            for output in layout.outputs_of(number):
+                if not taken and cast("OfStorage", layout.recipes[output]).view == primary:
+                    taken = True
+                    yield output, self.slot[region]
+                else:
+                    self.views.setdefault(region, []).append((output, free))
+                    yield output, free
+                    free += 1
 
-    def _pack_crossing(self) -> None:
+    def _region(self, span: tuple[int, int] | None) -> int:
+        """A new one, behind all others, with the first and the last stage that touch it."""
+        self.spans.append(span)
+        return len(self.spans) - 1
+
+    def _find_storages(self) -> list[int]:
+        """The regions of the layout's own storages: those of the proof, or one for the members of a chunk."""
+        members: defaultdict[int, list[int]] = defaultdict(list)
+        for r in range(self.inputs, len(self.proven.places)):
+            members[self.proven.places[r][0]].append(r)
+        return [self._joined(regions) if len(regions) > 1 else regions[0] for _, regions in sorted(members.items())]
+
+    def _joined(self, regions: Sequence[int]) -> int:
+        spans = [span for r in regions if (span := self.spans[r]) is not None]
+        chunk = self._region((min(spans)[0], max(last for _, last in spans)) if spans else None)
+        self.at |= {r: (chunk, self.proven.places[r][1]) for r in regions}
+        return chunk
+
+    def _pack_crossing(self) -> dict[int, int]:
         together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for p in self.proven.pieces:
             if (span := self.spans[p]) is not None and span[0] < span[1]:
                 together[span].append(p)
+        found: dict[int, int] = {}
         for span, pieces in sorted(together.items()):
             places, sizes = self.order.pack(pieces)
-            first = len(self.spans)
-            self.at |= {p: (first + slab, offset) for p, (slab, offset) in places.items()}
-            self.slabs += sizes
-            self.spans += [span] * len(sizes)
+            slabs = [self._region(span) for _ in sizes]
+            self.at |= {p: (slabs[slab], offset) for p, (slab, offset) in places.items()}
+            found |= zip(slabs, sizes, strict=True)
+        return found
 
     def _stage(self, position: int) -> int:
         return next(i for i, end in enumerate(self.ends) if position < end)
 
     def arrangement(self) -> Arrangement:
         stages = tuple(self._make(number) for number in range(len(self.starts)))
-        return dataclasses.replace(self.whole, layout=self.proven.layout, stages=stages, slots=self.slots)
+        results = tuple(self.results.items())
+        return dataclasses.replace(
+            self.whole, layout=self.proven.layout, stages=stages, slots=self.slots, results=results
+        )
 
     def _make(self, number: int) -> Stage:
         proven, spans = self.proven, self.spans
@@ -232,17 +268,17 @@ class _Cut:
         last = number == len(self.starts) - 1
         # A storage that no node looks at is made by the last stage.
         first = [number if span is None and last else (span or (-1,))[0] for span in spans]
-        own = [r for r in (*range(self.inputs, self.fixed), *self._all_slabs()) if first[r] == number]
+        own = [r for r in (*self.storage, *self.slab) if first[r] == number]
         held = {self.at[r][0] if r in self.at else r for r in touched}
         takes = sorted(r for r in held if r < self.inputs or (r in self.slot and first[r] < number))
         inside = [p for p in proven.pieces if p not in self.at and p in touched]
         offsets, slabs = self.order.pack(inside)
-        storages, recipes = self._storages(own)
+        storages, recipes, gives = self._outputs(own)
         made = _with_slabs(Layout(tuple(range(len(takes))), storages, recipes, ()), slabs)
         at = _slab_regions(made, len(slabs))
         places = {r: (k, 0) for k, r in enumerate(takes)}
         places |= {r: (len(takes) + i, 0) for i, r in enumerate(own)}
-        places |= {p: (places[slab][0], offset) for p, (slab, offset) in self.at.items() if slab in places}
+        places |= {r: (places[home][0], offset) for r, (home, offset) in self.at.items() if home in places}
         places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
         nodes = [proven.template.nodes[i] for i in indices]
         template = _moved(proven, places, nodes, made.scratch_region + 1)
@@ -251,27 +287,30 @@ class _Cut:
             made,
             template,
             tuple(self.slot[r] for r in takes),
-            tuple(self.slot[r] for r in own),
+            gives,
             tuple(self.slot[r] for r in self._dropped(number)),
         )
 
-    def _storages(self, own: Sequence[int]) -> tuple[tuple[Storage, ...], tuple[Recipe, ...]]:
-        """A stage's output is what the region's storage is allocated as, or a slab's bytes."""
+    def _outputs(self, own: Sequence[int]) -> tuple[tuple[Storage, ...], tuple[Recipe, ...], tuple[int, ...]]:
+        """A stage gives what the region's storages are allocated as, slabs as bytes, and views of the storages."""
         layout = self.proven.layout
         storages, recipes = [], []
         for i, r in enumerate(own):
-            if r < self.fixed:
-                number = layout.own[r - self.inputs]
-                storages.append(layout.storages[number])
-                size, stride, dtype = layout.allocation(number)
+            if r in self.slab:
+                storages.append(Storage(self.slab[r]))
+                size, stride, dtype = (self.slab[r],), (1,), torch.uint8
             else:
-                bytes = self.slabs[r - len(self.proven.lives)]
-                storages.append(Storage(bytes))
-                size, stride, dtype = (bytes,), (1,), torch.uint8
+                storages.append(layout.storages[self.storage[r]])
+                size, stride, dtype = layout.allocation(self.storage[r])
             recipes.append(OfStorage(i, View(size, stride, dtype)))
-        return tuple(storages), tuple(recipes)
+        slots = [self.slot[r] for r in own]
+        for i, r in enumerate(own):
+            for output, slot in self.views.get(r, ()):
+                recipes.append(OfStorage(i, cast("OfStorage", layout.recipes[output]).view))
+                slots.append(slot)
+        return tuple(storages), tuple(recipes), tuple(slots)
 
     def _dropped(self, number: int) -> list[int]:
         """An input that nothing touches goes with the first stage."""
         found = [r for r in range(self.inputs) if ((self.spans[r] or (0, 0))[1]) == number]
-        return found + [slab for slab in self._all_slabs() if (self.spans[slab] or (0, 0))[1] == number]
+        return found + [slab for slab in self.slab if (self.spans[slab] or (0, 0))[1] == number]

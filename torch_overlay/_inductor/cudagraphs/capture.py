@@ -136,7 +136,7 @@ class Capture:
         self.observer = _Placing(plan, recording, self.placed)
         self.group = _Group()
 
-    def run(self, saved: frozenset[int]) -> Captured:
+    def run(self, code: Code) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The program is to hold the only references: when it drops one, nothing of it will look there again.
@@ -160,7 +160,7 @@ class Capture:
         positions = tuple(sorted(inputs))
         sizes = [self.placed[address] for address in addresses]
         made = [lives.made.get(address, 0) for address in addresses]
-        moved, storages, parts = place(recipes, sizes, saved, made)
+        moved, storages, parts = place(recipes, sizes, code.saved_outputs, made, gradients=code.is_backward)
         among = self.observer.scratch | self.placed  # the allocator's segments are larger
         scratch = [
             (address, among.get(address, size))
@@ -330,7 +330,7 @@ def capture_region(
         return open_recordings[-1]
 
     def take(recording: Any) -> Captured:
-        return Capture(model, inputs, alignments, plan, recording).run(code.saved_outputs)
+        return Capture(model, inputs, alignments, plan, recording).run(code)
 
     def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
         if first.layout != second.layout or first.places != second.places:

@@ -15,6 +15,10 @@ What is saved for the backward is no allocation each. If it is little, it is one
 keep all of it alive until the backward is through with the last piece, so it is allocated in chunks: each has what the
 forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
 larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
+
+The little gradients of a backward, those of biases and norms, are chunks as well: half of a model's gradients, or more,
+are allocated and freed at each step for a thousandth of the bytes. A chunk stays as long as one of them does, so it is
+no larger than the block that the caching allocator takes from the device for such.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
 # Note [Chunks]
 CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
+LITTLE = 32 << 10  # bytes of a gradient that is no allocation
+LITTLE_CHUNK = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -169,10 +175,16 @@ class Layout:
 
 
 def place(
-    recipes: Sequence[Recipe], sizes: Sequence[int], saved: frozenset[int], made: Sequence[int]
+    recipes: Sequence[Recipe],
+    sizes: Sequence[int],
+    saved: frozenset[int],
+    made: Sequence[int],
+    *,
+    gradients: bool = False,
 ) -> tuple[tuple[Recipe, ...], tuple[Storage, ...], tuple[tuple[int, int], ...]]:
     """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
-    at which byte. Storages that saved outputs alone use go together. `made` has their order in the forward."""
+    at which byte. Storages that saved outputs alone use go together, and little `gradients`. `made` has the order in
+    which the region makes them."""
     users: list[list[int]] = [[] for _ in sizes]
     types: list[set[torch.dtype]] = [set() for _ in sizes]
     for output, recipe in enumerate(recipes):
@@ -187,6 +199,9 @@ def place(
     if (total := sum(aligned(sizes[i]) for i in slab)) >= 2 * CHUNK:
         slab = _small(ours, sizes, types, total // 64)
         members = _chunks([i for i in ours if i not in slab], sizes, types, made, CHUNK)
+    if gradients:
+        little = [i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1]
+        members += _chunks([i for i in little if i not in ours], sizes, types, made, LITTLE_CHUNK)
     chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
     storages: list[Storage] = []
     places: list[tuple[int, int]] = []

@@ -3,6 +3,7 @@
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.attempt(inputs)                  the outputs, or None where the graph can't be launched: on another device, in
                                           a capture of the caller's, with an input that is misaligned, or no list
+    call.aligned(inputs, positions, masks)  as in `pointers`
     call.launches, call.patched           how often, and how many nodes were set for that
 
 What a call costs is mostly what it touches: code that compiled its caller, guards and the interpreter come between two

@@ -368,4 +368,8 @@ static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
     return run(self, args[0], count == 2 ? args[1] : NULL, 0);
 }
+static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "aligned(inputs, positions, masks)");
+    return aligned(args[0], args[1], args[2]);
+}
 """

@@ -108,6 +108,8 @@ static PyType_Spec blocks_spec = {"torch_overlay_relaunch.Blocks", sizeof(Blocks
 static PyMethodDef call_methods[] = {
     {"attempt", (PyCFunction)call_attempt, METH_O, "attempt(inputs): the outputs, or None if it is not the time"},
     {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
+    {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
+     "aligned(inputs, positions, masks): has no address a bit of its mask?"},
     {NULL}};
 static PyMemberDef call_members[] = {
     {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},

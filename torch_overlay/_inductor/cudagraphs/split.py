@@ -1,18 +1,18 @@
 """A region that is launched in stages; `arrange`, Note [Stages], says why. To its runner it is a `Relaunch`.
 
 Each stage is a relaunch by itself, with a list of inputs that it clears. What a stage needs is taken from a table of
-slots, what it makes is put there, and what no later stage needs is taken out. The list of the caller is cleared before
-the first launch, or it would hold what is to be freed: a call that fails after that has used up its inputs, as one
-that fails in compiled code has.
+slots, what it makes is put there, outputs of the region among it, and what no later stage needs is taken out. The list
+of the caller is cleared before the first launch, or it would hold what is to be freed: a call that fails after that
+has used up its inputs, as one that fails in compiled code has.
 """
 
 from __future__ import annotations
 
-from operator import and_
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.cudagraphs import pointers
-from torch_overlay._inductor.cudagraphs.layout import OfInput, SameInput
+from torch_overlay._inductor.cudagraphs.layout import Given, OfInput, OfStorage, SameInput
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
 from torch_overlay._inductor.cudagraphs.relaunch import outputs, Relaunch
 
@@ -54,13 +54,16 @@ class Split:
             made = Relaunch(device, stage.layout, launcher, fixed, aligned)
             self.stages.append(made)
             self.steps.append((made, stage.takes, stage.gives, stage.drops))
-        self.positions = list(layout.inputs)
-        self.masks = tuple(alignments[k] - 1 for k in self.positions)
+        self.positions = layout.inputs
+        self.masks = tuple([alignments[k] - 1 for k in self.positions])
+        self.aligned = getattr(self.stages[0].call, "aligned", pointers.aligned)
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
-        first = 1 + max(self.positions, default=-1)
-        self.own = range(first, first + len(layout.own))
+        self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
-        self.finish = outputs(layout, device.empty)
+        self.results = arrangement.results
+        # The other outputs, with nothing where those of the stages go.
+        rest = [Given(None) if isinstance(r, OfStorage) else r for r in layout.recipes]
+        self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -69,10 +72,10 @@ class Split:
         return sum(launches), sum(patched)
 
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
-        if any(map(and_, pointers.addresses(inputs, self.positions), self.masks)):
+        if not self.aligned(inputs, self.positions, self.masks):
             raise Misaligned
         source = {k: (originals or inputs)[k] for k in self.returned}
-        slots = inputs[: self.own.start] + [None] * (self.slots - self.own.start)
+        slots = inputs[: self.first] + [None] * (self.slots - self.first)
         inputs.clear()
         for stage, takes, gives, drops in self.steps:
             made = stage.launch([slots[k] for k in takes])
@@ -81,4 +84,7 @@ class Split:
             del made
             for k in drops:
                 slots[k] = None
-        return self.finish(source, [slots[k] for k in self.own], None)
+        result = list(self.finish(source, (), None))
+        for output, slot in self.results:
+            result[output] = slots[slot]
+        return tuple(result)
