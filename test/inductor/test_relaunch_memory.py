@@ -368,7 +368,7 @@ class TestStages(RelaunchTestCase):
         gradients = held[-1][0][:9]
         storages = [g.untyped_storage().data_ptr() for g in gradients]
         self.assertEqual(len(set(storages)), 3)
-        self.assertEqual({g.untyped_storage().nbytes() for g in gradients}, {4 * bytes, bytes})
+        self.assertEqual({g.untyped_storage().nbytes() for g in gradients}, {4 * size, size})
         made = [s.dtype for stage in stages for s in stage.layout.storages]
         self.assertEqual(made.count(torch.float32), 2)
 
