@@ -350,11 +350,8 @@ class TestStages(RelaunchTestCase):
 
     def test_little_gradients_go_together(self):
         """A chunk of them is allocated by the stage that makes the first one; each output is a view at its place."""
-        run, held = self.backward(), []
-        with (
-            mock.patch.object(layout, "LITTLE", 64 * 64 * 4),
-            mock.patch.object(layout, "LITTLE_CHUNK", 4 * 64 * 64 * 4),
-        ):
+        run, held, size = self.backward(), [], 64 * 64 * 4
+        with mock.patch.object(layout, "LITTLE", size), mock.patch.object(layout, "LITTLE_CHUNK", 4 * size):
             for _ in range(6):
                 inputs = backward_inputs()
                 expected = backward_expected(inputs)
