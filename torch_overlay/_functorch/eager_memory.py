@@ -31,7 +31,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, STOR
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Set as AbstractSet
 
     from torch.fx import Graph, Node
 
@@ -124,6 +124,11 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     return found
 
 
+def results_made(output: Node) -> set[Node]:
+    """What made the memory of a graph's results, behind views of it."""
+    return {_maker(value, updates=False) for value in output.all_input_nodes}
+
+
 def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
     is given back: in eager, whose it is, and those that the user told the allocator of before the last update. What is
@@ -170,10 +175,13 @@ def record_inputs(graph: Graph) -> None:
             record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
 
 
-def foreign_reads(node: Node, returned: Mapping[Storage, set[Node]]) -> tuple[str, ...]:
-    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "-s1" of
-    a value that in eager is other memory, or lives on: as the result of this update, or of a later one that the graph
-    returns (`returned_storages`), as what was given as `out`, or in a variable behind a graph break.
+def foreign_reads(
+    node: Node, returned: Mapping[Storage, set[Node]], results: AbstractSet[Node] = frozenset()
+) -> tuple[str, ...]:
+    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "=s1"
+    where it does and hands it to the caller (`results`: what made it), "-s1" of a value that in eager is other memory,
+    or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`), as what
+    was given as `out`, or in a variable behind a graph break.
     """
     if is_view(node):  # it launches nothing
         return ()
@@ -189,8 +197,9 @@ def foreign_reads(node: Node, returned: Mapping[Storage, set[Node]]) -> tuple[st
             continue
         lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
         lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ("", None)), set()) - {made})
-        found.add(f"-s{stream}" if lives_on or memory_stream(value) != stream else f"s{stream}")
+        lives_on |= memory_stream(value) != stream
+        found.add(f"-s{stream}" if lives_on else f"=s{stream}" if made in results else f"s{stream}")
     return tuple(sorted(found))
 
 
-__all__ = ["foreign_reads", "memory_stream", "result_memory", "returned_storages", "updates_in_place"]
+__all__ = ["foreign_reads", "memory_stream", "result_memory", "results_made", "returned_storages", "updates_in_place"]

@@ -86,6 +86,10 @@ def is_synchronization(node: Node) -> bool:
     return node.target in _SYNCHRONIZE
 
 
+def is_device_synchronization(node: Node) -> bool:
+    return node.target is _streams.synchronize_device.default
+
+
 def is_view(node: Node) -> bool:
     """It names memory of its first argument."""
     target = node.target
@@ -98,6 +102,17 @@ def viewed(node: Node) -> Node:
     """The node whose memory a value names, behind views of it."""
     while is_view(node) and isinstance(base := next(iter(node.args), None), torch.fx.Node):
         node = base
+    return node
+
+
+def _behind_conversions(node: Node) -> Node:
+    """What made a value, behind views and conversions to the type that it had: a copy from the host ends in one."""
+    node = viewed(node)
+    while node.target is torch.ops.prims.convert_element_type.default and isinstance(node.args[0], torch.fx.Node):
+        made, given = node.meta.get("val"), node.args[0].meta.get("val")
+        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
+            break
+        node = viewed(node.args[0])
     return node
 
 
@@ -160,7 +175,8 @@ def is_backward(node: Node) -> bool:
 
 def _mark_backward(gm: GraphModule) -> None:
     """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand behind the first
-    gradient.
+    gradient. A write-back says nothing: it is told to be in the backward in graphs that have none, too, and what
+    follows it there are views for the caller.
     """
     begun = False
     for node in gm.graph.nodes:
@@ -169,7 +185,8 @@ def _mark_backward(gm: GraphModule) -> None:
             continue
         if (
             begun
-            or is_backward(node)
+            or node.meta.get(BACKWARD)
+            or tag == "is_backward"
             or any(n.op == "placeholder" and "tangents" in n.name for n in node.all_input_nodes)
         ):
             node.meta[BACKWARD] = begun = True
@@ -407,12 +424,13 @@ def _computes(gm: GraphModule) -> bool:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch.eager_memory import foreign_reads, record_inputs, result_memory, returned_storages
+    from torch_overlay._functorch import eager_memory
 
-    record_inputs(gm.graph)
+    eager_memory.record_inputs(gm.graph)
     program = _Program(nodes)
     output = gm.graph.output_node()
-    returned, results = returned_storages(output), result_memory(output, program.streams)
+    returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
+    handed_over = eager_memory.results_made(output)
     constants, values = _constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
@@ -425,10 +443,11 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             annotate(node, **{LEAVE: leave, RESULTS: results})
         if node.op != "call_function":
             continue
-        # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
-        # where its base is, and a view of a constant a constant of its own.
-        made = viewed(node)
-        maker = made if made in constants or (node in values and made.op == "call_function") else node
+        # A view does nothing on a stream, nor does a conversion to the type that there is. Inductor may make one that
+        # is returned memory of its own, which is filled where its base is, and a view of a constant one of its own.
+        made = _behind_conversions(node)
+        of_made = made.op == "call_function" and (node in values or viewed(node) is not made)
+        maker = made if made in constants or of_made else node
         stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()
@@ -437,7 +456,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             AFTER: tuple(sorted(after.get(maker, frozenset()) | engine)) if computes or not is_stream_op(node) else (),
             BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
-            READS: None if is_backward(node) or is_stream_op(node) else foreign_reads(node, returned),
+            READS: None
+            if is_backward(node) or is_stream_op(node)
+            else eager_memory.foreign_reads(node, returned, handed_over),
             RESULTS: None if is_backward(node) else results,
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,

@@ -14,6 +14,9 @@ memory twice, and whoever writes to one of them changes the other:
 The same goes for a result that the program itself puts into an input (`x.copy_(z); return z`), and for what is saved
 for a backward, which takes it for memory that it may write to. And if another stream reads the value that it was made
 from, the caller may overwrite the result while that goes on.
+
+The same for a copy that is no result, but is read on another stream than it was made on. Without it that stream would
+read the caller's memory, or what becomes it, later than the caller knows of.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, view
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -65,8 +68,11 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
             views, maker = _views(value)
             together.setdefault(maker, []).append((i, views))
     users = {node: tuple(node.users) for node in nodes}
+    inputs = {node: tuple(node.all_input_nodes) for node in nodes}
     remove()
     left = set(graph.nodes)
+    if len({node_stream(node) for node in nodes if node.op == "call_function"}) > 1:
+        _keep_for_other_streams(nodes, inputs, left, output)
     if left.issuperset(together):
         return
     after, structure = pytree.tree_flatten(output.args[0])
@@ -90,6 +96,47 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
                     base.replace_input_with(value, copy)
         taken.add(owner)
     output.args = (pytree.tree_unflatten(after, structure),)
+
+
+def _keep_for_other_streams(
+    nodes: Sequence[Node], inputs: Mapping[Node, Sequence[Node]], left: AbstractSet[Node], output: Node
+) -> None:
+    """What the caller may write to is read on the streams that it is read on in eager: copies for others are kept."""
+    returned = {viewed(value) for value in output.all_input_nodes}
+    written = _written_inputs(output.graph)
+    copies: dict[Node, Node] = {}
+    for node in nodes:
+        if node not in left or node.op != "call_function":
+            continue
+        readers = {node} if not is_view(node) else _readers(node, lambda n: n.users, left)
+        for gone in inputs[node]:
+            value, copied = _behind(gone, inputs, left, node.all_input_nodes)
+            if value is None or all(node_stream(c) == node_stream(reader) for c in copied for reader in readers):
+                continue
+            owner = viewed(value)
+            if owner.op == "placeholder" or owner in returned or _may_lie_in(owner, written):
+                first = copied[-1]
+                if first not in copies:
+                    copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+                node.replace_input_with(value, copies[first])
+
+
+def _behind(
+    value: Node, inputs: Mapping[Node, Sequence[Node]], left: AbstractSet[Node], now: Sequence[Node]
+) -> tuple[Node | None, list[Node]]:
+    """Which of these nodes stands for a value that is gone, and the operations between, which did nothing."""
+    between: dict[Node, list[Node]] = {value: []}
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if value not in left:
+            path = between[value] if is_view(value) else [*between[value], value]
+            new = [given for given in inputs[value] if given not in between]
+            between |= dict.fromkeys(new, path)
+            todo += new
+        elif value in now:
+            return value, between[value]
+    return None, []
 
 
 def _views(result: Node) -> tuple[list[Node], Node]:

@@ -77,6 +77,8 @@ def _drop(part: str, partitions: Sequence[Any], signatures: Sequence[Any]) -> No
             return
         if part in signature.input_nodes:
             del signature.input_nodes[part], signature.input_deallocation[part]
+        for node in partition:  # nor is it there to be given back
+            node.last_usage.discard(part)
 
 
 __all__ = ["get_graph_partition_signature"]

@@ -15,6 +15,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import NodeUser
 from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
 
@@ -23,12 +25,15 @@ from torch_overlay._functorch.offload_ops import OPERATIONS
 from torch_overlay._functorch.stream_placement import (
     BEFORE,
     blocks_host,
+    is_device_synchronization,
     is_stream_op,
     is_synchronization,
+    is_view,
     LEAVE,
     node_stream,
     ORDER,
     REQUIRES,
+    viewed,
 )
 from torch_overlay._inductor import offload_codegen
 from torch_overlay._inductor.host_copies import download_in_place, upload_returned_memory_at_once
@@ -60,12 +65,14 @@ def order_graph(graph: torch.fx.Graph) -> None:
         after[node].update(n for n in carriers.get(node.meta.get("custom", {}).get(REQUIRES), ()) if n is not node)
     after[nodes[-1]].update(nodes[:-1])  # the output
     wanted = {node: set(needed) for node, needed in after.items()}
-    awaited = None
+    awaited = barrier = None
     for node in nodes:
         if is_synchronization(node):
-            awaited = node
+            awaited, barrier = node, node if is_device_synchronization(node) else barrier
         elif awaited is not None and _touches_host_memory(node) and not _promises(node, awaited):
             wanted[node].add(awaited)
+        if barrier is not None and _touches_callers_memory(node) and not _promises(node, barrier):
+            wanted[node].add(barrier)
     # A pass may have made one node of what stands before a synchronisation and behind it.
     order = next((found for edges in (wanted, after) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
     if order is None:
@@ -102,6 +109,17 @@ def _touches_host_memory(node: torch.fx.Node) -> bool:
     values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
     on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
     return node.op == "call_function" and not is_stream_op(node) and any(on_host)
+
+
+def _touches_callers_memory(node: torch.fx.Node) -> bool:
+    """What the user does with it behind a synchronisation of the device comes behind that, for any stream may have
+    written it, those too that this graph doesn't know."""
+    return (
+        node.op == "call_function"
+        and not is_stream_op(node)
+        and not is_view(node)
+        and any(viewed(value).op == "placeholder" for value in node.all_input_nodes)
+    )
 
 
 def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
@@ -155,8 +173,9 @@ def _is_for_another_stream(node: torch.fx.Node) -> bool:
 def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
     if config.streams:
         order_stream_operations(scheduler)
-        order_blocking_operations(scheduler)
     original(scheduler)
+    if config.streams:
+        order_blocking_operations(scheduler)
 
 
 def order_stream_operations(scheduler: Any) -> None:
@@ -165,6 +184,7 @@ def order_stream_operations(scheduler: Any) -> None:
     carriers: dict[str, list[str]] = {}
     earlier: list[str] = []
     awaited: set[str] = set()
+    barriers: set[str] = set()
     for node in scheduler.nodes:  # in the order of the graph: what a later one computes again was promised before
         own = set(node.get_buffer_names())
         dependencies = V.graph.additional_buffer_deps[node.get_name()]
@@ -175,8 +195,10 @@ def order_stream_operations(scheduler: Any) -> None:
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, _origins(node))) else set()
-        elif any(map(_touches_host_memory, _origins(node))):
-            dependencies.update(awaited)
+            barriers |= own if any(map(is_device_synchronization, _origins(node))) else set()
+        else:
+            dependencies.update(awaited if any(map(_touches_host_memory, _origins(node))) else ())
+            dependencies.update(barriers if any(map(_touches_callers_memory, _origins(node))) else ())
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
                 carriers.setdefault(token, []).extend(own)
@@ -185,42 +207,52 @@ def order_stream_operations(scheduler: Any) -> None:
 def order_blocking_operations(scheduler: Any) -> None:
     """What blocks the host until its stream is done comes behind what the user launched there before, and behind what
     the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it.
+
+    These are no reads, so they come behind the dependencies that upstream finds: a read would have to come before
+    whatever writes there later. What can't be computed before the copy stays behind it.
     """
     nodes = list(V.graph.module.graph.nodes)  # type: ignore[union-attr]
     if not any(map(blocks_host, nodes)) or not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in nodes):
         return
     place = {node: i for i, node in enumerate(nodes)}
-    launched: list[tuple[int, int, set[str], set[str]]] = []  # place of its last operation, stream, buffers, promises
+    launched: list[tuple[int, int, Any, set[str]]] = []  # place of its last operation, stream, node, promises
     blocking: list[tuple[int, int, Any, str | None]] = []
     for node in scheduler.nodes:
         origins = sorted(_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
             promises = {t for n in origins for t in n.meta.get("custom", {}).get(BEFORE) or ()}
-            launched.append((place[origins[-1]], node_stream(origins[-1]), _made_by(node), promises))
+            launched.append((place[origins[-1]], node_stream(origins[-1]), node, promises))
             for n in filter(blocks_host, origins):
                 token = n.meta.get("custom", {}).get(REQUIRES)
                 blocking.append((place[n], node_stream(n), node, token))
-    for at, stream, node, token in blocking:
-        behind = _buffers_behind(scheduler, node)
-        for earlier, other, buffers, promises in launched:
-            # An input that was updated before is written back at the graph's end, or before it.
-            if (token in promises and behind.isdisjoint(buffers)) or (earlier < at and other == stream):
-                V.graph.additional_buffer_deps[node.get_name()].update(buffers)
+    readers = _readers(scheduler)
+    for at, stream, node, _ in blocking:
+        _put_behind(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
+    for _, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
+        _put_behind(node, [n for _, _, n, promises in launched if token in promises], readers)
 
 
-def _made_by(node: Any) -> set[str]:
-    """The node's buffers, without those that stand for what it writes to: who depends on one of these reads it, and
-    would have to come before the next operation that writes there.
-    """
-    made = {out.get_name() for out in node.get_outputs() if not isinstance(out.node, ir.MutationOutput)}
-    return made or set(node.get_buffer_names())
+def _readers(scheduler: Any) -> dict[Any, set[Any]]:
+    """What depends on each node."""
+    maker = {name: node for node in scheduler.nodes for name in node.get_buffer_names()}
+    readers: dict[Any, set[Any]] = {node: set() for node in scheduler.nodes}
+    for node in scheduler.nodes:
+        for dependency in node.read_writes.reads:
+            if (made_by := maker.get(dependency.name)) not in (None, node):
+                readers[made_by].add(node)
+    return readers
 
 
-def _buffers_behind(scheduler: Any, node: Any) -> set[str]:
-    """What is computed from the node's result, and that itself."""
-    behind: set[str] = set()
-    for other in scheduler.nodes:
-        reads = {dependency.name for dependency in other.read_writes.reads}
-        if other is node or not reads.isdisjoint(behind):
-            behind |= set(other.get_buffer_names())
-    return behind
+def _put_behind(node: Any, earlier: list[Any], readers: dict[Any, set[Any]]) -> None:
+    """All of these but those that depend on the node."""
+    behind, todo = {node}, [node]
+    while todo:
+        new = readers[todo.pop()] - behind
+        behind |= new
+        todo += new
+    for other in earlier:
+        if other not in behind and node not in readers[other]:
+            made = other.get_outputs()[0]
+            node.add_fake_dep(WeakDep(made.get_name(), node.get_name(), is_fake=True))
+            made.set_users([*made.users, NodeUser(node, is_weak=True)])
+            readers[other].add(node)

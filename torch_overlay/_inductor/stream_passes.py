@@ -78,8 +78,8 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
-    ahead of what the user ordered behind that node, or does on its stream later. Whose memory is read in eager is known
-    of the same stream only.
+    ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
+    come between, and then the reader comes behind it. Whose memory is read in eager is known of the same stream only.
     """
     custom: Any = gone.custom
     stream = custom.get("stream") or 0
@@ -92,7 +92,8 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
             also[READS] = tuple(sorted({*own.get(READS, ()), *custom.get(READS, ())}))
         if any(_is_callers(value) for value in taken):
             for key in (AFTER, BEFORE):
-                also[key] = tuple(sorted({*own[key], *custom[key], f"s{stream}"} - {f"s{node_stream(user)}"}))
+                told = {token for token in custom[key] if not token.startswith("c")}
+                also[key] = tuple(sorted({*own[key], *told, f"s{stream}"} - {f"s{node_stream(user)}"}))
         user.meta["custom"] = {**own, **also}
 
 

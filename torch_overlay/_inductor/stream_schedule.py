@@ -227,6 +227,7 @@ class RegionReader:
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
         self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
+        self.handed_over: dict[int, set[str]] = {}  # and of them, those whose memory eager hands to the caller
         self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
         self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
@@ -297,17 +298,22 @@ class RegionReader:
             return set()
         return found
 
-    def reads_in_eager(self, node: BaseSchedulerNode) -> set[str] | None:
-        """The streams of whose memory the operation reads only what eager gives back like that; None where no pass kept
-        it, or of what an operator realizes for itself: that is better not known.
+    def note_reads(self, node: BaseSchedulerNode) -> None:
+        """The streams of whose memory the next operation reads only what eager gives back like that, or hands to the
+        caller. Nothing is noted where no pass kept it, or of what an operator realizes for itself: that is better not
+        known.
         """
-        own = self.own_origins(node)
+        own, here = self.own_origins(node), len(self.ops)
         known = [n.meta.get("custom", {}).get(READS) for n in own]
         found = [set(tokens) for tokens in known if tokens is not None]
-        if not found:  # a view that is made into memory of its own reads what eager doesn't
-            return set() if own and all(map(is_view, own)) else None
+        if not found:
+            if own and all(map(is_view, own)):  # a view that is made into memory of its own reads what eager doesn't
+                self.excused[here] = set()
+            return
         tokens = set().union(*found)
-        return self.renumbered(token for token in tokens if token[0] != "-" and f"-{token}" not in tokens)
+        named = {kind: {t.lstrip("-=") for t in tokens if t[0] == kind} for kind in "-=s"}
+        self.excused[here] = self.renumbered((named["s"] | named["="]) - named["-"])
+        self.handed_over[here] = self.renumbered(named["="])
 
     def collect_tokens(self) -> None:
         for node in self.nodes:
@@ -406,8 +412,8 @@ class RegionReader:
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
-        if gpu and (known := self.reads_in_eager(node)) is not None:
-            self.excused[len(self.ops)] = known
+        if gpu:
+            self.note_reads(node)
         if is_copy_stream(stream):
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
@@ -526,24 +532,32 @@ class RegionReader:
 
         The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
         is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
-        stream's, on which it may overwrite them.
+        stream's, on which it may overwrite them. What eager hands to the caller is no such thing if it is handed over.
         """
         if V.graph.is_backward:
             return stream != shared and not leaves
         if leaves and stream != shared:
             return False
         owner = f"s{stream}"
-        return any(self.ops[i].stream != stream and owner not in self.excused[i] for i in self.users.get(name, ()))
+        return any(
+            self.ops[i].stream != stream
+            and (owner not in self.excused[i] or (not leaves and owner in self.handed_over.get(i, ())))
+            for i in self.users.get(name, ())
+        )
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
         """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
-        memory nor a block of that stream.
+        memory nor a block of that stream. Where a block's own stream is promised nothing, it comes behind the operation
+        by what the caller does next, if at all, and all promises count.
         """
-        memory = {view: b.stream for b in buffers for view in (b.name, *b.views)}
+        blocks = {view: b for b in buffers for view in (b.name, *b.views)}
         for i in self.inner:
             op = self.ops[i]
-            blocks = {f"s{memory[n]}" for n in op.reads | op.writes if n in memory}
-            kept = frozenset(t for t in op.before if t[0] not in "sc" or t in blocks)
+            touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
+            if any(b.stream != op.stream and not b.settles and f"s{b.stream}" not in op.before for b in touched):
+                continue
+            streams = {f"s{b.stream}" for b in touched}
+            kept = frozenset(t for t in op.before if t[0] not in "sc" or t in streams)
             if kept != op.before:
                 self.ops[i] = replace(op, before=kept)
 

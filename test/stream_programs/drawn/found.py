@@ -1772,3 +1772,261 @@ _add(
         return trains(k, fn, 0, [], [buffer])
     """,
 )
+_add(
+    "what_is_read_behind_a_synchronisation_of_the_device_may_be_of_an_earlier_frame",
+    "x y n",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        sleep = k.sleep
+
+        def fn(x, y, n):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v1 = (sleep(x).sum()).clamp(-2, 2)
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                y.clamp_(-2, 2)
+                v2 = y - 1
+            torch.cuda.synchronize()
+            v3 = torch.where(y > 0, y, v1)
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "download_of_a_copy_that_is_left_out_behind_an_upload",
+    "y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = buffer + state
+            v2 = v1 + buffer
+            with torch.cuda.stream(s1):
+                v3 = torch.ones(32, 32, device="cuda")
+            y.copy_(state)
+            v4 = pinned.to("cuda")
+            v5 = y.cpu()
+            current.wait_stream(s1)
+            return v1, v2, v3, v4, v5
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "download_that_blocks_between_two_updates_by_operators_and_a_matrix_product",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                v0 = torch.ones(32, 32, device="cuda")
+            current.wait_stream(s1)
+            buffer.add_(x.detach())
+            buffer.clamp_(-2, 2)
+            v1 = (buffer > 0).float()
+            v2 = y.cpu()
+            add_to(v1, x.detach())
+            v3 = x @ w0
+            return v0, v1, v2, v3
+
+        return trains(k, fn, 0, [w0], [buffer])
+    """,
+)
+_add(
+    "copy_that_another_stream_reads_instead_of_the_result",
+    "x state pinned ready",
+    """
+    def build(k):
+        s2 = k.stream()
+        s3 = k.stream()
+        sleep = k.sleep
+
+        def fn(x, state, pinned, ready):
+            current = torch.cuda.current_stream()
+            v3 = x * 2
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v4 = sleep(state) + v3
+                v5 = pinned.to("cuda")
+                v6 = v5.clone()
+                with torch.cuda.stream(s3):
+                    s3.wait_stream(s2)
+                    v7 = sleep(v6).relu()
+            current.wait_stream(s2)
+            current.wait_stream(s3)
+            return v4, v5, v7
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "promise_by_which_another_stream_comes_behind_a_reader_of_its_memory",
+    "x y state ready",
+    """
+    def build(k):
+        s2 = k.stream()
+        s4 = k.stream()
+        s5 = k.stream()
+
+        def fn(x, y, state, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s4):
+                s4.wait_event(ready)
+                v3 = x - y
+                with torch.cuda.stream(s2):
+                    s2.wait_stream(current)
+                    s2.wait_stream(s4)
+                    v4 = v3.relu()
+                v5 = y.clamp(-1, 1) @ state.sign()
+            v4.record_stream(s5)
+            current.wait_stream(s2)
+            current.wait_stream(s4)
+            return v5
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "returned_view_behind_the_write_back_of_an_input",
+    "x state",
+    """
+    def build(k):
+        s3 = k.stream()
+        e2 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v3 = state + x
+            v3.zero_()
+            v4 = v3[8:24]
+            buffer.mul_(2)
+            buffer.clamp_(-2, 2)
+            with torch.cuda.stream(s3):
+                s3.wait_stream(current)
+                v7 = v3 + 1
+            e2.record(s3)
+            e2.wait()
+            return v4, v7
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "returned_view_becomes_memory_of_its_own_and_its_base_is_given_back",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            v1 = state + buffer
+            v2 = state.t().contiguous()
+            with torch.cuda.stream(s1):
+                v3 = y.t()
+                e1.record(current)
+                s1.wait_event(e1)
+                v4 = v3 + v2
+                v5 = v2[1:]
+            v6 = v1.clamp(-2, 2) + 1
+            return v3, v4, v5, v6
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "input_that_was_copied_to_another_is_read_in_its_place_on_another_stream",
+    "y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        sleep = k.sleep
+
+        def fn(y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = state.view(32, 32)
+            y[4:20].copy_(state[8:24])
+            v2 = pinned.to("cuda", non_blocking=True)
+            state.copy_(y)
+            done1 = current.record_event()
+            with torch.cuda.stream(s1):
+                done1.wait()
+                v5 = v2.clamp(-1, 1) @ v1.sign()
+                with torch.cuda.stream(s2):
+                    done2 = torch.cuda.Event()
+                    done2.record(current)
+                    s2.wait_event(done2)
+                    v6 = sleep(y) + state
+            done3 = torch.cuda.Event()
+            done3.record(s1)
+            current.wait_event(done3)
+            current.wait_stream(s2)
+            return v5, v6
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "concatenation_behind_the_partitions_that_compute_its_parts",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        e2 = torch.cuda.Event()
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(y, state):
+            v1 = y * 2
+            v1.record_stream(s1)
+            v3 = torch.cat([v1, state])[16:48]
+            v4 = sleep(v3) @ w0
+            v5 = v4.t().contiguous()
+            v6 = y.view(32, 32)
+            e2.record(s1)
+            buffer.clamp_(-2, 2)
+            v7 = torch.where(y > 0, y, v5)
+            return v4, v5, v6, v7
+
+        return trains(k, fn, None, [w0], [buffer])
+    """,
+)
+_add(
+    "upload_that_is_returned_and_copied_to_another_result",
+    "state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(state, pinned):
+            v3 = state.clone()
+            v5 = v3.view(32, 32)
+            v6 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                v3.copy_(v6)
+            done1 = s1.record_event()
+            done1.wait()
+            return v3, v5, v6
+
+        return calls(k, fn)
+    """,
+)

@@ -34,6 +34,7 @@ class Value:
     gain: float = 1.0
     view: bool = False
     leaf: bool = False
+    rows: bool = True  # laid out by rows: a transposed matrix is not, nor what takes its layout from one
 
     @property
     def host(self) -> bool:
@@ -200,7 +201,8 @@ class Writer:
         name = self.fresh()
         text, shape, bound, gradient, gain = self.apply(operation, operands, c)
         self.line(f"{name} = {text}")
-        self.finish(operation, operands, self.made(name, shape, bound, gradient=gradient, gain=gain))
+        rows = all(o.rows for o in operands)
+        self.finish(operation, operands, self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows))
 
     def operands(self, operation: Operation, b: int, c: int) -> list[Value] | None:
         chosen: list[Value] = []
@@ -268,8 +270,9 @@ class Writer:
 
     def do_in_place(self, a: int, b: int, c: int) -> None:
         update = UPDATES[a % len(UPDATES)]
-        # Dynamo refuses a view that isn't contiguous as `out`.
-        found = [v for v in self.recent() if self.writable(v, update) and not ("out=" in update.text and v.view)]
+        found = [v for v in self.recent() if self.writable(v, update)]
+        if "out=" in update.text:
+            found = [v for v in found if v.rows and not v.view]  # Dynamo refuses what isn't contiguous
         if not found:
             return
         target = found[b % len(found)]
@@ -302,7 +305,7 @@ class Writer:
         if base is None:
             return
         text, shape = VIEWS[a % len(VIEWS)]
-        if ".view(" in text and base.view:
+        if ".view(" in text and (base.view or not base.rows):
             text = text.replace(".view(", ".reshape(")
             if shape != FULL:
                 return
@@ -310,7 +313,8 @@ class Writer:
         self.line(f"{name} = {text.format(a=base.name)}")
         self.use(base)
         base.storage.names.add(name)
-        self.values.append(Value(name, base.storage, shape, base.gradient, base.gain, view=True))
+        rows = base.rows and ".t()" not in text
+        self.values.append(Value(name, base.storage, shape, base.gradient, base.gain, view=True, rows=rows))
 
     def do_wait_stream(self, a: int, b: int, c: int) -> None:
         count = self.spec.streams + 1
