@@ -233,11 +233,15 @@ class Caller:
             self.device.sweep()
             views = {name: self.device.view(t) for name, t in named}
             known = {view.memory for view in views.values()}
-            views |= {name: View(memory) for name, memory in self.device.captured() if memory not in known}
+            captured = {name: memory for name, memory in self.device.captured() if memory not in known}
+            views |= {name: View(memory) for name, memory in captured.items()}
             views |= {memory.name: View(memory) for memory in self.work.values()}
             current = {name: self.device.place(t) for name, t in named}
             self.trace.add(Boundary(call, tuple(views.items()), self.device.public, self.events(outputs)))
-            if self.joins or not all(self.promised(call, name, stream) for name, stream in current.items()):
+            # The caller reads results, and writes to inputs and to what the function captured before the next call.
+            written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
+            promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])
+            if self.joins or not promised:
                 self.join()
             for stream in dict.fromkeys(current.values()):
                 read = [t for name, t in named if current[name] == stream]
@@ -261,7 +265,8 @@ class Caller:
         if promises is None or name not in promises.get(call, {}):
             return not name.startswith("output") or stream != HOST
         reliance = promises[call][name]
-        return stream in (reliance.writable if name.startswith("input") else reliance.readable)
+        reads = name.startswith(("output", "gradient of "))
+        return stream in (reliance.readable if reads else reliance.writable)
 
     def join(self) -> None:
         """The host waits for all streams: what a correct caller does where nothing is promised."""
