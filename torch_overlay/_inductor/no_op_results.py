@@ -31,7 +31,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.stream_placement import is_view, node_stream, viewed
+from torch_overlay._functorch.stream_placement import is_stream_op, is_view, node_stream, viewed
 
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
         if shared or any(node_stream(n) != node_stream(maker) for n in others):
             copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
+            for user in left.intersection(users[maker]):
+                if is_stream_op(user):  # the allocator is told of a block, and it is this one
+                    user.replace_input_with(value, copy)
             for (i, _), base in zip(results, bases):
                 if base is None:
                     after[i] = copy
