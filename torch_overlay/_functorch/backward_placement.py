@@ -40,6 +40,7 @@ from torch_overlay._functorch.stream_placement import (
     annotate,
     BEFORE,
     is_backward,
+    is_stream_op,
     is_view,
     KEPT,
     LEAVE,
@@ -104,10 +105,17 @@ def place_recomputed(graph: Graph) -> None:
 
 
 def place_computed_early(graph: Graph) -> None:
-    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine."""
+    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine. Where the user
+    orders the ambient stream behind a side stream's last operation, that is then what was moved there.
+    """
+    joined: dict[int, bool] = {}
+    computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
+    for node in computed:
+        if not is_backward(node):
+            joined[node_stream(node)] = "s0" in (node.meta.get("custom", {}).get(BEFORE) or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
-            annotate(node, **{AFTER: None, BEFORE: None})
+            annotate(node, **{AFTER: None, BEFORE: ("s0",) if joined.get(node_stream(node)) else None})
 
 
 def place_saved(forward: Graph, backward: Graph) -> None:

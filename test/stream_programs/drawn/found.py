@@ -2030,3 +2030,64 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "gradient_that_is_computed_early_on_a_stream_that_is_joined",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        w1 = weight(k, True)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v3 = state.relu()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v4 = v3 @ w1
+                v6 = v4.detach().amax(1, keepdim=True)
+                v8 = v3.clamp(-1, 1) @ v4.sign()
+            current.wait_stream(s1)
+            return v6, v8
+
+        return trains(k, fn, 0, [w1])
+    """,
+)
+_add(
+    "record_stream_of_a_result_that_is_a_copy",
+    "x y",
+    """
+    def build(k):
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y):
+            y[4:20].copy_(buffer[8:24])
+            v1 = y.clone()
+            v2 = v1 + y
+            v3 = buffer.clamp(-1, 1) * x
+            v1.record_stream(s2)
+            return v1, v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "update_behind_a_synchronisation_that_nobody_joins",
+    "state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(state, ready):
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = buffer + state
+                torch.cuda.synchronize()
+                buffer.add_(v1)
+                buffer.clamp_(-2, 2)
+            return (v1,)  # unjoined
+
+        return calls(k, fn, [buffer])
+    """,
+)
