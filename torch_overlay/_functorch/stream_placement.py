@@ -91,8 +91,14 @@ def is_device_synchronization(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """It names memory of its first argument."""
+    """It names memory of its first argument. So does a conversion to the type that there is, with which a copy from
+    the host ends.
+    """
     target = node.target
+    if target is torch.ops.prims.convert_element_type.default:
+        source: Any = node.args[0]
+        made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+        return isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor) and made.dtype == given.dtype
     return isinstance(target, torch._ops.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
@@ -102,17 +108,6 @@ def viewed(node: Node) -> Node:
     """The node whose memory a value names, behind views of it."""
     while is_view(node) and isinstance(base := next(iter(node.args), None), torch.fx.Node):
         node = base
-    return node
-
-
-def _behind_conversions(node: Node) -> Node:
-    """What made a value, behind views and conversions to the type that it had: a copy from the host ends in one."""
-    node = viewed(node)
-    while node.target is torch.ops.prims.convert_element_type.default and isinstance(node.args[0], torch.fx.Node):
-        made, given = node.meta.get("val"), node.args[0].meta.get("val")
-        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
-            break
-        node = viewed(node.args[0])
     return node
 
 
@@ -443,11 +438,10 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             annotate(node, **{LEAVE: leave, RESULTS: results})
         if node.op != "call_function":
             continue
-        # A view does nothing on a stream, nor does a conversion to the type that there is. Inductor may make one that
-        # is returned memory of its own, which is filled where its base is, and a view of a constant one of its own.
-        made = _behind_conversions(node)
-        of_made = made.op == "call_function" and (node in values or viewed(node) is not made)
-        maker = made if made in constants or of_made else node
+        # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
+        # where its base is, and a view of a constant a constant of its own.
+        made = viewed(node)
+        maker = made if made in constants or (node in values and made.op == "call_function") else node
         stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()

@@ -69,10 +69,11 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
             together.setdefault(maker, []).append((i, views))
     users = {node: tuple(node.users) for node in nodes}
     inputs = {node: tuple(node.all_input_nodes) for node in nodes}
+    views = {node for node in nodes if is_view(node)}
     remove()
     left = set(graph.nodes)
     if len({node_stream(node) for node in nodes if node.op == "call_function"}) > 1:
-        _keep_for_other_streams(nodes, inputs, left, output)
+        _keep_for_other_streams(nodes, inputs, views, left, output)
     if left.issuperset(together):
         return
     after, structure = pytree.tree_flatten(output.args[0])
@@ -102,7 +103,11 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
 
 
 def _keep_for_other_streams(
-    nodes: Sequence[Node], inputs: Mapping[Node, Sequence[Node]], left: AbstractSet[Node], output: Node
+    nodes: Sequence[Node],
+    inputs: Mapping[Node, Sequence[Node]],
+    views: AbstractSet[Node],
+    left: AbstractSet[Node],
+    output: Node,
 ) -> None:
     """What the caller may write to is read on the streams that it is read on in eager: copies for others are kept."""
     returned = {viewed(value) for value in output.all_input_nodes}
@@ -113,7 +118,8 @@ def _keep_for_other_streams(
             continue
         readers = {node} if not is_view(node) else _readers(node, lambda n: n.users, left)
         for gone in inputs[node]:
-            value, copied = _behind(gone, inputs, left, node.all_input_nodes)
+            value, between = _behind(gone, inputs, left, node.all_input_nodes)
+            copied = [c for c in between if c not in views]
             if value is None or all(node_stream(c) == node_stream(reader) for c in copied for reader in readers):
                 continue
             owner = viewed(value)
@@ -127,13 +133,13 @@ def _keep_for_other_streams(
 def _behind(
     value: Node, inputs: Mapping[Node, Sequence[Node]], left: AbstractSet[Node], now: Sequence[Node]
 ) -> tuple[Node | None, list[Node]]:
-    """Which of these nodes stands for a value that is gone, and the operations between, which did nothing."""
+    """Which of these nodes stands for a value that is gone, and what there was between, which did nothing."""
     between: dict[Node, list[Node]] = {value: []}
     todo = [value]
     while todo:
         value = todo.pop()
         if value not in left:
-            path = between[value] if is_view(value) else [*between[value], value]
+            path = [*between[value], value]
             new = [given for given in inputs[value] if given not in between]
             between |= dict.fromkeys(new, path)
             todo += new

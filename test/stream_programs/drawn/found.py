@@ -2091,3 +2091,45 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "upload_that_another_stream_writes_to_an_input",
+    "x y state pinned ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y, state, pinned, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_event(ready)
+                v1 = y + state
+                v2 = pinned.to("cuda")
+                with torch.cuda.stream(s2):
+                    x.copy_(v2)
+            current.wait_stream(s2)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "record_stream_of_an_upload_on_another_stream",
+    "y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state, pinned):
+            v1 = buffer + state
+            v2 = y.t()
+            v3 = pinned.to("cuda", non_blocking=True)
+            v4 = y.relu()
+            with torch.cuda.stream(s1):
+                v3.record_stream(s1)
+            return v1, v2, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
