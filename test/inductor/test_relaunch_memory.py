@@ -369,6 +369,25 @@ class TestStages(RelaunchTestCase):
         made = [s.dtype for stage in stages for s in stage.layout.storages]
         self.assertEqual(made.count(torch.float32), 2)
 
+    def test_gradients_that_are_returned_again_and_views(self):
+        """One tensor as the gradient of two, and views of a gradient's memory."""
+        again = "return (gradients[0], *gradients, gradients[0], total, total[1:], total.t(), held, held, 7)"
+        for little in (0, 64 * 64 * 4):
+            run = self.backward(BACKWARD.replace("return (*gradients, total, held, 7)", again))
+            with mock.patch.object(layout, "LITTLE", little):
+                for _ in range(5):
+                    inputs = backward_inputs()
+                    *gradients, total, held, number = backward_expected(inputs)
+                    result = run(inputs)
+                    expected = [gradients[0], *gradients, gradients[0], total, total[1:], total.t(), held, held, number]
+                    self.assertEqual(list(result), expected)
+                    self.assertIs(result[0], result[1])
+                    self.assertIs(result[0], result[9])
+                    self.assertIs(result[-3], result[-2])
+                    self.assertEqual(result[10].data_ptr(), result[12].data_ptr())
+            self.assertGreater(len(self.stages()), 1)
+        self.assertEqual(runner.refusals(), [])
+
     def test_little_gradients_that_share_a_chunk_are_apart(self):
         run = self.backward()
         with mock.patch.object(layout, "LITTLE", 64 * 64 * 4):

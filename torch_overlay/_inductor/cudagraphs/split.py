@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.cudagraphs import pointers
-from torch_overlay._inductor.cudagraphs.layout import Given, OfInput, OfStorage, SameInput
+from torch_overlay._inductor.cudagraphs.layout import Given, OfInput, Repeated, SameInput
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
 from torch_overlay._inductor.cudagraphs.relaunch import outputs, Relaunch
 
@@ -60,9 +60,15 @@ class Split:
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
-        self.results = arrangement.results
+        slot_of = dict(arrangement.results)
+        slot_of |= {
+            i: slot_of[r.output]
+            for i, r in enumerate(layout.recipes)
+            if isinstance(r, Repeated) and r.output in slot_of
+        }
+        self.results = tuple(slot_of.items())
         # The other outputs, with nothing where those of the stages go.
-        rest = [Given(None) if isinstance(r, OfStorage) else r for r in layout.recipes]
+        rest = [Given(None) if i in slot_of else r for i, r in enumerate(layout.recipes)]
         self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     @property
