@@ -320,15 +320,20 @@ class TestStages(RelaunchTestCase):
         run(backward_inputs())
         self.assertGreater(len(self.stages()), 2)
 
-    def test_gradients_of_earlier_calls_stay(self):
-        run, held = self.backward(), []
+    def held_results(self, run):
+        """Of six calls, all of which are right when the last one has run."""
+        held = []
         for _ in range(6):
             inputs = backward_inputs()
             expected = backward_expected(inputs)
             held.append((run(inputs), expected))
         for result, expected in held:
             self.assertEqual(list(result[:9]), expected[:9])
-        addresses = [t.data_ptr() for result, _ in held for t in result[:9]]
+        return [result for result, _ in held]
+
+    def test_gradients_of_earlier_calls_stay(self):
+        held = self.held_results(self.backward())
+        addresses = [t.data_ptr() for result in held for t in result[:9]]
         self.assertEqual(len(set(addresses)), len(addresses))
 
     def test_pieces_of_the_same_stages_are_one_allocation(self):
@@ -350,19 +355,14 @@ class TestStages(RelaunchTestCase):
 
     def test_little_gradients_go_together(self):
         """A chunk of them is allocated by the stage that makes the first one; each output is a view at its place."""
-        run, held, size = self.backward(), [], 64 * 64 * 4
+        size = 64 * 64 * 4
         with mock.patch.object(layout, "LITTLE", size), mock.patch.object(layout, "LITTLE_CHUNK", 4 * size):
-            for _ in range(6):
-                inputs = backward_inputs()
-                expected = backward_expected(inputs)
-                held.append((run(inputs), expected))
-        for result, expected in held:
-            self.assertEqual(list(result[:9]), expected[:9])
+            held = self.held_results(self.backward())
         stages = self.stages()
         self.assertGreater(len(stages), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(stages))
         self.assertEqual(runner.refusals(), [])
-        gradients = held[-1][0][:9]
+        gradients = held[-1][:9]
         storages = [g.untyped_storage().data_ptr() for g in gradients]
         self.assertEqual(len(set(storages)), 3)
         self.assertEqual({g.untyped_storage().nbytes() for g in gradients}, {4 * size, size})

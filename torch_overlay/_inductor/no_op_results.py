@@ -116,8 +116,9 @@ def _keep_for_other_streams(
     for node in nodes:
         if node not in left or node.op != "call_function":
             continue
-        readers = {node} if not is_view(node) else _readers(node, lambda n: n.users, left)
-        for gone in inputs[node]:
+        removed = [n for n in inputs[node] if n not in left]
+        readers = _readers(node, lambda n: n.users, left) if removed and is_view(node) else {node}
+        for gone in removed:
             value, between = _behind(gone, inputs, left, node.all_input_nodes)
             copied = [c for c in between if c not in views]
             if value is None or all(node_stream(c) == node_stream(reader) for c in copied for reader in readers):

@@ -29,7 +29,7 @@ from typing import cast, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.cudagraphs.layout import Layout, OfStorage, Recipe, Storage, View
+from torch_overlay._inductor.cudagraphs.layout import Layout, OfStorage, Recipe, Repeated, Storage, View
 from torch_overlay._inductor.cudagraphs.liveness import aligned, cuts, Held, Life, need_of, Order
 from torch_overlay._inductor.cudagraphs.template import FIXED, Template, Word
 
@@ -62,7 +62,7 @@ class Arrangement:
     template: Template
     stages: tuple[Stage, ...] = ()  # none: it is launched as a whole
     slots: int = 0
-    results: tuple[tuple[int, int], ...] = ()  # (output, slot) of what stages make
+    results: tuple[tuple[int, int], ...] = ()  # (output, slot) of what stages make, repeated ones too
 
     def describe(self) -> str:
         """What each launch allocates, and what of that is scratch."""
@@ -202,7 +202,9 @@ class _Cut:
         self.slot = dict(enumerate(layout.inputs))
         self.slot |= {r: slots + i for i, r in enumerate((*self.storage, *self.slab))}
         self.views: dict[int, list[tuple[int, int]]] = {}  # region -> (output, slot) of the views of its storage
-        self.results = dict(self._find_results(slots + len(self.storage) + len(self.slab)))
+        found = dict(self._find_results(slots + len(self.storage) + len(self.slab)))
+        repeated = [(i, r.output) for i, r in enumerate(layout.recipes) if isinstance(r, Repeated)]
+        self.results = found | {i: found[first] for i, first in repeated if first in found}
         self.slots = 1 + max([*self.slot.values(), *self.results.values()])
 
     def _find_results(self, free: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.cudagraphs import pointers
-from torch_overlay._inductor.cudagraphs.layout import Given, OfInput, Repeated, SameInput
+from torch_overlay._inductor.cudagraphs.layout import Given, OfInput, SameInput
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
 from torch_overlay._inductor.cudagraphs.relaunch import outputs, Relaunch
 
@@ -51,24 +51,19 @@ class Split:
         for stage, launcher in zip(arrangement.stages, launchers, strict=True):
             aligned = [alignments[slot] if slot in self.region else 1 for slot in stage.takes]
             fixed = [k for k, slot in enumerate(stage.takes) if slot in self.region and slot in static]
-            made = Relaunch(device, stage.layout, launcher, fixed, aligned)
-            self.stages.append(made)
-            self.steps.append((made, stage.takes, stage.gives, stage.drops))
+            relaunch = Relaunch(device, stage.layout, launcher, fixed, aligned)
+            self.stages.append(relaunch)
+            self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
         self.positions = layout.inputs
         self.masks = tuple([alignments[k] - 1 for k in self.positions])
         self.aligned = getattr(self.stages[0].call, "aligned", pointers.aligned)
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
-        slot_of = dict(arrangement.results)
-        slot_of |= {
-            i: slot_of[r.output]
-            for i, r in enumerate(layout.recipes)
-            if isinstance(r, Repeated) and r.output in slot_of
-        }
-        self.results = tuple(slot_of.items())
+        self.results = arrangement.results
         # The other outputs, with nothing where those of the stages go.
-        rest = [Given(None) if i in slot_of else r for i, r in enumerate(layout.recipes)]
+        made = {output for output, _ in self.results}
+        rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
         self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     @property
