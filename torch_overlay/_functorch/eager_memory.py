@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET
+from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET, viewed
 
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
 
 
 def results_made(output: Node) -> set[Node]:
-    """What made the memory of a graph's results, behind views of it."""
-    return {_maker(value, updates=False) for value in output.all_input_nodes}
+    """The nodes whose memory a graph's results name; of an operator with several outputs, the outputs."""
+    return {viewed(value) for value in output.all_input_nodes}
 
 
 def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -178,8 +178,8 @@ def record_inputs(graph: Graph) -> None:
 def foreign_reads(
     node: Node, returned: Mapping[Storage, set[Node]], results: AbstractSet[Node] = frozenset()
 ) -> tuple[str, ...]:
-    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too, "=s1"
-    where it does and hands it to the caller (`results`: what made it), "-s1" of a value that in eager is other memory,
+    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too,
+    "=s1=mul" where it does and hands it to the caller (`results_made`), "-s1" of a value that in eager is other memory,
     or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`), as what
     was given as `out`, or in a variable behind a graph break.
     """
@@ -198,7 +198,8 @@ def foreign_reads(
         lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
         lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ("", None)), set()) - {made})
         lives_on |= memory_stream(value) != stream
-        found.add(f"-s{stream}" if lives_on else f"=s{stream}" if made in results else f"s{stream}")
+        own = viewed(value)
+        found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in results else f"s{stream}")
     return tuple(sorted(found))
 
 

@@ -106,7 +106,9 @@ def is_view(node: Node) -> bool:
 
 def viewed(node: Node) -> Node:
     """The node whose memory a value names, behind views of it."""
-    while is_view(node) and isinstance(base := next(iter(node.args), None), torch.fx.Node):
+    while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
+        is_view(node) or (node.target is operator.getitem and is_view(base))
+    ):
         node = base
     return node
 

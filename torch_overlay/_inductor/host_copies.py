@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._library.custom_ops import custom_op
 
+from torch_overlay._functorch.eager_memory import results_made
 from torch_overlay._functorch.stream_placement import viewed
 from torch_overlay._inductor.stream_passes import union_of_tokens
 
@@ -81,7 +82,7 @@ def download_in_place(graph: Graph) -> None:
 
 def upload_returned_memory_at_once(graph: Graph) -> None:
     """Uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
-    returned = {viewed(node) for node in graph.output_node().all_input_nodes}
+    returned = results_made(graph.output_node())
     for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = viewed(node.args[0])

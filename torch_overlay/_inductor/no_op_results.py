@@ -31,6 +31,7 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
+from torch_overlay._functorch.eager_memory import results_made
 from torch_overlay._functorch.stream_placement import is_stream_op, is_view, node_stream, viewed
 
 
@@ -110,7 +111,7 @@ def _keep_for_other_streams(
     output: Node,
 ) -> None:
     """What the caller may write to is read on the streams that it is read on in eager: copies for others are kept."""
-    returned = {viewed(value) for value in output.all_input_nodes}
+    returned = results_made(output)
     written = _written_inputs(output.graph)
     copies: dict[Node, Node] = {}
     for node in nodes:

@@ -13,6 +13,7 @@ copy to the host, `.item()`) runs on its stream.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
@@ -227,7 +228,7 @@ class RegionReader:
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
         self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
-        self.handed_over: dict[int, set[str]] = {}  # and of them, those whose memory eager hands to the caller
+        self.handed_over: dict[int, Counter[str]] = {}  # and of how much of it eager hands to the caller
         self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
         self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
@@ -311,9 +312,10 @@ class RegionReader:
                 self.excused[here] = set()
             return
         tokens = set().union(*found)
-        named = {kind: {t.lstrip("-=") for t in tokens if t[0] == kind} for kind in "-=s"}
-        self.excused[here] = self.renumbered((named["s"] | named["="]) - named["-"])
-        self.handed_over[here] = self.renumbered(named["="])
+        handed_over = [t.split("=")[1] for t in tokens if t[0] == "="]
+        lives_on = {t[1:] for t in tokens if t[0] == "-"}
+        self.excused[here] = self.renumbered({*handed_over, *(t for t in tokens if t[0] == "s")} - lives_on)
+        self.handed_over[here] = Counter(number for token in handed_over for number in self.renumbered([token]))
 
     def collect_tokens(self) -> None:
         for node in self.nodes:
@@ -541,9 +543,15 @@ class RegionReader:
         owner = f"s{stream}"
         return any(
             self.ops[i].stream != stream
-            and (owner not in self.excused[i] or (not leaves and owner in self.handed_over.get(i, ())))
+            and (owner not in self.excused[i] or (not leaves and self.reads_handed_over(i, stream)))
             for i in self.users.get(name, ())
         )
+
+    def reads_handed_over(self, i: int, stream: int) -> bool:
+        """Whether an operation reads memory of a stream that eager hands to the caller, and this graph does not."""
+        count = self.handed_over.get(i, Counter())[f"s{stream}"]
+        reads = {self.owners.get(n, n) for n in self.ops[i].reads} if count else set()
+        return count > sum(n in self.output_memory and stream in self.writer_streams.get(n, ()) for n in reads)
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
         """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
