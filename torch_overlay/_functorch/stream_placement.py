@@ -384,10 +384,15 @@ def _promise_outputs(gm: GraphModule, count: int) -> None:
 
 def _promise_parts(output: Node) -> None:
     """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
-    had waited for what computed that part may read the result, if there is nothing else in it.
+    had waited for what computed that part may read the result, if there is nothing else in it. So a record that comes
+    ahead of the update comes behind it, where nothing that the host waits for or asks stands between them.
     """
     from torch_overlay._functorch.view_sources import sources
 
+    place = {node: i for i, node in enumerate(output.graph.nodes)}
+    records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is _RECORD}
+    moves = (_RECORD, *_WAITS, _DEALLOC)
+    fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
     for value in pytree.tree_leaves(output.args):
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
             continue
@@ -395,7 +400,11 @@ def _promise_parts(output: Node) -> None:
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
         known = [{f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made]
-        waited = {token for token in set.intersection(*known) if token.startswith("s")}
+        waited = {
+            token
+            for token in set.intersection(*known)
+            if token[0] == "s" or (token in records and not any(records[token] < i < place[root] for i in fixed))
+        }
         while True:
             before = waited.union(value.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(value)}"}
             annotate(value, **{BEFORE: tuple(sorted(before))})

@@ -301,17 +301,19 @@ class SimulatedDevice:
         self,
         name: str,
         stream: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor | View],
+        writes: Sequence[torch.Tensor | View],
         line: str | None = None,
     ) -> None:
+        """Work on tensors, or on the parts of their memory that are named."""
         if self.graph_stream is not None and stream != HOST:
             stream = self.graph_stream
         modes: dict[View, list[bool]] = {}
-        for index, tensors in enumerate((reads, writes)):
-            for tensor in tensors:
-                if tensor.numel():
-                    modes.setdefault(self.view(tensor), [False, False])[index] = True
+        for index, touched in enumerate((reads, writes)):
+            for part in touched:
+                if isinstance(part, View) or part.numel():
+                    view = part if isinstance(part, View) else self.view(part)
+                    modes.setdefault(view, [False, False])[index] = True
         accesses = tuple(Access(view, r, w) for view, (r, w) in modes.items())
         self.trace.add(Launch(name, stream, accesses, user_line() if line is None else line, site()))
 

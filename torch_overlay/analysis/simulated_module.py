@@ -3,7 +3,8 @@
 The wrapper's own Python runs: allocations, deletions, reuse, partitions, the region's entry and exit, extern kernels,
 operators. In place of a Triton or C++ kernel stands a function that notes which arguments the kernel reads and which
 it writes: by Inductor's names (`in_ptr`, `out_ptr`, `in_out_ptr`), by `mutated_arg_names`, and by the stores in its
-source; of a kernel of the user's whose stores go through computed pointers, every pointer.
+source, and which elements of them (`kernel_ranges`); of a kernel of the user's whose stores go through computed
+pointers, every pointer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from unittest import mock
 import torch
 
 from torch_overlay._inductor import stream_native, stream_runtime
-from torch_overlay.analysis.trace import HOST
+from torch_overlay.analysis.kernel_ranges import KernelRanges
+from torch_overlay.analysis.trace import HOST, Span, View
 
 
 if TYPE_CHECKING:
@@ -157,20 +159,34 @@ class _Triton:
         named = {p for p in self.parameters if p in self.written or "out_ptr" in p}
         # Stores through computed pointers of a kernel about which nothing else is known may go anywhere.
         self.anywhere = not named and bool(stored)
+        self.ranges = KernelRanges(source)
 
     def run(self, *values: Any, stream: int, **kwargs: Any) -> None:
+        given = dict(zip(self.parameters, values)) | kwargs
+        numbers = {name: value for name, value in given.items() if type(value) is int}
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         reads, writes = [], []
-        for parameter, value in (*zip(self.parameters, values), *kwargs.items()):
-            if not isinstance(value, torch.Tensor):
-                continue
+        for parameter, value in tensors.items():
             written = self.anywhere or parameter in self.written or "out_ptr" in parameter
             if written:
-                writes.append(value)
+                writes += self.touched(value, parameter, "store", numbers)
             if not written or not re.fullmatch(r"out_ptr\d+", parameter):
-                reads.append(value)
-        on_device = next((t for t in (*reads, *writes) if t.is_cuda), None)
+                reads += self.touched(value, parameter, "load", numbers)
+        on_device = next((t for t in tensors.values() if t.is_cuda), None)
         index = torch._C._accelerator_getDeviceIndex() if on_device is None else on_device.device.index or 0
         self.device.launch(self.name, self.device.of_handle(stream, index), reads, writes)
+
+    def touched(self, tensor: torch.Tensor, parameter: str, kind: str, numbers: dict[str, int]) -> list[Any]:
+        """The tensor, or the parts of its memory that are known to be all that the kernel loads, or stores."""
+        found = self.ranges.of(parameter, kind, numbers) if tensor.numel() else None
+        if found is None:
+            return [tensor]
+        item, first = tensor.element_size(), int(tensor.storage_offset())
+        memory = self.device.memory(tensor)
+        return [
+            View(memory, Span((first + e.offset) * item, e.sizes, tuple(s * item for s in e.strides), item))
+            for e in found
+        ]
 
 
 def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:

@@ -63,8 +63,8 @@ class TimedDevice(SimulatedDevice):
         self,
         name: str,
         stream: str,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor | View],
+        writes: Sequence[torch.Tensor | View],
         line: str | None = None,
     ) -> None:
         super().launch(name, stream, reads, writes, line)
@@ -78,7 +78,7 @@ class TimedDevice(SimulatedDevice):
             rate = self.rates.link.out if kind == TO_HOST else self.rates.link.back
             self.costs[index] = Cost(self.rates.link.latency_us + nbytes / rate, kind, nbytes)
         else:
-            self.costs[index] = self._kernel(launch, [*reads, *writes])
+            self.costs[index] = self._kernel(launch, [t for t in (*reads, *writes) if isinstance(t, torch.Tensor)])
 
     def _kernel(self, launch: Launch, tensors: Sequence[torch.Tensor]) -> Cost:
         nbytes = sum(traffic(a.view) * (a.reads + a.writes) for a in launch.accesses)

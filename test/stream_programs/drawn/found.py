@@ -2133,3 +2133,50 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "rows_that_an_update_left_alone_read_by_a_stream_that_waited_before",
+    "y ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, ready):
+            y[4:20].copy_(buffer[8:24])
+            v1 = y[3:4]
+            s1.wait_event(ready)
+            return (v1,)
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "columns_that_an_update_left_alone_awaited_by_an_event_of_an_earlier_frame",
+    "state n",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        sleep = k.sleep
+
+        def fn(state, n):
+            current = torch.cuda.current_stream()
+            v1 = state + 1 if n > 3 else state * 2
+            v2 = sleep(state) * 3
+            with torch.cuda.stream(s1):
+                done = torch.cuda.Event()
+                done.record(current)
+                s1.wait_event(done)
+                v2.relu_()
+                v3 = v1[:, 5:6]
+                v1[:, ::2].add_(state[:, ::2])
+                torch._dynamo.graph_break()
+                with torch.cuda.stream(s1):
+                    v2.add_(v1)
+                s2.wait_event(done)
+            current.wait_stream(s1)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
