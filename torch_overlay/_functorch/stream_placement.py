@@ -496,6 +496,45 @@ def _is_number(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
 
 
+def _place_copies_of_inputs(graph: Graph) -> None:
+    """AOTAutograd copies an input that needs a gradient and is updated in place, ahead of all that the user wrote. The
+    copy is made where the first operation of the user's reads it, on that one's stream.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for copy in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        is_users = not copy.meta.keys().isdisjoint(("from_node", "source_fn_stack"))
+        if is_users or copy.args[0].op != "placeholder":  # type: ignore[union-attr]
+            continue
+        readers, todo = [], [copy]
+        while todo:
+            users = [user for user in todo.pop().users if user.op == "call_function" and not is_stream_op(user)]
+            todo += filter(is_view, users)
+            readers += [user for user in users if not is_view(user)]
+        if readers:
+            min(copy.users, key=place.__getitem__).prepend(copy)
+            annotate(copy, stream=node_stream(min(readers, key=place.__getitem__)) or None)
+
+
+def _keep_waits(graph: Graph) -> None:
+    """A copy that blocks the host and that nobody reads is left out. Streams of this graph are ordered as behind it
+    (`_Program.after`). Where a graph break follows there may be others, so the host waits for the copy's stream.
+    """
+    from torch_overlay._dynamo import registry
+
+    if not registry.current().goes_on:
+        return
+    read: set[Any] = set()
+    for node in reversed(graph.nodes):
+        if node in read or node.op != "call_function" or node.is_impure() or is_stream_op(node):
+            # What `copy` overwrites gives it no more than its layout.
+            read.update(node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes)
+        elif blocks_host(node) and not is_backward(node):
+            with graph.inserting_before(node):
+                wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))
+            kept = ("custom", "stack_trace", "partitioner_tag", "seq_nr")
+            wait.meta = {key: value for key, value in node.meta.items() if key in kept}
+
+
 def place_streams(gm: GraphModule) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
@@ -509,7 +548,10 @@ def place_streams(gm: GraphModule) -> None:
             if "stream" in node.meta.get("custom", {}):
                 annotate(node, stream=None)
         return
+    _place_copies_of_inputs(gm.graph)
     _mark_backward(gm)
+    _keep_waits(gm.graph)
+    nodes = list(gm.graph.nodes)
     _place_program(gm, [n for n in nodes if not is_backward(n)])
     _place_program(gm, [n for n in nodes if is_backward(n)])
     _follow_mutations(gm)

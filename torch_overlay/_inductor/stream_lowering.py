@@ -9,6 +9,7 @@ the order true on the device.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from typing import Any, TYPE_CHECKING
@@ -42,7 +43,7 @@ from torch_overlay._inductor.stream_schedule import _origins, required, stream_o
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def order_graph(graph: torch.fx.Graph) -> None:
@@ -157,10 +158,33 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
                 for origin in (earlier, *gather_origins([value], {}))
             ):
                 value.realize()
-    result = original(graph, node)
+    with _by_the_device(graph, node) if token is not None and _downloads(node) else contextlib.nullcontext():
+        result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
         result.realize()
     return result
+
+
+def _downloads(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return blocks_host(node) and isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+@contextlib.contextmanager
+def _by_the_device(graph: Any, copy: torch.fx.Node) -> Iterator[None]:
+    """A constant is copied, too, where Inductor would make another one on the host: others count on the host waiting.
+    Inductor leaves alone what was written to.
+    """
+    source = graph.env.get(copy.all_input_nodes[0])
+    name = source.realize() if isinstance(source, ir.TensorBox) else None
+    is_new = name is not None and name not in graph.mutated_buffers
+    if is_new:
+        graph.mutated_buffers.add(name)
+    try:
+        yield
+    finally:
+        if is_new:
+            graph.mutated_buffers.remove(name)
 
 
 def _is_for_another_stream(node: torch.fx.Node) -> bool:

@@ -81,12 +81,11 @@ class KernelRanges:
 
     def of(self, parameter: str, kind: str, numbers: Mapping[str, int]) -> list[Elements] | None:
         """What a call that is given these numbers loads or stores (`kind`); None: it may be everything."""
-        indices = self.accesses.get(parameter, {}).get(kind)
-        if not indices:
+        if (known_uses := self.accesses.get(parameter)) is None:
             return None
         known: dict[str, Elements] = {name: Elements(n) for name, n in numbers.items()}
         try:
-            found = [self._read(_parsed(index), known) for index in indices]
+            found = [self._read(_parsed(index), known) for index in known_uses.get(kind, ())]
         except (_NotLinear, SyntaxError, RecursionError):
             return None
         return None if any(e.offset < 0 or min(e.strides, default=0) < 0 for e in found) else found

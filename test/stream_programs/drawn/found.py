@@ -2180,3 +2180,100 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "update_of_a_result_of_an_earlier_frame_that_needs_a_gradient",
+    "x y state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        w1 = weight(k, True)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, ready):
+            with torch.cuda.stream(s1):
+                ready.wait()
+                v1 = state * 2
+                v2 = sleep(y) @ w1
+                torch._dynamo.graph_break()
+                with torch.cuda.stream(s1):
+                    v3 = torch.where(buffer > 0, buffer, state)
+                    v2.mul_(2)
+                    v4 = sleep(x) * 3
+            done1 = s1.record_event()
+            done1.wait()
+            return v1, v2, v3, v4
+
+        return trains(k, fn, 0, [w1], [buffer])
+    """,
+)
+_add(
+    "constant_that_is_copied_to_the_host_by_the_last_frame",
+    "x y state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        w1 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, ready):
+            current = torch.cuda.current_stream()
+            v3 = sleep(x) * 3
+            current.wait_event(ready)
+            v4 = buffer.t().contiguous()
+            v5 = v4 @ w1
+            v4.clamp_(-2, 2)
+            with torch.cuda.stream(s1):
+                done1 = current.record_event()
+                done1.wait()
+                v6 = v3.relu()
+            done2 = s2.record_event()
+            current.wait_stream(s1)
+            v7 = int(v6.detach().amax().item())
+            v8 = torch.full((32, 32), 1.0 if v7 > 0 else 0.0, device="cuda")
+            v9 = v8.cpu()
+            return v5, v6, v8, v9
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "upload_that_is_overwritten_before_a_graph_break",
+    "x y state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        s3 = k.stream()
+        e1 = torch.cuda.Event()
+        w0 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = buffer.cpu()
+            v2 = state * 2
+            with torch.cuda.stream(s3):
+                v3 = pinned.to("cuda")
+                y.mul_(2)
+                y.clamp_(-2, 2)
+                v3.copy_(buffer)
+                v4 = x.clamp(-1, 1) @ y.sign()
+                v5 = sleep(buffer) * 3
+                torch._dynamo.graph_break()
+                with torch.cuda.stream(s1):
+                    s1.wait_stream(current)
+                    v6 = double(v2.detach())
+                    e1.record(s3)
+                    s1.wait_event(e1)
+                    v7 = v5 @ w0
+                    e1.record(s2)
+            current.wait_stream(s1)
+            return v1, v3, v4, v5, v6, v7
+
+        return calls(k, fn, [buffer])
+    """,
+)

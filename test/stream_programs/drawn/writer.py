@@ -355,7 +355,7 @@ class Writer:
         name = self.fresh()
         self.line(f'{name} = {detached}.to("cpu", non_blocking=True)' if copies else f"{name} = {detached}.cpu()")
         storage = Storage(HOST, value.storage.bound, names={name})
-        self.values.append(Value(name, storage, FULL))
+        self.values.append(Value(name, storage, FULL, rows=value.rows))
         self.returned.append(self.values[-1])
         self.order.launch(self.stream, [value.storage], [storage])
         self.copies_to_host = True
@@ -375,7 +375,7 @@ class Writer:
         self.line(f"{name} = {text}")
         self.use(value)
         storage = Storage(HOST, bound, names={name})
-        self.values.append(Value(name, storage, FULL))
+        self.values.append(Value(name, storage, FULL, rows=value.rows))
         self.order.launch(HOST, [value.storage], [storage])
 
     def do_to_device(self, a: int, b: int, c: int) -> None:
@@ -389,7 +389,7 @@ class Writer:
         flag = ", non_blocking=True" if a % 2 else ""
         self.line(f'{name} = {value.name}.to("cuda"{flag})')
         self.use(value)
-        made = self.made(name, FULL, value.storage.bound)
+        made = self.made(name, FULL, value.storage.bound, rows=value.rows)
         self.order.launch(self.stream, [value.storage], [made.storage])
         if not a % 2:
             self.returned.append(made)
@@ -432,7 +432,8 @@ class Writer:
         self.used.add("n")
         taken = results[0] if a % 5 < 3 else results[1]
         gradient = any(r[3] for r in results)
-        made = self.made(name, taken[1], max(r[2] for r in results), gradient=gradient, gain=max(r[4] for r in results))
+        bound, gain, rows = max(r[2] for r in results), max(r[4] for r in results), value.rows and other.rows
+        made = self.made(name, taken[1], bound, gradient=gradient, gain=gain, rows=rows)
         self.finish(first, [value, other], made)
 
     def do_loop(self, a: int, b: int, c: int) -> None:
@@ -446,7 +447,7 @@ class Writer:
         self.line(f"    {name} = {name}.clamp(-2, 2) + 1")
         self.used.add("n")
         self.use(value)
-        made = self.made(name, FULL, max(3.0, value.storage.bound))
+        made = self.made(name, FULL, max(3.0, value.storage.bound), rows=value.rows)
         self.order.launch(self.stream, [value.storage], [made.storage])
 
     def do_item(self, a: int, b: int, c: int) -> None:
