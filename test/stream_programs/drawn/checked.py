@@ -69,8 +69,8 @@ def _left_to_host(race: Race) -> bool:
 
 def _parts(found: Report) -> set[tuple[str, str]]:
     """(call, value) of what has a part of its memory only. Whoever overwrites it needn't care for kernels that read the
-    other parts, nor who waits for an event from before the call for those that write them, but of a kernel that Inductor
-    didn't generate it is known which tensors it uses, and not which of their elements.
+    other parts, nor who waits for an event from before the call for those that write them, but of a kernel that isn't
+    Inductor's own it is known which tensors it uses, and not which of their elements.
     """
     boundaries = [o for trace in found.traces for o in trace.operations if isinstance(o, Boundary)]
     return {
