@@ -216,6 +216,16 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
+        impl="torch_overlay._functorch.input_updates:create_runtime_wrapper",
+        kind="wrap",
+        patch="aot-stream-placement",
+        fingerprint="9b68da67b495ecf6",
+        why="What the program orders behind an update comes behind the copy that writes it back.",
+        upstream="pytorch#172522",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._functorch._aot_autograd.streams:assign_backward_streams",
         impl="torch_overlay._functorch.backward_placement:assign_backward_streams",
         kind="wrap",

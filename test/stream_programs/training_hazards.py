@@ -339,6 +339,38 @@ def train_stream_none(k: Kit) -> Any:
     return step
 
 
+@training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
+def train_update_of_an_earlier_result(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+    updated = torch.cuda.Event()
+
+    def forward(x):
+        a = sleep(x @ weight)
+        torch._dynamo.graph_break()
+        fork(side)
+        with torch.cuda.stream(side):
+            a.mul_(2)
+            updated.record(side)
+        late = sleep(x)
+        torch._dynamo.graph_break()
+        with torch.cuda.stream(side):
+            b = a + 1
+        current().wait_event(updated)
+        c = a - 1
+        join(side)
+        return (b * c + late).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
 @training("a stream in a local variable becomes a context at a graph break (#187472, #183504)", fullgraph=False)
 def train_stream_across_graph_break(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep

@@ -374,14 +374,6 @@ def _follow_mutations(gm: GraphModule) -> None:
         annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
 
 
-def _promise_outputs(gm: GraphModule, count: int) -> None:
-    """The first outputs are written back to inputs by the caller on its own stream: it must be ordered behind them."""
-    output = next(iter(gm.graph.find_nodes(op="output")))
-    for value in list(output.args[0])[:count]:
-        if isinstance(value, torch.fx.Node) and node_stream(value) != AMBIENT:
-            annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
-
-
 def _promise_parts(output: Node) -> None:
     """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
     had waited for what computed that part may read the result, if there is nothing else in it. So a record that comes
@@ -604,9 +596,11 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
+    from torch_overlay._functorch.input_updates import note_promises
+
     original(gm, fw_metadata)
     if config.streams and any(node_stream(n) for n in gm.graph.nodes):
         _note_dropped_outputs(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
-        _promise_outputs(gm, len(fw_metadata.mutated_inp_stream_indices))
+        note_promises(gm, fw_metadata, len(fw_metadata.mutated_inp_stream_indices))
         fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)

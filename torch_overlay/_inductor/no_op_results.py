@@ -90,7 +90,10 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         # The caller may overwrite a result on its stream at once, whoever reads what it was made from on another one.
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
         if shared or any(node_stream(n) != node_stream(maker) for n in others):
-            copy = _copy(value, _place_of(maker, nodes, left), dict(maker.meta))
+            # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
+            _, between = _behind(maker, inputs, left, (value,))
+            first = next((c for c in reversed(between) if c not in views), maker)
+            copy = _copy(value, _place_of(first, nodes, left), dict(first.meta))
             for user in left.intersection(users[maker]):
                 if is_stream_op(user):  # the allocator is told of a block, and it is this one
                     user.replace_input_with(value, copy)

@@ -2277,3 +2277,57 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "event_behind_an_update_of_an_earlier_result_that_needs_a_gradient",
+    "x y state",
+    """
+    def build(k):
+        s2 = k.stream()
+        e1 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state):
+            current = torch.cuda.current_stream()
+            v1 = state + x
+            torch._dynamo.graph_break()
+            v2 = (v1 > 0).float()
+            v3 = buffer.relu()
+            with torch.cuda.stream(s2):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s2.wait_event(done1)
+                add_to(y, state)
+                y.clamp_(-2, 2)
+                v1.mul_(2)
+                e1.record(s2)
+            current.wait_event(e1)
+            return v1, v2, v3
+
+        return trains(k, fn, 0, [], [buffer])
+    """,
+)
+_add(
+    "result_that_adds_nothing_on_two_streams",
+    "",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn():
+            current = torch.cuda.current_stream()
+            v1 = torch.zeros_like(buffer)
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v2 = v1 + buffer
+                with torch.cuda.stream(s1):
+                    s1.wait_stream(current)
+                    s1.wait_stream(s2)
+                    v2.add_(v1)
+            current.wait_stream(s1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)

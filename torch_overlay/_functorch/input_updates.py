@@ -1,0 +1,97 @@
+"""Updates of inputs that autograd has to see: order for the copy that writes them back.
+
+The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
+copies it into the input, on the ambient stream, when the graph's code has returned. The ambient stream has joined the
+update by then (`promise_outputs`). Whatever eager orders behind the update itself, a stream that waited for it or made
+it, an event, the host, must come behind that copy: it waits once more, and the event is recorded once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._dynamo import objects
+from torch_overlay._functorch.stream_placement import AMBIENT, annotate, BEFORE, node_stream, REQUIRES
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import GraphModule, Node
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What comes behind the epilogue's copies, by registry index: streams, and events with the streams that record
+    them.
+    """
+
+    devices: tuple[int, ...]  # on whose current streams the copies run
+    streams: tuple[int, ...]
+    events: tuple[tuple[int, int], ...]
+    host: bool
+
+    def keep(self) -> None:
+        """Called behind the copies, with the objects of the graph's call."""
+        copied = [objects.ambient(device) for device in self.devices]
+        for index in self.streams:
+            for stream in copied:
+                objects.get(index).wait_stream(stream)
+        for event, index in self.events:
+            objects.get(event).record(objects.get(index))
+        if self.host:
+            for stream in copied:
+                stream.synchronize()
+
+
+def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
+    """The first `count` outputs are written back by the epilogue."""
+    outputs: Any = gm.graph.output_node().args[0]
+    values = [value for value in outputs[:count] if isinstance(value, torch.fx.Node)]
+    _promise_outputs(values)
+    last = {
+        n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
+    }
+    records = {n.meta.get("custom", {}).get(REQUIRES): (event, n.args[1]) for event, n in last.items()}
+    tokens = {t for v in values for t in (f"s{node_stream(v)}", *v.meta.get("custom", {}).get(BEFORE, ()))}
+    streams = {int(t[1:]) for t in tokens if t[0] == "s"} - {AMBIENT}
+    events = {records[t] for t in tokens if t in records}
+    host = any(t[0] in "ch" for t in tokens)
+    if streams or events or host:
+        devices = {v.meta["val"].device.index or 0 for v in values if v.meta["val"].device.type == "cuda"}
+        promises = Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
+        fw_metadata.overlay_promises = promises
+
+
+def _promise_outputs(values: list[Node]) -> None:
+    """The caller writes them on its own stream: it must be ordered behind them."""
+    for value in values:
+        if node_stream(value) != AMBIENT:
+            annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
+
+
+# ---- seam
+
+
+def create_runtime_wrapper(
+    original: Callable[..., Callable[..., Any]], compiled_fn: Any, *, runtime_metadata: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
+    promises: Promises | None = getattr(runtime_metadata, "overlay_promises", None)
+    if promises is None:
+        return wrapper
+
+    @functools.wraps(wrapper)
+    def keep_promises(*args: Any, **kwargs: Any) -> Any:
+        result = wrapper(*args, **kwargs)
+        promises.keep()
+        return result
+
+    return keep_promises
+
+
+__all__ = ["create_runtime_wrapper", "note_promises", "Promises"]
