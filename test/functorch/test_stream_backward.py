@@ -45,7 +45,10 @@ NO_STREAMS = ("train_stream_made_inside",)
 LAUNCHES = ("train_user_kernels",)  # eager launches the user's kernels for real
 # Nobody reads what their side streams compute; the second has no block at all.
 DEAD_BRANCHES = ("train_random_00", "train_random_17", "train_random_54")
-JOINED_OUTSIDE = ("train_moving_average", "train_graph_break_in_block", "train_stream_across_graph_break")
+JOINED_OUTSIDE = (
+    *("train_moving_average", "train_graph_break_in_block", "train_stream_across_graph_break"),
+    "train_update_of_an_earlier_result",
+)
 
 
 def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
