@@ -2,7 +2,7 @@
 
 The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
 copies it into the input, on the ambient stream, when the graph's code has returned. The ambient stream has joined the
-update by then (`promise_outputs`). Whatever eager orders behind the update itself, a stream that waited for it or made
+update by then (`_promise_outputs`). Whatever eager orders behind the update itself, a stream that waited for it or made
 it, an event, the host, must come behind that copy: it waits once more, and the event is recorded once more.
 """
 
