@@ -38,7 +38,8 @@ def happens_before(plan, events):
             waits.setdefault((position, stream), []).append((e.after, e.stream))
     boundary = {}
     for w in plan.boundary_waits:
-        boundary.setdefault((w.before, w.stream), []).append(w.token)
+        if all(op.renews != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
+            boundary.setdefault((w.before, w.stream), []).append(w.token)
     streams = set(plan.streams) | {int(t[1:]) for op in plan.ops for t in op.before if t[0] == "s"}
     state = {s: {("entry", s)} for s in streams}
     state[HOST] = set()
@@ -57,6 +58,9 @@ def happens_before(plan, events):
         state.setdefault(op.stream, {("entry", op.stream)})
         if op.stream != HOST:
             state[op.stream] |= state[HOST]
+        for s in {s for position, s in boundary if position == i} - {op.stream}:
+            state.setdefault(s, {("entry", s)})
+            arrive(i, s)
         arrive(i, op.stream)
         if op.waits:
             state[op.stream] |= {("entry", int(t[1:])) if t[0] == "s" else ("token", t) for t in op.after}
@@ -142,6 +146,7 @@ def schedules(draw):
         writes = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=2)))
         after = before = requires = frozenset()
         blocking = waits = False
+        renews = ""
         if stream == HOST and draw(st.integers(0, 3)) == 0:  # a synchronisation with the device
             waits = True
             after = frozenset(draw(st.lists(st.sampled_from([*(f"s{s}" for s in range(streams)), "e9"]), max_size=3)))
@@ -157,7 +162,8 @@ def schedules(draw):
                 kept += 1
                 requires, before = frozenset(("e7.0" if kept == 1 else "h0",)), frozenset()
                 reads = writes = frozenset()
-        ops.append(Op(f"op{i}", stream, reads, writes, after, before, requires, blocking, waits))
+                renews = draw(st.sampled_from(["", "e9"]))
+        ops.append(Op(f"op{i}", stream, reads, writes, after, before, requires, blocking, waits, renews=renews))
     buffers = [
         Buffer(n, draw(st.integers(0, streams - 1)), fresh=draw(st.booleans()))
         for n in draw(st.lists(st.sampled_from(NAMES), unique=True))
@@ -351,6 +357,16 @@ free r (stream 2) after exit""",
         after = frozenset(("e5",))
         plan = self.plan(Op("a", 1, frozenset("x"), after=after), Op("b", 1, frozenset("x"), after=after))
         self.assertEqual([(w.before, w.stream, w.token) for w in plan.boundary_waits], [(0, 1, "e5")])
+
+    def test_callers_event_is_waited_for_before_it_is_recorded_anew(self):
+        after = frozenset(("e5",))
+        plan = self.plan(
+            Op("record_event", 0, requires=frozenset(("e5.0",)), renews="e5"),
+            Op("a", 1, frozenset("x"), frozenset("y"), after=after),
+            Op("b", 2, frozenset("y"), after=after),
+            promised={3: after},
+        )
+        self.assertEqual([(w.before, w.stream, w.token) for w in plan.boundary_waits], [(0, 1, "e5"), (0, 3, "e5")])
 
     def test_unjoined_work_stays_unjoined(self):
         plan = self.plan(Op("prefetch", 1, frozenset("h"), frozenset("d")), buffers=[Buffer("d", 1)])

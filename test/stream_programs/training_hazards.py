@@ -341,7 +341,7 @@ def train_stream_none(k: Kit) -> Any:
 
 @training("a frame updates a result of an earlier one, which later frames read on the update's stream", fullgraph=False)
 def train_update_of_an_earlier_result(k: Kit) -> Any:
-    side, sleep = k.stream(), k.sleep
+    side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
     updated = torch.cuda.Event()
 
@@ -356,9 +356,10 @@ def train_update_of_an_earlier_result(k: Kit) -> Any:
         torch._dynamo.graph_break()
         with torch.cuda.stream(side):
             b = a + 1
-        current().wait_event(updated)
-        c = a - 1
-        join(side)
+        with torch.cuda.stream(other):
+            other.wait_event(updated)
+            c = a - 1
+        join(side, other)
         return (b * c + late).sum()
 
     forward = k.compile(forward)

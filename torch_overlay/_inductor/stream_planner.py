@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Op:
     makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
     synchronises with the device or with an event), and for what is in `after`. `behind` names operations that this one
     must be ordered behind though it needs nothing of theirs: so that memory which they use can be given back here.
+    `renews` is the token of the caller's event that this operation records anew.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Op:
     blocking: bool = False
     waits: bool = False
     behind: frozenset[str] = frozenset()
+    renews: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,10 @@ class _Clock:
         return self.seen.get(stream, -1) >= position
 
 
+EarlyWait: TypeAlias = "tuple[str, int]"
+"""The token of a caller's event, and a stream that waits for it where the region records the event anew."""
+
+
 def entry_token(stream: int) -> str:
     return f"s{stream}"
 
@@ -216,8 +222,9 @@ def _token_stream(token: str) -> int | None:
 
 
 class _Planner:
-    def __init__(self, ops: Sequence[Op], buffers: Sequence[Buffer]) -> None:
+    def __init__(self, ops: Sequence[Op], buffers: Sequence[Buffer], early: frozenset[EarlyWait]) -> None:
         self.ops = tuple(ops)
+        self.early = early
         self.buffers = tuple(buffers)
         self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
@@ -340,6 +347,9 @@ class _Planner:
     def launch(self, here: int, op: Op) -> None:
         stream = op.stream
         assert stream is not None
+        for token, waiting in sorted(self.early):
+            if token == op.renews:
+                self.order_after(here, waiting, (), (token,))
         clock = self.clock(stream)
         if stream != HOST and HOST in self.clocks:
             clock.join(self.clocks[HOST])
@@ -465,4 +475,23 @@ def plan_streams(
     `promised` says which of the caller's states (tokens) a stream must be ordered after when the region is left,
     whether or not an operation needs them.
     """
-    return _Planner(ops, buffers).run(promised or {})
+    promises = promised or {}
+    early: frozenset[EarlyWait] = frozenset()
+    plan = _Planner(ops, buffers, early).run(promises)
+    while (late := _late_wait(plan)) is not None:
+        early |= {late}
+        plan = _Planner(ops, buffers, early).run(promises)
+    for wait in sorted(early):  # others may bring what it waits for
+        fewer = _Planner(ops, buffers, early - {wait}).run(promises)
+        if _late_wait(fewer) is None:
+            early, plan = early - {wait}, fewer
+    return plan
+
+
+def _late_wait(plan: Plan) -> EarlyWait | None:
+    """The first wait for an event that the region has recorded anew by then, so that it is another state."""
+    renewed: dict[str, int] = {}
+    for here, op in enumerate(plan.ops):
+        renewed.setdefault(op.renews, here)
+    late = (w for w in plan.boundary_waits if renewed.get(w.token, w.before) < w.before)
+    return next(((w.token, w.stream) for w in late), None)

@@ -450,8 +450,9 @@ class RegionReader:
         after = self.annotated(node, AFTER) or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
-        stream, blocking, waits = HOST, False, False
+        stream, blocking, waits, renews = HOST, False, False, ""
         if kind == "record_event":
+            renews = f"e{arguments[0]}"
             stream = self.numbers.get(arguments[1], arguments[1])
         elif kind == "synchronize_stream":
             stream, blocking = self.numbers.get(arguments[0], arguments[0]), True
@@ -470,6 +471,7 @@ class RegionReader:
             requires=frozenset(requires),
             blocking=blocking,
             waits=waits,
+            renews=renews,
         )
 
     def size_of(self, name: str) -> int:
