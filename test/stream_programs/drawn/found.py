@@ -2363,3 +2363,22 @@ _add(
         return trains(k, fn, 0, [w0], [buffer])
     """,
 )
+_add(
+    "download_of_a_constant_in_a_frame_without_streams",
+    "",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn():
+            current = torch.cuda.current_stream()
+            current.wait_stream(s1)
+            torch._dynamo.graph_break()
+            buffer.zero_()
+            v1 = buffer.cpu()
+            return (v1,)
+
+        return calls(k, fn, [buffer])
+    """,
+)
