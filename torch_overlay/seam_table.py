@@ -52,6 +52,12 @@ PATCHES: tuple[Patch, ...] = (
         "partition had computed was missing, silently. The first one now hands the result on.",
     ),
     Patch(
+        slug="inductor-host-constants",
+        subject="A constant that is returned on the host is not made on the GPU",
+        description="With CUDA graphs, constants of the host that a graph returns, or saves for its backward, came on "
+        "the GPU. They stay where the program makes them.",
+    ),
+    Patch(
         slug="inductor-no-op-results",
         subject="A result that takes no computing is memory of its own",
         description="Additions of zero, products with one and copies are removed, and their results were the input, "
@@ -138,6 +144,16 @@ SEAMS: tuple[Seam, ...] = (
         why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
         "in the first.",
         ends="upstream hands the result on from partition to partition",
+    ),
+    # ---- inductor-host-constants
+    Seam(
+        target="torch._inductor.fx_passes.post_grad:ConstructorMoverPass.cannot_be_moved",
+        impl="torch_overlay._inductor.host_constants:cannot_be_moved",
+        kind="wrap",
+        patch="inductor-host-constants",
+        fingerprint="4169e36db429d972",
+        why="With CUDA graphs, a constant that is returned on the host is made on the GPU.",
+        ends="upstream moves no constructor of what the graph returns",
     ),
     # ---- inductor-no-op-results
     Seam(

@@ -389,6 +389,30 @@ def _allocations(text: str, rows: int) -> list[str]:
 
 
 @simulated_gpu()
+def constants_on_the_host() -> list[str]:
+    """With CUDA graphs, constants that a program makes on the host, and returns, come on the GPU."""
+
+    def constants(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ones = torch.ones(64)
+        return x + 1, ones, ones * 2
+
+    def number(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half = torch.full((), 0.5)
+        return x * half, half
+
+    def download(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        zeros = torch.zeros_like(x).cpu()
+        return x + 1, zeros
+
+    found = []
+    for function in (constants, number, download):
+        torch._dynamo.reset()
+        results = torch.compile(function, mode="reduce-overhead")(_square().detach())
+        found += [f"{function.__name__}: result {i} is on {r.device}" for i, r in enumerate(results) if i and r.is_cuda]
+    return found
+
+
+@simulated_gpu()
 def offloaded_storage() -> list[str]:
     """S8: a tensor whose copy to the host has a stream of its own loses its storage before it is read."""
 
@@ -423,6 +447,7 @@ CHECKS = (
     inputs_saved_and_written,
     read_behind_the_write,
     concatenated_in_partitions,
+    constants_on_the_host,
     results_that_are_inputs,
     views_of_what_takes_no_computing,
     updates_of_what_is_kept,

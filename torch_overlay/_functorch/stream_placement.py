@@ -34,6 +34,7 @@ from collections import defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
 from torch.utils import _pytree as pytree
 
@@ -172,13 +173,14 @@ def is_backward(node: Node) -> bool:
 
 def _mark_backward(gm: GraphModule) -> None:
     """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand behind the first
-    gradient. A write-back says nothing: it is told to be in the backward in graphs that have none, too, and what
-    follows it there are views for the caller.
+    gradient. A write-back says nothing: it is told to be in the backward in graphs that have none, too. What follows
+    may be views for the forward's caller, of what was updated in place after they were made.
     """
     begun = False
+    results = _viewed_results(gm.graph.output_node())
     for node in gm.graph.nodes:
         tag = node.meta.get("partitioner_tag")
-        if node.op != "call_function" or tag in ("is_forward", "must_be_in_forward"):
+        if node.op != "call_function" or node in results or tag in ("is_forward", "must_be_in_forward"):
             continue
         if (
             begun
@@ -187,6 +189,16 @@ def _mark_backward(gm: GraphModule) -> None:
             or any(n.op == "placeholder" and "tangents" in n.name for n in node.all_input_nodes)
         ):
             node.meta[BACKWARD] = begun = True
+
+
+def _viewed_results(output: Node) -> set[Node]:
+    """The views that the forward returns, and those that they are views of."""
+    found: set[Node] = set()
+    for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
+        while isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node) and is_view(value):
+            found.add(value)
+            value = value.args[0]
+    return found
 
 
 def _observed_events(ops: Sequence[Node]) -> set[int]:

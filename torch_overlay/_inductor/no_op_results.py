@@ -15,8 +15,8 @@ The same goes for a result that the program itself puts into an input (`x.copy_(
 for a backward, which takes it for memory that it may write to. And if another stream reads the value that it was made
 from, the caller may overwrite the result while that goes on.
 
-The same for a copy that is no result, but is read on another stream than it was made on. Without it that stream would
-read the caller's memory, or what becomes it, later than the caller knows of.
+The same for a copy that is no result, but is read on another stream than it was made on, or behind an operation that
+blocks the host. Without it the caller's memory, or what becomes it, would be read later than the caller knows of.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.eager_memory import results_made
-from torch_overlay._functorch.stream_placement import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.stream_placement import BEFORE, is_stream_op, is_view, node_stream, viewed
 
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     views = {node for node in nodes if is_view(node)}
     remove()
     left = set(graph.nodes)
-    if len({node_stream(node) for node in nodes if node.op == "call_function"}) > 1:
-        _keep_for_other_streams(nodes, inputs, views, left, output)
+    copies: dict[Node, Node] = {}  # by the first of the steps that are gone
+    if any(node_stream(node) or node.meta.get("custom", {}).get(BEFORE) for node in nodes):
+        _keep_for_other_streams(nodes, inputs, views, left, output, copies)
     if left.issuperset(together):
         return
     after, structure = pytree.tree_flatten(output.args[0])
@@ -89,11 +90,13 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
         # The caller may overwrite a result on its stream at once, whoever reads what it was made from on another one.
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
-        if shared or any(node_stream(n) != node_stream(maker) for n in others):
-            # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
-            _, between = _behind(maker, inputs, left, (value,))
-            first = next((c for c in reversed(between) if c not in views), maker)
-            copy = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+        # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
+        _, between = _behind(maker, inputs, left, (value,))
+        first = next((c for c in reversed(between) if c not in views), maker)
+        if shared or first in copies or any(node_stream(n) != node_stream(maker) for n in others):
+            if first not in copies:
+                copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+            copy = copies[first]
             for user in left.intersection(users[maker]):
                 if is_stream_op(user):  # the allocator is told of a block, and it is this one
                     user.replace_input_with(value, copy)
@@ -112,12 +115,12 @@ def _keep_for_other_streams(
     views: AbstractSet[Node],
     left: AbstractSet[Node],
     output: Node,
+    copies: dict[Node, Node],
 ) -> None:
     """What the caller may write to is read on the streams that it is read on in eager: copies for others are kept."""
     returned = results_made(output)
     written = _written_inputs(output.graph)
-    copies: dict[Node, Node] = {}
-    for node in nodes:
+    for node in sorted(nodes, key=is_stream_op):  # the allocator is told of copies that are kept for others
         if node not in left or node.op != "call_function":
             continue
         removed = [n for n in inputs[node] if n not in left]
@@ -125,14 +128,22 @@ def _keep_for_other_streams(
         for gone in removed:
             value, between = _behind(gone, inputs, left, node.all_input_nodes)
             copied = [c for c in between if c not in views]
-            if value is None or all(node_stream(c) == node_stream(reader) for c in copied for reader in readers):
+            if value is None or not copied:
                 continue
-            owner = viewed(value)
-            if owner.op == "placeholder" or owner in returned or _may_lie_in(owner, written):
-                first = copied[-1]
-                if first not in copies:
-                    copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+            first, owner = copied[-1], viewed(value)
+            is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
+            may_change = owner.op == "placeholder" or owner in returned or _may_lie_in(owner, written)
+            if is_elsewhere and may_change and first not in copies:
+                copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+            if first in copies and (is_elsewhere or is_stream_op(node)):
                 node.replace_input_with(value, copies[first])
+
+
+def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
+    """On another stream, or behind an operation that blocks the host until the copy is done."""
+    blocking = {token for token in copy.meta.get("custom", {}).get(BEFORE) or () if token.startswith("c")}
+    promised = reader.meta.get("custom", {}).get(BEFORE) or ()
+    return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
 
 
 def _behind(

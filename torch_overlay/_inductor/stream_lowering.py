@@ -20,6 +20,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import NodeUser
 from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay import config
 from torch_overlay._functorch.offload_ops import OPERATIONS
@@ -44,6 +45,8 @@ from torch_overlay._inductor.stream_schedule import _origins, required, stream_o
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_RECORD_STREAM = torch.ops.streams.record_stream.default
 
 
 def order_graph(graph: torch.fx.Graph) -> None:
@@ -136,9 +139,28 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
         order_graph(gm.graph)
         download_in_place(gm.graph)
         upload_returned_memory_at_once(gm.graph)
+        _name_memory(gm.graph)
         if config.fold_branches_below_us > 0:
             fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     original(lowering, gm, *args, **kwargs)
+
+
+def _name_memory(graph: torch.fx.Graph) -> None:
+    """`record_stream` is of the memory that a view shows, in whatever layout. Of an operator's argument Inductor would
+    make a copy that is laid out as in eager.
+    """
+    for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
+        record.replace_input_with(record.args[0], viewed(record.args[0]))  # type: ignore[arg-type]
+        record.meta.pop("eager_input_vals", None)
+
+
+def _fix_layout(node: torch.fx.Node, result: ir.TensorBox) -> None:
+    """Its memory is eager's from the start, so that what the caller gets of it is no other."""
+    result.realize()
+    value = node.meta.get("val")
+    is_open = isinstance(value, torch.Tensor) and isinstance(result.maybe_get_layout(), ir.FlexibleLayout)
+    if is_open and is_non_overlapping_and_dense_or_false(value):
+        ir.ExternKernel.require_exact_strides(result, value.stride())
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
@@ -162,6 +184,8 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
         result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
         result.realize()
+    if config.streams and isinstance(result, ir.TensorBox) and any(u.target is _RECORD_STREAM for u in node.users):
+        _fix_layout(node, result)
     return result
 
 

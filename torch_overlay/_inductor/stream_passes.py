@@ -14,7 +14,17 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import AFTER, BEFORE, is_view, LEAVE, node_stream, READS, RESULTS, viewed
+from torch_overlay._functorch.stream_placement import (
+    AFTER,
+    BEFORE,
+    is_stream_op,
+    is_view,
+    LEAVE,
+    node_stream,
+    READS,
+    RESULTS,
+    viewed,
+)
 
 
 if TYPE_CHECKING:
@@ -85,7 +95,7 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
     stream = custom.get("stream") or 0
     for user, taken in _heirs(gone, before, left):
         own = user.meta.get("custom", {})
-        if own.get(AFTER) is None or custom.get(AFTER) is None:
+        if is_stream_op(user) or own.get(AFTER) is None or custom.get(AFTER) is None:
             continue
         also = {}
         if node_stream(user) == stream:

@@ -491,12 +491,17 @@ class RegionReader:
         for i in self.excused:
             for name in {self.owners.get(n, n) for n in self.ops[i].reads | self.ops[i].writes}:
                 self.users.setdefault(name, []).append(i)
+        results = eager_memory_of_results()
         for name in self.fresh:
             streams = [s for s in self.writer_streams.get(name, ()) if s != HOST]
             if streams:
                 device = self.device_of(name)
                 shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
                 stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
+                known = results.get(name, set())
+                if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
+                    # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
+                    (stream,) = (self.numbers.get(s, s) or shared for s in known)
                 leaves = name in self.output_memory
                 settles = not self.enclosed and self.settles(name, stream, shared, leaves)
                 found.append(

@@ -2382,3 +2382,173 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "record_stream_of_a_copy_that_another_stream_reads",
+    "state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        s3 = k.stream()
+
+        def fn(state):
+            current = torch.cuda.current_stream()
+            v1 = state.view(32, 32)
+            v1[1:9] = 3
+            v2 = v1.sum()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v3 = v1.clone()
+                state.mul_(2)
+                state.clamp_(-2, 2)
+                with torch.cuda.stream(s3):
+                    v3.record_stream(s2)
+            current.wait_stream(s1)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "record_stream_of_a_copy_ahead_of_a_record",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            v1 = x.clone()
+            e1.record(current)
+            v2 = v1.clone()
+            e1.record(current)
+            v1.record_stream(s1)
+            return (v2,)
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "view_of_an_update_that_is_made_anew_behind_the_backward",
+    "x state",
+    """
+    def build(k):
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            v1 = double(buffer.detach())
+            v1.zero_()
+            v2 = state.to("cpu", non_blocking=True)
+            v3 = v1.view(16, 64)
+            torch.cuda.synchronize()
+            v4 = v2 + 1
+            v5 = x @ w0
+            return v2, v3, v4, v5
+
+        return trains(k, fn, 0, [w0], [buffer])
+    """,
+)
+_add(
+    "copy_of_an_input_ahead_of_a_copy_that_blocks",
+    "y state pinned",
+    """
+    def build(k):
+        s2 = k.stream()
+        s3 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state, pinned):
+            current = torch.cuda.current_stream()
+            v1 = y * 2
+            done1 = torch.cuda.Event()
+            done1.record(s2)
+            torch._dynamo.graph_break()
+            s3.wait_stream(current)
+            v2 = state.clone()
+            v3 = pinned.to("cuda")
+            v4 = buffer.clamp(-1, 1) @ v2.sign()
+            return v1, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "record_stream_of_the_base_of_a_slice",
+    "state",
+    """
+    def build(k):
+        # unjoined
+        s1 = k.stream()
+
+        def fn(state):
+            v1 = state.t() * 2
+            v2 = v1[:, ::2]
+            v1.record_stream(s1)
+            return (v2,)
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "part_of_a_concatenation_that_a_later_frame_reads_on_another_stream",
+    "x y",
+    """
+    def build(k):
+        # unjoined
+        s2 = k.stream()
+        s4 = k.stream()
+        e1 = torch.cuda.Event()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            y.clamp_(-2, 2)
+            with torch.cuda.stream(s4):
+                s4.wait_stream(current)
+                v1 = torch.cat([y, x])[16:48]
+                with torch.cuda.stream(s2):
+                    torch._dynamo.graph_break()
+                    e1.record(current)
+                    s2.wait_event(e1)
+                    e1.record(s4)
+                    s2.wait_event(e1)
+                    v2 = v1.clamp(-1, 1) @ x.sign()
+                    s4.wait_event(e1)
+            return (v2,)
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "download_of_a_constant_that_is_returned",
+    "x state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s3 = k.stream()
+        s4 = k.stream()
+        w1 = weight(k)
+
+        def fn(x, state, ready):
+            current = torch.cuda.current_stream()
+            v1 = double(state) @ w1
+            with torch.cuda.stream(s3):
+                s3.wait_event(ready)
+                v2 = torch.zeros_like(x)
+                torch.cuda.synchronize()
+                v3 = double(state) * 3
+                with torch.cuda.stream(s4):
+                    done1 = torch.cuda.Event()
+                    done1.record(s3)
+                    s4.wait_event(done1)
+                    v4 = torch.where(v3 > 0, v3, v1)
+                    current.wait_stream(s1)
+                    v5 = v2.cpu()
+                    v6 = v5 + 1
+            current.wait_stream(s4)
+            return v4, v5, v6
+
+        return calls(k, fn)
+    """,
+)
