@@ -67,6 +67,15 @@ def indices(source: str, kind: str) -> set[int]:
 
 
 class TestKernelRanges(TestCase):
+    def test_what_a_condition_reaches_may_be_anything(self) -> None:
+        source = pointwise("128 + x0", "x0", "x0 = xindex")
+        self.assertIsNotNone(KernelRanges(source).of("in_ptr0", "load", {}))
+        conditional = source.replace("(128 + x0), xmask)", "(128 + x0), tmp1 & xmask, other=0.0)")
+        self.assertIsNone(KernelRanges(conditional).of("in_ptr0", "load", {}))
+        self.assertIsNotNone(KernelRanges(conditional).of("out_ptr0", "store", {}))
+        conditional = source.replace("tmp0, xmask)", "tmp0, tmp1 & xmask)")
+        self.assertIsNone(KernelRanges(conditional).of("out_ptr0", "store", {}))
+
     def test_sums_of_variables_are_exact(self) -> None:
         for source in (
             pointwise("256 + x0", "128 + x0", "x0 = xindex"),

@@ -136,14 +136,17 @@ def _note_targets(nodes: Iterable[Node]) -> None:
 
 def _note_storages(nodes: Iterable[Node]) -> None:
     """Nor do they say that the result of an update is in the memory of what it was made from, if it reads nothing of
-    that, as `zero_` does."""
+    that, as `zero_` does, or was given it as `out`.
+    """
     values: dict[int | None, list[Node]] = {}
     updated = set()
     for node in nodes:
         storage = _storage(node)
-        if node.op in ("call_function", "call_method") and updates_in_place(node.target):
-            storage = _storage(next(iter(node.args), None))
-            updated.add(storage)
+        if node.op in ("call_function", "call_method"):
+            given = node.kwargs.get("out")
+            if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
+                storage = _storage(given or next(iter(node.args), None))
+                updated.add(storage)
         values.setdefault(storage, []).append(node)
     for storage in updated - {None}:
         first = values[storage][0]

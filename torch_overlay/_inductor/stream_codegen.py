@@ -42,6 +42,7 @@ from torch_overlay._inductor.stream_schedule import (
     owner_of,
     Region,
     stream_devices,
+    stream_operation,
 )
 
 
@@ -637,6 +638,8 @@ def active(scheduler: Any) -> RegionEmitter | None:
 
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
     emitter = active(scheduler)
+    if stream_operation(node) is not None:  # it has no device, whose change would have written the host's kernels out
+        scheduler.flush()
     if emitter is not None:
         emitter.before(node)
     original(scheduler, node)

@@ -111,6 +111,9 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
     """The operations that are left of those that read a node, or one in its place, with what they read instead, some of
     them through views.
     """
+    given = set(gone.inputs)
+    while not given <= left:  # what it read may have done nothing, too
+        given = {value for node in given for value in ([node] if node in left else before[node].inputs)}
     seen: set[Node] = set()
     todo: list[tuple[Node, set[Node]]] = [(user, set()) for user in gone.users]
     while todo:
@@ -120,7 +123,7 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
         if user not in left:
             todo += [(reader, viewed_ones) for reader in before[user].users if user not in seen]
         elif user.op == "call_function":
-            taken = viewed_ones or ({*user.all_input_nodes} - before[user].inputs) & gone.inputs
+            taken = viewed_ones or ({*user.all_input_nodes} - before[user].inputs) & given
             if taken and user not in seen:
                 yield user, taken
                 todo += [(reader, taken) for reader in user.users if is_view(user)]

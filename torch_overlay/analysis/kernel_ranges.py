@@ -5,9 +5,9 @@
     tl.store(out_ptr0 + (128 + x0 + 64*x1), tmp0, xmask)
 
 stores 16 rows of 32 elements, every second one, from element 128 on, if `xnumel` is 512. Indices that are sums of
-multiples of such variables are understood, and numbers that the kernel is called with. Masks are not looked at: what
-is found may be more than what is touched. A parameter that is used in any other way, through an index from memory or
-by a template, may be touched everywhere.
+multiples of such variables are understood, and numbers that the kernel is called with. The masks of such a variable's
+end are not looked at: what is found may be more than what is touched. A parameter that is used in any other way, under
+a condition, through an index from memory or by a template, may be touched everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _GENERATED = re.compile(r"@triton_heuristics\.(?:pointwise|reduction|persistent_reduction|cooperative_reduction)\(")
-_ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \((.*?)\)(?:, |\)$)", re.MULTILINE)
+_ACCESS = re.compile(r"tl\.(load|store)\((\w+) \+ \((.*?)\)(?:, (.*)|\))$", re.MULTILINE)
+_CONDITION = re.compile(r"\btmp\d")
 _DEFINED = re.compile(r"^ +(\w+) = (.+?) *$", re.MULTILINE)
 _INDEX = re.compile(r"([xyz]|r\d*_)index")
 
@@ -73,8 +74,10 @@ class KernelRanges:
         body = source.partition("@triton.jit")[2].partition("):\n")[2]
         for name, text in _DEFINED.findall(body):
             self.definitions[name] = text if self.definitions.get(name, text) == text else None
-        for kind, parameter, index in _ACCESS.findall(body):
-            self.accesses.setdefault(parameter, {}).setdefault(kind, []).append(index)
+        for kind, parameter, index, rest in _ACCESS.findall(body):
+            mask = rest if kind == "load" else rest.partition(", ")[2]  # behind what is stored
+            if not _CONDITION.search(mask):
+                self.accesses.setdefault(parameter, {}).setdefault(kind, []).append(index)
         for parameter, indices in list(self.accesses.items()):
             if len(re.findall(rf"\b{parameter}\b", body)) != sum(map(len, indices.values())):
                 del self.accesses[parameter]

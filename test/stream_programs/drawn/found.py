@@ -2552,3 +2552,98 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "part_of_a_concatenation_that_is_read_under_a_condition",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, state):
+            v1 = buffer - x
+            v2 = sleep(x) + state
+            v3 = torch.cat([v2, v1 * 2])[16:48]
+            with torch.cuda.stream(s1):
+                v4 = buffer.view(32, 32)
+            x[4:20].copy_(v2[8:24])
+            x.clamp_(-2, 2)
+            return v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "record_behind_what_the_host_computes",
+    "x",
+    """
+    def build(k):
+        s4 = k.stream()
+        e2 = torch.cuda.Event()
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            v1 = x.cpu()
+            v2 = int(buffer.detach().amax().item())
+            v3 = torch.full((32, 32), 1.0 if v2 > 0 else 0.0, device="cuda")
+            v4 = v1 * 2
+            e2.record(s4)
+            return v1, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "copy_into_an_input_of_what_dies_at_a_graph_break",
+    "x pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        s3 = k.stream()
+        e2 = torch.cuda.Event()
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+
+        def fn(x, pinned):
+            s3.synchronize()
+            v1 = pinned.to("cuda", non_blocking=True)
+            v2 = x.detach().amax(1, keepdim=True)
+            v3 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                buffer.copy_(v1)
+                s2.synchronize()
+                v4 = buffer[1:]
+                with torch.cuda.stream(s3):
+                    torch._dynamo.graph_break()
+            v5 = x @ w0
+            e2.record(s1)
+            e2.wait()
+            return v2, v3, v4, v5
+
+        return trains(k, fn, 0, [w0], [buffer])
+    """,
+)
+_add(
+    "tensor_that_is_read_before_it_is_given_as_out",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        sleep = k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            s1.wait_stream(current)
+            with torch.cuda.stream(s1):
+                v1 = torch.full((32, 32), 1.0, device="cuda")
+            v2 = torch.ones(32, 32, device="cuda")
+            current.wait_stream(s1)
+            v3 = sleep(v1) * 3
+            torch.add(v1, v2, out=v1)
+            return v1, v2, v3
+
+        return calls(k, fn)
+    """,
+)

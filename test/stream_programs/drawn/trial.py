@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 COMPILED = ("default", "reduce-overhead")
 
+# What stock PyTorch refuses, without streams, too: a tensor and its view, given to a graph that needs gradients behind a
+# graph break, and updated there.
+REFUSED = "aot_autograd() does not yet handle"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -71,6 +75,8 @@ def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) 
             with mock.patch.object(GraphLowering, "save_output_code", codes.append):
                 _check(written, mode, on_gpu, seeds)
         except Exception as error:
+            if REFUSED in str(error):
+                continue
             from stream_programs.drawn import checked
             from stream_programs.gpu import Mismatch
 
