@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 COMPILED = ("default", "reduce-overhead")
 
-# What stock PyTorch refuses, without streams, too: a tensor and its view, given to a graph that needs gradients behind a
-# graph break, and updated there.
+# What stock PyTorch refuses, without streams, too: a tensor and its view, given to a graph that needs gradients behind
+# a graph break, and updated there.
 REFUSED = "aot_autograd() does not yet handle"
 
 
