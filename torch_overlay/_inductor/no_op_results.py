@@ -88,12 +88,12 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         value: Any = after[results[0][0]] if bases[0] is None else bases[0].args[0]
         owner = viewed(value)
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
-        # The caller may overwrite a result on its stream at once, whoever reads what it was made from on another one.
+        # Whoever is promised that the result is there may overwrite it, while what it was made from is still read.
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
         # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
         _, between = _behind(maker, inputs, left, (value,))
         first = next((c for c in reversed(between) if c not in views), maker)
-        if shared or first in copies or any(node_stream(n) != node_stream(maker) for n in others):
+        if shared or first in copies or any(_is_read_later(maker, n) for n in others):
             if first not in copies:
                 copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
             copy = copies[first]
@@ -144,6 +144,12 @@ def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
     blocking = {token for token in copy.meta.get("custom", {}).get(BEFORE) or () if token.startswith("c")}
     promised = reader.meta.get("custom", {}).get(BEFORE) or ()
     return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
+
+
+def _is_read_later(result: Node, reader: Node) -> bool:
+    """On another stream, or by what somebody is not promised to whom the result is."""
+    promised = [set(node.meta.get("custom", {}).get(BEFORE) or ()) for node in (result, reader)]
+    return not is_stream_op(reader) and (node_stream(result) != node_stream(reader) or not promised[0] <= promised[1])
 
 
 def _behind(

@@ -180,7 +180,8 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
                 for origin in (earlier, *gather_origins([value], {}))
             ):
                 value.realize()
-    with _by_the_device(graph, node) if token is not None and _downloads(node) else contextlib.nullcontext():
+    is_counted_on = token is not None and blocks_host(node)
+    with _by_the_device(graph, node) if _downloads(graph, node, is_counted_on) else contextlib.nullcontext():
         result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
         result.realize()
@@ -189,9 +190,19 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     return result
 
 
-def _downloads(node: torch.fx.Node) -> bool:
+def _downloads(graph: Any, node: torch.fx.Node, is_counted_on: bool) -> bool:
+    """Is it a copy to the host that the device has to make? Of a constant Inductor makes another one there, if it can:
+    if nobody counts on the host waiting for the copy, and it isn't scanned or sorted, which upstream fails to make.
+    """
     value = node.meta.get("val")
-    return blocks_host(node) and isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    if not config.streams or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+        return False
+    if is_counted_on or node.target not in (torch.ops.prims.device_put.default, torch.ops.aten._to_copy.default):
+        return is_counted_on
+    source = graph.env.get(node.args[0])
+    while isinstance(source, (ir.TensorBox, ir.StorageBox, ir.BaseView, ir.ComputedBuffer)):
+        source = source.data
+    return isinstance(source, (ir.Scan, ir.Sort))
 
 
 @contextlib.contextmanager

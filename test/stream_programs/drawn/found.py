@@ -2647,3 +2647,92 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "result_that_was_written_over_and_its_source_is_read_later",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        w0 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = torch.ones(32, 32, device="cuda")
+            v2 = sleep(buffer) @ w0
+            v1.copy_(v2)
+            done1 = current.record_event()
+            v3 = state - v2
+            with torch.cuda.stream(s1):
+                done1.wait()
+                v4 = x.clone()
+            done2 = s1.record_event()
+            done2.wait()
+            return v1, v3, v4
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "copy_that_is_returned_and_its_source_is_read_behind_a_copy_that_blocks",
+    "y state pinned ready n",
+    """
+    def build(k):
+        s4 = k.stream()
+        s5 = k.stream()
+        w1 = weight(k)
+        buffer = k.parameter(32, 32)
+        sleep = k.sleep
+
+        def fn(y, state, pinned, ready, n):
+            current = torch.cuda.current_stream()
+            v1 = sleep(y) @ w1
+            with torch.cuda.stream(s4):
+                s4.wait_event(ready)
+                v2 = state.detach().clone()
+                for _ in range(n):
+                    v2 = v2.clamp(-2, 2) + 1
+                done1 = current.record_event()
+                with torch.cuda.stream(s5):
+                    v3 = y[:, 1:]
+                    done1.wait()
+                    v4 = v1.clone()
+                    v5 = pinned.to("cuda")
+                    v6 = sleep(v1) + v5
+            current.wait_stream(s4)
+            done2 = s5.record_event()
+            done2.wait()
+            return v3, v4, v5, v6
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "download_of_a_scanned_constant",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        w0 = weight(k, True)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v1 = state @ w0
+                v2 = torch.zeros_like(state)
+                with torch.cuda.stream(s1):
+                    s1.wait_stream(s2)
+                    v3 = v2.cumsum(0)
+                    v2[1:9] = 3
+                    v2[4:20].copy_(x[8:24])
+                    s2.wait_stream(s1)
+                    v4 = v3.to("cpu", non_blocking=True)
+            current.wait_stream(s1)
+            return v1, v3, v4
+
+        return trains(k, fn, 0, [w0], [])
+    """,
+)

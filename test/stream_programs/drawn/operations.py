@@ -78,7 +78,8 @@ OPERATIONS = (
     Operation("torch.where({a} > 0, {a}, {b})", 2, bound=largest, saves="o"),
     Operation("({a} > 0).float()", bound=fixed(1), gradient=False),
     Operation("{a}.clamp(-1, 1) @ {b}.sign()", 2, full, fixed(SIZE), SIZE, "o"),
-    Operation("{a}.t().contiguous()", 1, full, largest),
+    # `contiguous` of what is transposed twice is no copy.
+    Operation("{a}.t().clone(memory_format=torch.contiguous_format)", 1, full, largest),
     Operation("F.dropout({a}, 0.5)", bound=lambda a: 2 * a, gain=2, saves="r", random=True),
     Operation('torch.ones(32, 32, device="cuda")', 0, lambda: FULL, fixed(1), gradient=False),
     Operation("torch.zeros_like({a})", bound=fixed(0), gradient=False),
