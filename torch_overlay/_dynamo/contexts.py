@@ -19,6 +19,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
@@ -117,6 +118,7 @@ def exit(
 def _note_end(output: OutputGraph) -> None:
     """What is known of a graph with streams when it is complete."""
     nodes = output.graph.nodes
+    registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
     if any(node_stream(node) or is_stream_op(node) for node in nodes):
         _note_targets(nodes)
         _note_storages(nodes)

@@ -74,6 +74,8 @@ class _Frame:
         self.handle_is_read = False
         # The graph ends at a graph break: what it made and nobody needs any more may be a local variable of the caller.
         self.goes_on = False
+        # The frame goes on behind a graph break of its function.
+        self.is_resumed = False
 
 
 _frame = _Frame()

@@ -105,17 +105,23 @@ def place_recomputed(graph: Graph) -> None:
 
 
 def place_computed_early(graph: Graph) -> None:
-    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine. Where the user
-    orders the ambient stream behind a side stream's last operation, that is then what was moved there.
+    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine. It may read the
+    caller's memory, so it waits for what the user's operations on its stream wait for. Where the user orders the
+    ambient stream behind a side stream's last operation, that is then what was moved there.
     """
     joined: dict[int, bool] = {}
+    waited: dict[int, set[str]] = {}
     computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
     for node in computed:
         if not is_backward(node):
-            joined[node_stream(node)] = "s0" in (node.meta.get("custom", {}).get(BEFORE) or ())
+            custom, stream = node.meta.get("custom", {}), node_stream(node)
+            joined[stream] = "s0" in (custom.get(BEFORE) or ())
+            waited.setdefault(stream, set()).update(custom.get(AFTER) or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
-            annotate(node, **{AFTER: None, BEFORE: ("s0",) if joined.get(node_stream(node)) else None})
+            stream = node_stream(node)
+            after = waited.get(stream, {"s0"} - {f"s{stream}"})
+            annotate(node, **{AFTER: tuple(sorted(after)) or None, BEFORE: ("s0",) if joined.get(stream) else None})
 
 
 def place_saved(forward: Graph, backward: Graph) -> None:

@@ -135,7 +135,8 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
     the caller's own memory has none.
 
     A variable that lives on behind a graph break dies in code that doesn't know whose memory it got here. If eager's is
-    another stream's, then it waits for all of the program's `streams`: nobody counts on those that may read it there.
+    another stream's, then it waits for all of the program's `streams` and for those that the code only made current, as
+    a block does in which the break is: nobody counts on those that may read it there.
     """
     told: dict[Storage, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
@@ -143,6 +144,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
         if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
             told.setdefault(storage, []).append((made, record.args[1]))
     goes_on = registry.current().goes_on
+    known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
     found = []
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
@@ -150,7 +152,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
             made = _maker(value, updates=False)
             others = {s for m, s in told.get(made.meta.get("custom", {}).get(STORAGE), ()) if m is not made}
             if goes_on and stream != node_stream(made):
-                others.update(streams)
+                others.update(known)
             found.append((what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
 

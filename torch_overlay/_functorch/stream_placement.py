@@ -42,7 +42,7 @@ from torch_overlay import config
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -386,10 +386,20 @@ def _follow_mutations(gm: GraphModule) -> None:
         annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
 
 
-def _promise_parts(output: Node) -> None:
+def _named(value: Node) -> Iterator[Node]:
+    """A value, and what it is a view of, up to the node whose memory it names."""
+    root = viewed(value)
+    yield value
+    while value is not root:
+        value = value.args[0]  # type: ignore[assignment]
+        yield value
+
+
+def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
     had waited for what computed that part may read the result, if there is nothing else in it. So a record that comes
-    ahead of the update comes behind it, where nothing that the host waits for or asks stands between them.
+    ahead of the update comes behind it, where nothing that the host waits for or asks stands between them. Otherwise,
+    and where the host had waited, it waits for the update: such results, and the updates, are returned.
     """
     from torch_overlay._functorch.view_sources import sources
 
@@ -397,24 +407,41 @@ def _promise_parts(output: Node) -> None:
     records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is _RECORD}
     moves = (_RECORD, *_WAITS, _DEALLOC)
     fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
+    awaited = []
     for value in pytree.tree_leaves(output.args):
         if not isinstance(value, torch.fx.Node) or value.op != "call_function" or is_backward(value):
             continue
         made, root = sources(value), viewed(value)
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
-        known = [{f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made]
-        waited = {
-            token
-            for token in set.intersection(*known)
-            if token[0] == "s" or (token in records and not any(records[token] < i < place[root] for i in fixed))
+        known = set.intersection(*({f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made))
+        late = {
+            t for t in known if t[0] != "s" and (t not in records or any(records[t] < i < place[root] for i in fixed))
         }
-        while True:
-            before = waited.union(value.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(value)}"}
-            annotate(value, **{BEFORE: tuple(sorted(before))})
-            if value is root:
-                break
-            value = value.args[0]
+        if not late <= set(root.meta.get("custom", {}).get(BEFORE, ())):
+            awaited.append((value, root))
+        for node in _named(value):
+            before = (known - late).union(node.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(value)}"}
+            annotate(node, **{BEFORE: tuple(sorted(before))})
+    return awaited
+
+
+def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None:
+    """The host waits, behind all else, for the streams of updates (`_promise_parts`)."""
+    last = [node for node in program.nodes if node.op == "call_function"][-1]
+    tokens: dict[int, str] = {}
+    for value, root in awaited:
+        stream = node_stream(root)
+        if stream not in tokens:
+            tokens[stream] = f"h{len(program.tokens) + len(tokens)}"
+            with last.graph.inserting_after(last):
+                wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
+            wait.meta = {key: root.meta[key] for key in ("custom", "stack_trace", "seq_nr") if key in root.meta}
+            order = len(program.ops) + len(tokens) - 1
+            annotate(wait, **{AFTER: (), BEFORE: (), READS: None, REQUIRES: tokens[stream], ORDER: order})
+        for node in _named(value):
+            before = {*node.meta["custom"].get(BEFORE, ()), tokens[stream]}
+            annotate(node, **{BEFORE: tuple(sorted(before))})
 
 
 def _computes(gm: GraphModule) -> bool:
@@ -473,8 +500,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         annotate(node, stream=stream, **tokens)
-    if computes:
-        _promise_parts(output)
+    if computes and (awaited := _promise_parts(output)):
+        _wait_for_parts(program, awaited)
     for node in nodes:
         if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
             annotate(node, **{TARGET: None, STORAGE: None})
@@ -520,19 +547,26 @@ def _place_copies_of_inputs(graph: Graph) -> None:
 
 
 def _keep_waits(graph: Graph) -> None:
-    """A copy that blocks the host and that nobody reads is left out. Streams of this graph are ordered as behind it
-    (`_Program.after`). Where a graph break follows there may be others, so the host waits for the copy's stream.
+    """A copy that blocks the host and that nobody reads is left out, as may be one of a constant. Streams of this graph
+    are ordered as behind it (`_Program.after`). Ahead of a graph break and behind it there may be others, so the host
+    waits for the copy's stream.
     """
     from torch_overlay._dynamo import registry
 
-    if not registry.current().goes_on:
+    if not (registry.current().goes_on or registry.current().is_resumed):
         return
     read: set[Any] = set()
+    constants = _constants(graph)
     for node in reversed(graph.nodes):
-        if node in read or node.op != "call_function" or node.is_impure() or is_stream_op(node):
+        if is_stream_op(node) or node.op != "call_function":
+            read.update(node.all_input_nodes)
+            continue
+        is_read = node in read or node.is_impure()
+        if is_read:
             # What `copy` overwrites gives it no more than its layout.
             read.update(node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes)
-        elif blocks_host(node) and not is_backward(node):
+        is_left_out = not is_read or (node in constants and not _is_number(node))
+        if blocks_host(node) and not is_backward(node) and is_left_out:
             with graph.inserting_before(node):
                 wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))
             kept = ("custom", "stack_trace", "partitioner_tag", "seq_nr")

@@ -54,9 +54,10 @@ def stream_objects() -> tuple[str, ...]:
     """
     from torch_overlay._dynamo import registry
 
-    objects = tuple(map(repr, registry.describe()))
-    ends = ("goes on",) if registry.current().goes_on else ()
-    return (*objects, *ends) if len(objects) > 1 else ("streams",) * registry.program_has_streams()
+    objects, frame = tuple(map(repr, registry.describe())), registry.current()
+    if len(objects) <= 1:
+        objects = ("streams",) * registry.program_has_streams()
+    return (*objects, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed) if objects else ()
 
 
 def config_digest() -> str:

@@ -123,7 +123,8 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
         if user not in left:
             todo += [(reader, viewed_ones) for reader in before[user].users if user not in seen]
         elif user.op == "call_function":
-            taken = viewed_ones or ({*user.all_input_nodes} - before[user].inputs) & given
+            new = {*user.all_input_nodes} - before[user].inputs
+            taken = viewed_ones or {value for value in new if value in given or value not in before}
             if taken and user not in seen:
                 yield user, taken
                 todo += [(reader, taken) for reader in user.users if is_view(user)]

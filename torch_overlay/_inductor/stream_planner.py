@@ -306,6 +306,22 @@ class _Planner:
                 found.update(self.carriers[token].values())
         return found
 
+    def latest_state(self, stream: int) -> int | None:
+        """The stream's latest operation behind which a block may have come free that was in use before it: not a record
+        for which the stream waits for nothing new. None: the state at the entry is the latest.
+        """
+        own = self.on_stream[stream]
+        for i, previous in zip(reversed(own), (*reversed(own[:-1]), None)):
+            op, known = self.ops[i], self.at[i]
+            earlier = None if previous is None else self.at[previous]
+            assert known is not None
+            others = {s: position for s, position in known.seen.items() if s != stream}
+            before = {} if earlier is None else {s: position for s, position in earlier.seen.items() if s != stream}
+            tokens = {entry_token(stream)} if earlier is None else earlier.tokens
+            if not op.renews or others != before or known.tokens != tokens:
+                return i
+        return None
+
     def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[str]]:
         """A block taken from another stream's memory is this operation's only after what that stream did with it
         before.
@@ -317,8 +333,7 @@ class _Planner:
             if buffer is None:
                 continue
             if buffer.name not in self.taken:
-                own = self.on_stream[buffer.stream]
-                self.taken[buffer.name] = own[-1] if own else None
+                self.taken[buffer.name] = self.latest_state(buffer.stream)
             if buffer.stream == stream or self.touched[name]:
                 continue
             before = self.taken[buffer.name]

@@ -2736,3 +2736,173 @@ _add(
         return trains(k, fn, 0, [w0], [])
     """,
 )
+_add(
+    "mask_for_the_backward_of_an_input_behind_a_copy_that_blocks",
+    "x state pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state, pinned):
+            current = torch.cuda.current_stream()
+            buffer.mul_(2)
+            v1 = x[:, 5:6]
+            v2 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                v3 = state.cpu()
+                v4 = v1.clamp(-1, 1) * buffer
+                v5 = v4.detach().cumsum(0)
+                v6 = pinned.to("cuda")
+                v7 = state.sum(0, keepdim=True)
+                state[1:9] = 3
+                v8 = v6.t().clone(memory_format=torch.contiguous_format)
+            current.wait_stream(s1)
+            return v4, v2, v3, v5, v7, v8
+
+        return trains(k, fn, 0, [], [buffer])
+    """,
+)
+_add(
+    "copy_of_an_updated_input_whose_source_is_returned",
+    "y pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, pinned):
+            current = torch.cuda.current_stream()
+            v1 = pinned.to("cuda")
+            with torch.cuda.stream(s1):
+                y.copy_(v1)
+            current.wait_stream(s1)
+            buffer.copy_(y)
+            return (v1,)
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "concatenation_whose_memory_is_taken_behind_a_record",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        e2 = torch.cuda.Event()
+        sleep = k.sleep
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            v1 = sleep(y) * 3
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                e2.record(current)
+                v2 = torch.zeros_like(x)
+                v1.zero_()
+                v3 = x.t()
+                with torch.cuda.stream(current):
+                    done1 = s1.record_event()
+                    done1.wait()
+                    v4 = torch.cat([v1, v3])[16:48]
+            return v2, v4
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "update_of_another_streams_value_read_on_a_stream_of_a_block_around_a_graph_break",
+    "y state ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(y, state, ready):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s2):
+                ready.wait()
+                v1 = state.relu()
+                state.clamp_(-2, 2)
+                v2 = state.cpu()
+            v1[:, ::2].add_(y[:, ::2])
+            with torch.cuda.stream(s1):
+                torch._dynamo.graph_break()
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                v3 = v1.detach().amax(1, keepdim=True)
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "row_that_an_update_left_alone_which_the_host_had_waited_for",
+    "x y",
+    """
+    def build(k):
+        s3 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            y.relu_()
+            with torch.cuda.stream(s3):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                done1.synchronize()
+                y[4:20].copy_(x[8:24])
+                v1 = y[3:4]
+            return (v1,)
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "download_of_a_constant_at_the_end_behind_a_graph_break",
+    "x y ready",
+    """
+    def build(k):
+        s1 = k.stream()
+        s3 = k.stream()
+
+        def fn(x, y, ready):
+            with torch.cuda.stream(s1):
+                ready.wait()
+                with torch.cuda.stream(s3):
+                    s3.wait_event(ready)
+                    v1 = int(y.detach().amax().item())
+                    v2 = torch.full((32, 32), 1.0 if v1 > 0 else 0.0, device="cuda")
+                    v3 = x.sum(0, keepdim=True)
+                    v4 = v2.cpu()
+            return v3, v4
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "copy_that_blocks_and_nobody_reads_at_the_end_behind_a_graph_break",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v1 = x * 2
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v2 = y + 1
+            current.wait_stream(s2)
+            torch._dynamo.graph_break()
+            with torch.cuda.stream(s1):
+                v3 = v1 * 3
+                v1.cpu()
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)

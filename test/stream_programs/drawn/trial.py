@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 COMPILED = ("default", "reduce-overhead")
 
-# What stock PyTorch refuses, without streams, too: a tensor and its view, given to a graph that needs gradients behind
-# a graph break, and updated there.
-REFUSED = "aot_autograd() does not yet handle"
+# Where stock PyTorch fails, without streams, too, if a tensor and its view are given to a graph behind a graph break,
+# and updated there: it needs gradients; another view is returned.
+REFUSED = ("aot_autograd() does not yet handle", "incorrect out shape after application of ViewMeta sequence")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def judge(written: Written, modes: Sequence[str], on_gpu: bool, seeds: int = 5) 
             with mock.patch.object(GraphLowering, "save_output_code", codes.append):
                 _check(written, mode, on_gpu, seeds)
         except Exception as error:
-            if REFUSED in str(error):
+            if any(reason in str(error) for reason in REFUSED):
                 continue
             from stream_programs.drawn import checked
             from stream_programs.gpu import Mismatch
