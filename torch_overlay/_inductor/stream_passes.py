@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
+from torch_overlay._functorch.eager_memory import results_made
 from torch_overlay._functorch.stream_placement import (
     AFTER,
     BEFORE,
@@ -67,10 +68,11 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
             new.append(node)
     left = set(graph.nodes)
     if not any(_is_write(node) for node in new):  # a pass that makes writes in place drops what the writes replace
+        results = results_made(graph.output_node())
         for node, placed in before.items():
             # A view reads nothing itself, and has nothing to hand on.
             if node not in left and placed.custom and node.op == "call_function" and not is_view(node):
-                _hand_down(placed, before, left)
+                _hand_down(placed, before, left, results)
     if not new:
         return
     gone = {node: placed for node, placed in before.items() if node not in left and placed.custom}
@@ -84,12 +86,13 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                 node.meta["custom"] = {"stream": stream}
 
 
-def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> None:
+def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node], results: set[Node]) -> None:
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
     ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
-    come between, and then the reader comes behind it. Whose memory is read in eager is known of the same stream only.
+    come between, and then the reader comes behind it. The caller gets a result's memory at the end: of that, the second
+    half holds. Whose memory is read in eager is known of the same stream only.
     """
     custom: Any = gone.custom
     stream = custom.get("stream") or 0
@@ -100,8 +103,10 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> N
         also = {}
         if node_stream(user) == stream:
             also[READS] = tuple(sorted({*own.get(READS, ()), *custom.get(READS, ())}))
-        if any(_is_callers(value) for value in taken):
-            for key in (AFTER, BEFORE):
+        roots = set(map(viewed, taken))
+        callers = any(root.op == "placeholder" for root in roots)
+        for key in (AFTER, BEFORE):
+            if callers or (key == BEFORE and not roots.isdisjoint(results)):
                 told = {token for token in custom[key] if not token.startswith("c")}
                 also[key] = tuple(sorted({*own[key], *told, f"s{stream}"} - {f"s{node_stream(user)}"}))
         user.meta["custom"] = {**own, **also}
@@ -131,10 +136,6 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
             elif not taken:
                 continue
         seen.add(user)
-
-
-def _is_callers(value: Node) -> bool:
-    return viewed(value).op == "placeholder"
 
 
 def _is_write(node: Node) -> bool:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay.analysis.happens_before import analyse, Findings, Reliance
+from torch_overlay.analysis.happens_before import analyse, Findings, Race, Reliance
 from torch_overlay.analysis.race_report import describe, Promise, Report
 from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, RecordStream, Synchronize, Trace, View
@@ -42,13 +42,15 @@ CALLER = "the caller"
 @dataclass(frozen=True)
 class Eager:
     """What eager orders: for each call what may be relied on after it (None: not known); which of the captured
-    tensors the caller must not write between calls, for that would race in eager; and of which streams' memory outputs
-    are that it must tell the allocator that it reads, for they would be handed on under its hands.
+    tensors the caller must not write between calls, for that would race in eager; of which streams' memory outputs are
+    that it must tell the allocator that it reads, for they would be handed on under its hands; and, of a run with a
+    backward, the races that it seems to have (the engine's accumulation is not modelled in full).
     """
 
     promises: Promises | None = None
     keeps: frozenset[str] = frozenset()
     lends: frozenset[str] = frozenset()
+    races: tuple[Race, ...] = ()
 
 
 def check(
@@ -105,7 +107,8 @@ def check(
                 _run(device, compiled, args, calls, backward, before, seen)
                 traces.append(device.trace)
             context = Context.of(device, before.promises, events & set(device.events.values()))
-    return assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
+    report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
+    return replace(report, in_eager=before.races)
 
 
 def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -139,13 +142,13 @@ def _in_eager(
     keeps = names & {r.second.view.memory.name for r in by_caller}
     taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
     races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
-    if races and not device.ran_backward:  # the engine's own accumulation is not modelled in full
+    if races and not device.ran_backward:
         notes.append(
             f"in eager the function has {len(races)} race{'s'[: len(races) != 1]} of its own, the first:\n"
             + textwrap.indent(describe(races[0]), "  ")
         )
     lends = {r.first.view.memory.stream for r in taken}
-    return Eager(found.boundaries, frozenset(keeps), frozenset(lends))
+    return Eager(found.boundaries, frozenset(keeps), frozenset(lends), tuple(races) if device.ran_backward else ())
 
 
 def _first_line(error: Exception) -> str:

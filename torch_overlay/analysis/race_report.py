@@ -69,6 +69,8 @@ class Report:
     compiled: Any = field(default=None, repr=False)
     context: Any = field(default=None, repr=False)
     needed: set[str] = field(default_factory=set, repr=False)
+    # Of eager's own run with a backward. (Of one without, `notes` has them.)
+    in_eager: tuple[Race, ...] = field(default=(), repr=False)
 
     @property
     def lost(self) -> list[Promise]:
