@@ -78,8 +78,12 @@ def happens_before(plan, events):
     return done
 
 
-def obligations(plan, buffers):
-    """Every (earlier point, later point) that must be ordered, found by looking at all pairs."""
+def obligations(plan, buffers, done):
+    """Every (earlier point, later point) that must be ordered, found by looking at all pairs.
+
+    A block comes behind what its stream did last, but a record of an event uses no block: it counts only if the stream
+    comes behind something new there, by what is `done` at each point.
+    """
     members = {}
     taken = {}
     accesses = []
@@ -113,7 +117,9 @@ def obligations(plan, buffers):
         for token in op.after:
             found.add(((("entry", int(token[1:])) if token[0] == "s" else ("token", token)), i))
         accesses.append((i, reads, writes))
-        last_on[op.stream] = i
+        before = done[last_on[op.stream]] if op.stream in last_on else {("entry", op.stream)}
+        if not op.renews or done[i] - {("op", i)} != before:
+            last_on[op.stream] = i
     for i, op in enumerate(plan.ops):
         for token in op.before:
             if token[0] == "s":
@@ -125,7 +131,7 @@ def missing(plan, events, buffers):
     done = happens_before(plan, events)
     return {
         (a, b)
-        for a, b in obligations(plan, buffers)
+        for a, b in obligations(plan, buffers, done)
         if a not in done[b] and not (a[0] == "op" and plan.ops[a[1]].stream == HOST)
     }
 
