@@ -421,7 +421,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
         if not late <= set(root.meta.get("custom", {}).get(BEFORE, ())):
             awaited.append((value, root))
         for node in _named(value):
-            before = (known - late).union(node.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(value)}"}
+            before = (known - late).union(node.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(node)}"}
             annotate(node, **{BEFORE: tuple(sorted(before))})
     return awaited
 

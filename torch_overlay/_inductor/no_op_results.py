@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
+COPY_OF = "overlay_copy_of"  # in `meta`, of a copy that is kept: the name of the node that it stands for
+
 _aten = torch.ops.aten
 _SCATTERS = (
     _aten.slice_scatter.default,
@@ -95,7 +97,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
         first = next((c for c in reversed(between) if c not in views), maker)
         if shared or first in copies or any(_is_read_later(maker, n) for n in others):
             if first not in copies:
-                copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+                copies[first] = _copy(value, _place_of(first, nodes, left), {**first.meta, COPY_OF: first.name})
             copy = copies[first]
             for user in left.intersection(users[maker]):
                 if is_stream_op(user):  # the allocator is told of a block, and it is this one
@@ -134,7 +136,7 @@ def _keep_for_other_streams(
             is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
             may_change = owner.op == "placeholder" or owner in returned or _may_lie_in(owner, written)
             if is_elsewhere and may_change and first not in copies:
-                copies[first] = _copy(value, _place_of(first, nodes, left), dict(first.meta))
+                copies[first] = _copy(value, _place_of(first, nodes, left), {**first.meta, COPY_OF: first.name})
             if first in copies and (is_elsewhere or is_stream_op(node)):
                 node.replace_input_with(value, copies[first])
 
@@ -277,4 +279,4 @@ def _is_memory_of_its_own(what: Any) -> bool:
     return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
 
 
-__all__ = ["reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]
+__all__ = ["COPY_OF", "reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]

@@ -26,6 +26,7 @@ from torch_overlay._functorch.stream_placement import (
     RESULTS,
     viewed,
 )
+from torch_overlay._inductor.no_op_results import COPY_OF
 
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
         for node, placed in before.items():
             # A view reads nothing itself, and has nothing to hand on.
             if node not in left and placed.custom and node.op == "call_function" and not is_view(node):
-                _hand_down(placed, before, left, results)
+                _hand_down(node, before, left, results)
+    for node in graph.nodes:
+        node.meta.pop(COPY_OF, None)
     if not new:
         return
     gone = {node: placed for node, placed in before.items() if node not in left and placed.custom}
@@ -86,7 +89,7 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                 node.meta["custom"] = {"stream": stream}
 
 
-def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node], results: set[Node]) -> None:
+def _hand_down(gone: Node, before: dict[Node, _Placed], left: set[Node], results: set[Node]) -> None:
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
@@ -94,7 +97,7 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node], resu
     come between, and then the reader comes behind it. The caller gets a result's memory at the end: of that, the second
     half holds. Whose memory is read in eager is known of the same stream only.
     """
-    custom: Any = gone.custom
+    custom: Any = before[gone].custom
     stream = custom.get("stream") or 0
     for user, taken in _heirs(gone, before, left):
         own = user.meta.get("custom", {})
@@ -106,21 +109,21 @@ def _hand_down(gone: _Placed, before: dict[Node, _Placed], left: set[Node], resu
         roots = set(map(viewed, taken))
         callers = any(root.op == "placeholder" for root in roots)
         for key in (AFTER, BEFORE):
-            if callers or (key == BEFORE and not roots.isdisjoint(results)):
+            if key in own and (callers or (key == BEFORE and not roots.isdisjoint(results))):
                 told = {token for token in custom[key] if not token.startswith("c")}
                 also[key] = tuple(sorted({*own[key], *told, f"s{stream}"} - {f"s{node_stream(user)}"}))
         user.meta["custom"] = {**own, **also}
 
 
-def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
+def _heirs(gone: Node, before: dict[Node, _Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
     """The operations that are left of those that read a node, or one in its place, with what they read instead, some of
-    them through views.
+    them through views: what the node read, or a copy that was kept of that.
     """
-    given = set(gone.inputs)
+    given = set(before[gone].inputs)
     while not given <= left:  # what it read may have done nothing, too
         given = {value for node in given for value in ([node] if node in left else before[node].inputs)}
     seen: set[Node] = set()
-    todo: list[tuple[Node, set[Node]]] = [(user, set()) for user in gone.users]
+    todo: list[tuple[Node, set[Node]]] = [(user, set()) for user in before[gone].users]
     while todo:
         user, viewed_ones = todo.pop()
         if user not in before:
@@ -129,7 +132,7 @@ def _heirs(gone: _Placed, before: dict[Node, _Placed], left: set[Node]) -> Itera
             todo += [(reader, viewed_ones) for reader in before[user].users if user not in seen]
         elif user.op == "call_function":
             new = {*user.all_input_nodes} - before[user].inputs
-            taken = viewed_ones or {value for value in new if value in given or value not in before}
+            taken = viewed_ones or {v for v in new if v in given or v.meta.get(COPY_OF, gone.name) != gone.name}
             if taken and user not in seen:
                 yield user, taken
                 todo += [(reader, taken) for reader in user.users if is_view(user)]
