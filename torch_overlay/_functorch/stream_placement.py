@@ -414,7 +414,8 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
         made, root = sources(value), viewed(value)
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
-        known = set.intersection(*({f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made))
+        tokens = [{f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made]
+        known = {t for t in set.intersection(*tokens) if t[0] != "c"}  # where a copy blocks is the compiler's affair
         late = {
             t for t in known if t[0] != "s" and (t not in records or any(records[t] < i < place[root] for i in fixed))
         }
