@@ -439,7 +439,8 @@ def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None
                 wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
             wait.meta = {key: root.meta[key] for key in ("custom", "stack_trace", "seq_nr") if key in root.meta}
             order = len(program.ops) + len(tokens) - 1
-            annotate(wait, **{AFTER: (), BEFORE: (), READS: None, REQUIRES: tokens[stream], ORDER: order})
+            told = {AFTER: (), BEFORE: (), REQUIRES: tokens[stream], ORDER: order}
+            annotate(wait, **told, **dict.fromkeys((READS, TARGET, STORAGE)))
         for node in _named(value):
             before = {*node.meta["custom"].get(BEFORE, ()), tokens[stream]}
             annotate(node, **{BEFORE: tuple(sorted(before))})

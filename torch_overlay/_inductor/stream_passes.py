@@ -69,11 +69,13 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
             new.append(node)
     left = set(graph.nodes)
     if not any(_is_write(node) for node in new):  # a pass that makes writes in place drops what the writes replace
-        results = results_made(graph.output_node())
-        for node, placed in before.items():
-            # A view reads nothing itself, and has nothing to hand on.
-            if node not in left and placed.custom and node.op == "call_function" and not is_view(node):
-                _hand_down(node, before, left, results)
+        # A view reads nothing itself, and has nothing to hand on.
+        readers = [
+            n for n, p in before.items() if n not in left and p.custom and n.op == "call_function" and not is_view(n)
+        ]
+        results = results_made(graph.output_node()) if readers else set()
+        for node in readers:
+            _hand_down(node, before, left, results)
     for node in graph.nodes:
         node.meta.pop(COPY_OF, None)
     if not new:
