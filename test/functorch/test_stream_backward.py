@@ -278,6 +278,27 @@ return (mm_4, mm_2, mm_5)
         for plan in backward.plans:
             self.assertEqual(plan.boundary_waits, ())
 
+    def test_host_waits_for_what_an_update_left_alone_in_the_forward_only(self) -> None:
+        """The host had waited for the row that is returned. The partitioner copies what has no operands into both."""
+        with simulated_gpu(), observe() as seen:
+            side, done = torch.cuda.Stream(), torch.cuda.Event()
+
+            def fn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                value = x @ weight * 2
+                done.record()
+                with torch.cuda.stream(side):
+                    done.synchronize()
+                    value[4:20].copy_(x[8:24])
+                return value[3:4]
+
+            x, weight = torch.ones(32, 32, device="cuda"), torch.ones(32, 32, device="cuda", requires_grad=True)
+            torch.compile(fn)(x, weight).sum().backward()
+        waits = {
+            kind: re.findall(r"\bstream\d\.synchronize\(\)", region(seen, kind).wrapper)
+            for kind in ("forward", "backward")
+        }
+        self.assertEqual(list(map(len, waits.values())), [1, 0])
+
     def test_streams_of_the_forward_and_no_others(self) -> None:
         """Upstream registers one more "current stream" for each synchronisation, and a capture refreshes only index 0
         (S5).

@@ -57,6 +57,7 @@ ORDER = "stream_order"  # of an operation that stays: its place in the user's st
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
 KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
+_KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 AMBIENT = 0
 
@@ -429,7 +430,9 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
 
 def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None:
     """The host waits, behind all else, for the streams of updates (`_promise_parts`)."""
-    last = [node for node in program.nodes if node.op == "call_function"][-1]
+    # The partitioner leaves what has no operands out of a backward if it stands ahead of it.
+    computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
+    last = list(itertools.takewhile(lambda node: not is_backward(node), computed))[-1]
     tokens: dict[int, str] = {}
     for value, root in awaited:
         stream = node_stream(root)
@@ -437,7 +440,7 @@ def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None
             tokens[stream] = f"h{len(program.tokens) + len(tokens)}"
             with last.graph.inserting_after(last):
                 wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
-            wait.meta = {key: root.meta[key] for key in ("custom", "stack_trace", "seq_nr") if key in root.meta}
+            wait.meta = {key: root.meta[key] for key in _KEPT_WITH_WAITS if key in root.meta}
             order = len(program.ops) + len(tokens) - 1
             told = {AFTER: (), BEFORE: (), REQUIRES: tokens[stream], ORDER: order}
             annotate(wait, **told, **dict.fromkeys((READS, TARGET, STORAGE)))
@@ -502,7 +505,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
         }
         annotate(node, stream=stream, **tokens)
-    if computes and (awaited := _promise_parts(output)):
+    is_forward = not all(map(is_backward, nodes))
+    if computes and is_forward and (awaited := _promise_parts(output)):
         _wait_for_parts(program, awaited)
     for node in nodes:
         if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
@@ -571,8 +575,7 @@ def _keep_waits(graph: Graph) -> None:
         if blocks_host(node) and not is_backward(node) and is_left_out:
             with graph.inserting_before(node):
                 wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))
-            kept = ("custom", "stack_trace", "partitioner_tag", "seq_nr")
-            wait.meta = {key: value for key, value in node.meta.items() if key in kept}
+            wait.meta = {key: node.meta[key] for key in _KEPT_WITH_WAITS if key in node.meta}
 
 
 def place_streams(gm: GraphModule) -> None:
