@@ -55,6 +55,24 @@ class TestMemory(TestCase):
         part = self.node(aten.add.Tensor, made, 1, stream=1)
         self.assertEqual(memory_stream(self.node(aten.select_scatter.default, made, part, 0, 0, stream=1)), 0)
 
+    def test_of_updates_behind_a_mask(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x)
+        mask = self.node(aten.gt.Scalar, self.x, 0, stream=1)
+        known = {"stream": 1, "written": "masked_fill_"}
+        self.assertEqual(memory_stream(self.node(aten.where.self, mask, self.x, made, **known)), 0)
+        self.assertIsNone(memory_stream(self.node(aten.where.self, mask, made, self.x, **known)))
+        storage = "mm", 2
+        updated = self.node(aten.where.self, mask, self.x, made, stream_storage=storage, **known)
+        self.assertEqual(memory_stream(updated), 2)
+
+    def test_of_updates_that_become_several_operations(self) -> None:
+        made = self.node(aten.mm.default, self.x, self.x, stream_storage=("mm", 0))
+        known = {"stream": 1, "written": "lerp_", "stream_storage": ("mm", 0)}
+        difference = self.node(aten.sub.Tensor, self.node(aten.mm.default, self.x, self.x, stream=1), made, **known)
+        updated = self.node(aten.add.Tensor, self.node(aten.mul.Tensor, difference, 2, **known), made, **known)
+        self.assertEqual(memory_stream(updated), 0)
+        self.assertEqual(foreign_reads(updated, {}), ("-s0",))
+
     def test_of_targets(self) -> None:
         self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)
         self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=-1)))

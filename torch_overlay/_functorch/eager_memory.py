@@ -73,18 +73,22 @@ def memory_stream(node: Node) -> int | None:
     while node.op == "call_function":
         if (target := node.meta.get("custom", {}).get(TARGET)) is not None:
             return target if target >= 0 else None
-        written = _written_by_operator(node)
-        selects = written is not None or node.target is operator.getitem or is_view(node)
-        if not (selects or _updates(node)):
+        written, updates = _written_by_operator(node), _updates(node)
+        if not (updates or written or node.target is operator.getitem or is_view(node)):
             return node_stream(node)
-        base = written or _base(node)
-        if base is None:  # `zero_` reads nothing of what it overwrites
-            if not _updates(node):
-                return node_stream(node)
-            _, stream = node.meta.get("custom", {}).get(STORAGE, ("", None))
+        if updates and not written and (storage := _storage(node)) is not None:
+            _, stream = storage
             return stream
+        base = written or _base(node)
+        if base is None:
+            return None if updates else node_stream(node)
         node = base
     return None
+
+
+def _storage(node: Node) -> Storage | None:
+    """What Dynamo noted of a value whose storage is updated in place."""
+    return node.meta.get("custom", {}).get(STORAGE)
 
 
 def _written_by_operator(node: Node) -> Node | None:
@@ -99,7 +103,11 @@ def _written_by_operator(node: Node) -> Node | None:
 
 
 def _base(node: Node) -> Node | None:
-    return next((a for a in node.args if isinstance(a, torch.fx.Node)), None)
+    """What a view is of, an update updates, or a part is of."""
+    args: Any = node.args
+    if node.target is torch.ops.aten.where.self:  # an update behind a mask
+        args = args[::-1]
+    return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
 def _maker(node: Node, updates: bool) -> Node:
@@ -114,12 +122,19 @@ def _maker(node: Node, updates: bool) -> Node:
     return node
 
 
+def _is_updated(value: Node, update: Node) -> bool:
+    """The update writes to the memory that the value is in."""
+    if (storage := _storage(update)) is not None:
+        return _storage(_maker(value, updates=False)) == storage
+    return _maker(value, updates=True) is _maker(update, updates=True)
+
+
 def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     """The values that a graph returns of storages that are updated in place, by the storage."""
     found: dict[Storage, set[Node]] = {}
     for value in output.all_input_nodes:
         made = _maker(value, updates=False)
-        if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
+        if (storage := _storage(made)) is not None:
             found.setdefault(storage, set()).add(made)
     return found
 
@@ -141,7 +156,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
     told: dict[Storage, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         made = _maker(record.args[0], updates=False)
-        if (storage := made.meta.get("custom", {}).get(STORAGE)) is not None:
+        if (storage := _storage(made)) is not None:
             told.setdefault(storage, []).append((made, record.args[1]))
     goes_on = registry.current().goes_on
     known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
@@ -150,7 +165,8 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _maker(value, updates=False)
-            others = {s for m, s in told.get(made.meta.get("custom", {}).get(STORAGE), ()) if m is not made}
+            storage = _storage(made) or ("", None)
+            others = {s for m, s in told.get(storage, ()) if m is not made}
             if goes_on and stream != node_stream(made):
                 others.update(known)
             found.append((what.expr(), (stream, *sorted(others - {stream}))))
@@ -165,13 +181,12 @@ def record_inputs(graph: Graph) -> None:
         value = _maker(copy.args[1], updates=False)  # type: ignore[arg-type]
         if given.op == "placeholder":
             written[value] = given
-            if (storage := value.meta.get("custom", {}).get(STORAGE)) is not None:
+            if (storage := _storage(value)) is not None:
                 written[storage] = given
     for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         value = record.args[0]  # type: ignore[assignment]
         made, first = _maker(value, updates=False), _maker(value, updates=True)
-        own = first if first.op == "placeholder" else written.get(made)
-        own = own or written.get(made.meta.get("custom", {}).get(STORAGE))
+        own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(made))
         if own is not None:
             record.args = (own, *record.args[1:])
             record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
@@ -187,7 +202,6 @@ def foreign_reads(
     """
     if is_view(node):  # it launches nothing
         return ()
-    updated = _maker(node, updates=True) if _updates(node) else None
     target = node.meta.get("custom", {}).get(TARGET)
     goes_on = registry.current().goes_on
     found = set()
@@ -197,8 +211,9 @@ def foreign_reads(
         stream = node_stream(made)
         if made.op != "call_function" or stream == node_stream(node):
             continue
-        lives_on = goes_on or stream == target or (updated is not None and _maker(value, updates=True) is updated)
-        lives_on |= bool(returned.get(made.meta.get("custom", {}).get(STORAGE, ("", None)), set()) - {made})
+        lives_on = goes_on or stream == target or _updates(node) and _is_updated(value, node)
+        if (storage := _storage(made)) is not None:
+            lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
         own = viewed(value)
         found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in results else f"s{stream}")
