@@ -61,7 +61,7 @@ def work(args: argparse.Namespace) -> None:
 
     def handle(fields: dict[str, Any]) -> tuple[str, str]:
         case = Case(**fields)
-        spec = random_spec(case.seed, case.number)
+        spec = random_spec(case.seed, case.number, args.wide)
         verdict = trial.judge(write(spec), modes, on_gpu, args.seeds)
         if verdict is None:
             return settled("ok", "", on_gpu)
@@ -91,7 +91,7 @@ def make_worker(number: int, args: argparse.Namespace) -> worker_pool.Worker:
     environment = {**worker_pool.environment(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--modes", args.modes]
     command += ["--seeds", str(args.seeds), "--shrink", str(args.shrink)]
-    command += ["--compile-only"] if args.compile_only else []
+    command += ["--compile-only"] * args.compile_only + ["--wide"] * args.wide
     return worker_pool.Worker(command, environment, args.out / f"worker-{number}.log", args.timeout + args.shrink)
 
 
@@ -154,6 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the programs (0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first program (0)")
     parser.add_argument("--compile-only", action="store_true", help="on a simulated GPU")
+    parser.add_argument("--wide", action="store_true", help="more operators; their values aren't exact: compile only")
     parser.add_argument("--planner", action="store_true", help="schedules for the planner in the place of programs")
     parser.add_argument("--seeds", type=int, default=5, help="draws of delays for each compiled program, on a GPU (5)")
     parser.add_argument("--modes", help="of default, reduce-overhead and, on a GPU, trees (all)")
@@ -168,7 +169,9 @@ def parse() -> argparse.Namespace:
     unknown = set(args.modes.split(",")) - set(MODES[not args.compile_only].split(","))
     if unknown:
         parser.error(f"--modes: {', '.join(sorted(unknown))} is none of {MODES[not args.compile_only]}")
-    kind = "compiled" if args.compile_only else "gpu"
+    if args.wide and not args.compile_only:
+        parser.error("--wide goes with --compile-only: the results of its operators can't be compared exactly")
+    kind = ("wide" if args.wide else "compiled") if args.compile_only else "gpu"
     args.out = args.out or ROOT / "build" / "fuzz" / f"{kind}-{args.seed}"
     return args
 
@@ -190,7 +193,7 @@ def main() -> int:
             print("fuzz: no GPU here; with --compile-only programs are checked on a simulated one")
             return 2
     lines = args.out / "results.jsonl"
-    head = {"modes": args.modes, "seeds": args.seeds, "compile_only": args.compile_only}
+    head = {"modes": args.modes, "seeds": args.seeds, "compile_only": args.compile_only, "wide": args.wide}
     before = done_before(lines, head)
     if not lines.exists():
         lines.write_text(json.dumps({**worker_pool.describe(), **head}) + "\n")

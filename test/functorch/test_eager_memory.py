@@ -73,6 +73,22 @@ class TestMemory(TestCase):
         self.assertEqual(memory_stream(updated), 0)
         self.assertEqual(foreign_reads(updated, {}), ("-s0",))
 
+    def test_of_updates_of_lists(self) -> None:
+        made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (0, 2))
+        updated = self.node(aten._foreach_add.Scalar, [made, other, self.x], 1, stream=1, written="_foreach_add_")
+        parts = [self.node(operator.getitem, updated, i, stream=1, written="_foreach_add_") for i in range(3)]
+        self.assertEqual([memory_stream(part) for part in parts], [0, 2, None])
+        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
+        made = self.node(aten._foreach_add.Scalar, [made, other], 1, stream=1, written="_foreach_add")
+        self.assertEqual(memory_stream(self.node(operator.getitem, made, 0, stream=1)), 1)
+        lists = [self.x], [other], [other], [self.x], [other]
+        updated = self.node(aten._fused_adam.default, *lists, [self.x], stream=1, written=torch._fused_adam_)
+        for k, stream in ((0, None), (1, 2), (4, 2)):
+            results = self.node(operator.getitem, updated, k, stream=1, written=torch._fused_adam_)
+            self.assertIsNone(memory_stream(results))
+            part = self.node(operator.getitem, results, 0, stream=1, written=torch._fused_adam_)
+            self.assertEqual(memory_stream(part), stream)
+
     def test_of_targets(self) -> None:
         self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)
         self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=-1)))

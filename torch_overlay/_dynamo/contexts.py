@@ -137,8 +137,9 @@ def _note_targets(nodes: Iterable[Node]) -> None:
 
 
 def _note_storages(nodes: Iterable[Node]) -> None:
-    """Nor do they say that the result of an update is in the memory of what it was made from, if it reads nothing of
-    that, as `zero_` does, or was given it as `out`.
+    """Nor do they say that the result of an update is in the memory of what was updated: it may read nothing of that,
+    as `zero_` does, or was given it as `out`, and what stands for it, of several operators, may read a mask first. Of
+    an update of a list of tensors (`torch._foreach_add_`) each result is told by its place.
     """
     values: dict[int | None, list[Node]] = {}
     updated = set()
@@ -147,8 +148,9 @@ def _note_storages(nodes: Iterable[Node]) -> None:
         if node.op in ("call_function", "call_method"):
             given = node.kwargs.get("out")
             if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
-                storage = _storage(given or next(iter(node.args), None))
-                updated.add(storage)
+                first: Any = given or next(iter(node.args), None)
+                storage = _storage(first)
+                updated.update(map(_storage, first) if isinstance(first, (list, tuple)) else [storage])
         values.setdefault(storage, []).append(node)
     for storage in updated - {None}:
         first = values[storage][0]

@@ -31,7 +31,7 @@ from torch_overlay._functorch.stream_placement import is_view, node_stream, STOR
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Set as AbstractSet
+    from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
 
@@ -73,7 +73,7 @@ def memory_stream(node: Node) -> int | None:
     while node.op == "call_function":
         if (target := node.meta.get("custom", {}).get(TARGET)) is not None:
             return target if target >= 0 else None
-        written, updates = _written_by_operator(node), _updates(node)
+        written, updates = _written(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
             return node_stream(node)
         if updates and not written and (storage := _storage(node)) is not None:
@@ -91,15 +91,30 @@ def _storage(node: Node) -> Storage | None:
     return node.meta.get("custom", {}).get(STORAGE)
 
 
-def _written_by_operator(node: Node) -> Node | None:
-    """What an operator was given to write to, of the node that stands for its new value."""
-    call, index = node.args[:2] if node.target is operator.getitem else (None, None)
-    if not isinstance(call, torch.fx.Node) or call.target is not torch.ops.higher_order.auto_functionalized_v2:
+def _written(node: Node) -> Node | None:
+    """What an operator was given to write to, of the node that stands for its new value, one of several."""
+    place: list[int] = []
+    call: Any = node
+    while call.target is operator.getitem:
+        call, index = call.args
+        place.insert(0, index)
+    if lists := _updated_lists(call):
+        which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
+        return lists[which[0]][place[-1]] if place and which else None
+    if call.target is not torch.ops.higher_order.auto_functionalized_v2 or len(place) != 1:
         return None
-    (written,) = call.args[:1]
+    (written,), (index,) = call.args[:1], place
     results = max(1, len(written._schema.returns)) if isinstance(written, torch._ops.OpOverload) else 1
     bases: Any = call.kwargs.get("_all_bases", ())
-    return bases[index - results] if 0 <= index - results < len(bases) else None  # type: ignore[operator]
+    return bases[index - results] if 0 <= index - results < len(bases) else None
+
+
+def _updated_lists(node: Node) -> list[Sequence[Node]]:
+    """Of an update of lists of tensors, as `torch._foreach_add_`, the lists: it has a result for each."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node):
+        return []
+    given: Any = node.args[: len(node.target._schema.returns)]
+    return list(given) if all(isinstance(a, (list, tuple)) for a in given) else []
 
 
 def _base(node: Node) -> Node | None:
@@ -115,7 +130,7 @@ def _maker(node: Node, updates: bool) -> Node:
     while node.op == "call_function" and (
         is_view(node) or node.target is operator.getitem or (updates and _updates(node))
     ):
-        base = (_written_by_operator(node) if updates else None) or _base(node)
+        base = (_written(node) if updates else None) or _base(node)
         if base is None:
             break
         node = base
@@ -124,6 +139,8 @@ def _maker(node: Node, updates: bool) -> Node:
 
 def _is_updated(value: Node, update: Node) -> bool:
     """The update writes to the memory that the value is in."""
+    if lists := _updated_lists(update):
+        return any(value in listed for listed in lists)
     if (storage := _storage(update)) is not None:
         return _storage(_maker(value, updates=False)) == storage
     return _maker(value, updates=True) is _maker(update, updates=True)

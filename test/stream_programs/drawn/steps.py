@@ -44,23 +44,24 @@ LARGEST = 63
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """`unjoined` streams are left for the caller to join."""
+    """`unjoined` streams are left for the caller to join. `wide` programs have more operators, and aren't exact."""
 
     streams: int
     train: bool = False
     unjoined: bool = False
     steps: tuple[Step, ...] = ()
+    wide: bool = False
 
     def as_data(self) -> list[Any]:
-        return [self.streams, self.train, self.unjoined, [list(step) for step in self.steps]]
+        return [self.streams, self.train, self.unjoined, [list(step) for step in self.steps], self.wide]
 
     @classmethod
     def of_data(cls, data: Any) -> Spec:
-        streams, train, unjoined, steps = data
-        return cls(streams, train, unjoined, tuple((k, a, b, c) for k, a, b, c in steps))
+        streams, train, unjoined, steps, wide = data
+        return cls(streams, train, unjoined, tuple((k, a, b, c) for k, a, b, c in steps), wide)
 
 
-def random_spec(seed: int, number: int) -> Spec:
+def random_spec(seed: int, number: int, wide: bool = False) -> Spec:
     rng = random.Random(f"{seed}/{number}")
     kinds, weights = list(KINDS), list(KINDS.values())
     count = rng.randint(5, 25)
@@ -74,6 +75,7 @@ def random_spec(seed: int, number: int) -> Spec:
         rng.random() < 0.4,
         rng.random() < 0.25,
         tuple(step() for _ in range(count)),
+        wide,
     )
 
 

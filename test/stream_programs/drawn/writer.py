@@ -12,7 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stream_programs.drawn.operations import FULL, InPlace, Operation, OPERATIONS, UPDATES, VIEWS
+from stream_programs.drawn.operations import (
+    FULL,
+    InPlace,
+    MORE_OPERATIONS,
+    MORE_UPDATES,
+    MORE_VIEWS,
+    Operation,
+    OPERATIONS,
+    UPDATES,
+    VIEWS,
+)
 from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
 
 
@@ -59,6 +69,9 @@ class Written:
 class Writer:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.order = spec, Order(spec.streams)
+        self.operations = OPERATIONS + MORE_OPERATIONS * spec.wide
+        self.updates = UPDATES + MORE_UPDATES * spec.wide
+        self.views = VIEWS + MORE_VIEWS * spec.wide
         self.lines: list[tuple[int, str]] = []
         self.stack: list[int] = [CURRENT]
         self.values: list[Value] = []
@@ -193,7 +206,7 @@ class Writer:
         getattr(self, f"do_{kind}")(a, b, c)
 
     def do_compute(self, a: int, b: int, c: int) -> None:
-        operation = OPERATIONS[a % len(OPERATIONS)]
+        operation = self.operations[a % len(self.operations)]
         operands = self.operands(operation, b, c)
         if operands is None:
             return
@@ -269,7 +282,7 @@ class Writer:
         return True
 
     def do_in_place(self, a: int, b: int, c: int) -> None:
-        update = UPDATES[a % len(UPDATES)]
+        update = self.updates[a % len(self.updates)]
         found = [v for v in self.recent() if self.writable(v, update)]
         if "out=" in update.text:
             found = [v for v in found if v.rows and not v.view]  # Dynamo refuses what isn't contiguous
@@ -304,7 +317,7 @@ class Writer:
         base = self.choose(b, full=True)
         if base is None:
             return
-        text, shape = VIEWS[a % len(VIEWS)]
+        text, shape = self.views[a % len(self.views)]
         if ".view(" in text and (base.view or not base.rows):
             text = text.replace(".view(", ".reshape(")
             if shape != FULL:
