@@ -1,6 +1,7 @@
 """Random stream programs, as many as one wants.
 
     tools/fuzz --compile-only -n 1000                compiled for a simulated GPU and checked there
+    tools/fuzz --compile-only --wide -n 1000         of more operators, whose values can't be compared exactly
     tools/fuzz -n 1000 --seeds 5 --jobs 15           on the GPU, against eager, under five draws of delays each
     tools/fuzz --planner -n 10000                    the planner alone, on random schedules
 

@@ -12,7 +12,7 @@ import unittest
 from pathlib import Path
 
 import expecttest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -89,7 +89,7 @@ def obligations(plan, buffers, done):
     accesses = []
     found = set()
     fresh = {v: b for b in buffers if b.fresh for v in (b.name, *b.views)}
-    last_on = {}
+    last_on, latest = {}, {}  # of each stream, what uses blocks or brings something new, and whatever it is
     for i, op in enumerate(plan.ops):
         if op.stream is None:
             parts = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.reads | op.writes))
@@ -117,7 +117,8 @@ def obligations(plan, buffers, done):
         for token in op.after:
             found.add(((("entry", int(token[1:])) if token[0] == "s" else ("token", token)), i))
         accesses.append((i, reads, writes))
-        before = done[last_on[op.stream]] if op.stream in last_on else {("entry", op.stream)}
+        before = done[latest[op.stream]] if op.stream in latest else {("entry", op.stream)}
+        latest[op.stream] = i
         if not op.renews or done[i] - {("op", i)} != before:
             last_on[op.stream] = i
     for i, op in enumerate(plan.ops):
@@ -202,8 +203,19 @@ def without_one_wait(plan):
         yield str(boundary), planner.Plan(plan.ops, plan.events, others), plan.events
 
 
+RECORDS_OF_NOTHING_NEW = (
+    [
+        Op("first", 1, requires=frozenset(("e7.0",)), renews="e9"),
+        Op("second", 1, requires=frozenset(("h0",)), renews="e9"),
+        Op("write", 0, writes=frozenset(("b0",))),
+    ],
+    [Buffer("b0", 1)],
+)
+
+
 class TestStreamPlannerProperties(unittest.TestCase):
     @settings(max_examples=600, deadline=None)
+    @example(RECORDS_OF_NOTHING_NEW)
     @given(schedules())
     def test_every_conflicting_pair_and_boundary_effect_is_ordered(self, schedule):
         ops, buffers = schedule

@@ -57,11 +57,18 @@ class TestDrawn(TestCase):
         verdict = judge(written, ["reduce-overhead"], on_gpu=False)
         self.assertIsNone(verdict, f"{written.text}\n{verdict and verdict.text}")
 
+    @parametrize("number", range(4 if form.PATCHED else 40))
+    def test_with_more_operators(self, number: int) -> None:
+        written = write(random_spec(1, number, wide=True))
+        verdict = judge(written, ["default"], on_gpu=False)
+        self.assertIsNone(verdict, f"{written.text}\n{verdict and verdict.text}")
+
 
 class TestGenerator(TestCase):
     def test_any_data_is_a_program(self) -> None:
         for number in range(300):
-            compile(write(random_spec(2, number)).text, "drawn", "exec")
+            for wide in (False, True):
+                compile(write(random_spec(2, number, wide)).text, "drawn", "exec")
 
     def test_same_number_same_program(self) -> None:
         self.assertEqual(write(random_spec(3, 5)), write(Spec.of_data(random_spec(3, 5).as_data())))
