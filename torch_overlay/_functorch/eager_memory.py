@@ -76,7 +76,7 @@ def memory_stream(node: Node) -> int | None:
         written, updates = _written(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
             return node_stream(node)
-        if updates and not written and (storage := _storage(node)) is not None:
+        if updates and not written and (storage := node.meta.get("custom", {}).get(STORAGE)) is not None:
             _, stream = storage
             return stream
         base = written or _base(node)
@@ -84,11 +84,6 @@ def memory_stream(node: Node) -> int | None:
             return None if updates else node_stream(node)
         node = base
     return None
-
-
-def _storage(node: Node) -> Storage | None:
-    """What Dynamo noted of a value whose storage is updated in place."""
-    return node.meta.get("custom", {}).get(STORAGE)
 
 
 def _written(node: Node) -> Node | None:
@@ -125,6 +120,17 @@ def _base(node: Node) -> Node | None:
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
+def _storage(node: Node) -> Storage | None:
+    """What Dynamo noted of the storage that the value is in, if that is updated in place."""
+    while (noted := node.meta.get("custom", {}).get(STORAGE)) is None and node.op == "call_function":
+        same = is_view(node) or node.target is operator.getitem
+        base = _written(node) or (_base(node) if same else None)
+        if base is None:
+            break
+        node = base
+    return noted
+
+
 def _maker(node: Node, updates: bool) -> Node:
     """The node that made a value's memory, behind views of it; with `updates`, behind updates in place, too."""
     while node.op == "call_function" and (
@@ -142,7 +148,7 @@ def _is_updated(value: Node, update: Node) -> bool:
     if lists := _updated_lists(update):
         return any(value in listed for listed in lists)
     if (storage := _storage(update)) is not None:
-        return _storage(_maker(value, updates=False)) == storage
+        return _storage(value) == storage
     return _maker(value, updates=True) is _maker(update, updates=True)
 
 
@@ -150,9 +156,8 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
     """The values that a graph returns of storages that are updated in place, by the storage."""
     found: dict[Storage, set[Node]] = {}
     for value in output.all_input_nodes:
-        made = _maker(value, updates=False)
-        if (storage := _storage(made)) is not None:
-            found.setdefault(storage, set()).add(made)
+        if (storage := _storage(value)) is not None:
+            found.setdefault(storage, set()).add(_maker(value, updates=False))
     return found
 
 
@@ -170,11 +175,10 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
     another stream's, then it waits for all of the program's `streams` and for those that the code only made current, as
     a block does in which the break is: nobody counts on those that may read it there.
     """
-    told: dict[Storage, list[tuple[Node, int]]] = {}
+    told: dict[Storage | None, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
-        made = _maker(record.args[0], updates=False)
-        if (storage := _storage(made)) is not None:
-            told.setdefault(storage, []).append((made, record.args[1]))
+        if (storage := _storage(record.args[0])) is not None:
+            told.setdefault(storage, []).append((_maker(record.args[0], updates=False), record.args[1]))
     goes_on = registry.current().goes_on
     known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
     found = []
@@ -182,8 +186,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _maker(value, updates=False)
-            storage = _storage(made) or ("", None)
-            others = {s for m, s in told.get(storage, ()) if m is not made}
+            others = {s for m, s in told.get(_storage(value), ()) if m is not made}
             if goes_on and stream != node_stream(made):
                 others.update(known)
             found.append((what.expr(), (stream, *sorted(others - {stream}))))
@@ -194,16 +197,15 @@ def record_inputs(graph: Graph) -> None:
     """`record_stream` of an input that was updated before names the input, not the value that is written back to it."""
     written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        given: Any = copy.args[0]
-        value = _maker(copy.args[1], updates=False)  # type: ignore[arg-type]
+        given, value, *_ = copy.args
         if given.op == "placeholder":
-            written[value] = given
+            written[_maker(value, updates=False)] = given
             if (storage := _storage(value)) is not None:
                 written[storage] = given
     for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         value = record.args[0]  # type: ignore[assignment]
         made, first = _maker(value, updates=False), _maker(value, updates=True)
-        own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(made))
+        own = first if first.op == "placeholder" else written.get(made) or written.get(_storage(value))
         if own is not None:
             record.args = (own, *record.args[1:])
             record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
@@ -229,7 +231,7 @@ def foreign_reads(
         if made.op != "call_function" or stream == node_stream(node):
             continue
         lives_on = goes_on or stream == target or _updates(node) and _is_updated(value, node)
-        if (storage := _storage(made)) is not None:
+        if (storage := _storage(value)) is not None:
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
         own = viewed(value)
