@@ -751,6 +751,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="StreamVariable is no ContextWrappingVariable",
     ),
     Seam(
+        target="torch._dynamo.output_graph:OutputGraph.compile_subgraph",
+        impl="torch_overlay._dynamo.contexts:compile_subgraph",
+        kind="wrap",
+        patch="dynamo-streams",
+        fingerprint="e7b73e91449c46c9",
+        why="A branch on a tensor inside a stream context reads it on the stream, not on the one outside of the block.",
+        ends="generic_jump enters the contexts of the block around the test",
+    ),
+    Seam(
         target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
         impl="torch_overlay._dynamo.functions:get_handlers",
         kind="wrap",

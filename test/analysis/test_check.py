@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import tempfile
@@ -32,6 +33,20 @@ def forked(side: Any) -> Any:
         b = x.sin()
         current.wait_stream(side)
         return a @ b
+
+    return fn
+
+
+def on_a_side_stream(work: Any, joins: bool) -> Any:
+    side = torch.cuda.Stream()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = work(x) + 1
+        if joins:
+            torch.cuda.current_stream().wait_stream(side)
+        return found
 
     return fn
 
@@ -215,6 +230,30 @@ redundant: ev1.record(stream1_raw): nobody waits for it
         report = check(Layer(), inputs()[0], backward=True)
         self.assertTrue(report.ok, str(report))
         self.assertTrue(any("gradient of linear.weight" in str(p) for p in report.boundary))
+
+    def test_control_flow_on_the_device(self) -> None:
+        """Predicates are read from a device that computes nothing: loops end all the same, in eager, too."""
+
+        def higher_order(x: torch.Tensor) -> torch.Tensor:
+            chosen = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+            start = torch.zeros((), dtype=torch.int64, device="cuda")
+            return torch.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a * 2), (start, chosen))[1]
+
+        def in_python(x: torch.Tensor) -> torch.Tensor:
+            while (x > 1).any():
+                x = x / 2
+            while x.norm().item() > 1:
+                x = x / 2
+            return x
+
+        def of_unknown_size(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.nonzero(x > 0).float().sum()
+
+        for work, joins in itertools.product((higher_order, in_python, of_unknown_size), (True, False)):
+            with self.subTest(work=work.__name__, joins=joins), simulated_gpu():
+                report = check(on_a_side_stream(work, joins), inputs()[0])
+                self.assertEqual(report.notes, [])
+                self.assertTrue(report.ok, str(report))
 
     @simulated_gpu()
     def test_partitions(self) -> None:

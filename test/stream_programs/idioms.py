@@ -764,3 +764,44 @@ def graph_break_in_nested_call(k: Kit) -> Any:
         return b + x
 
     return fn
+
+
+@program("a branch on a tensor inside a context reads it on the stream outside, where nobody waits", fullgraph=False)
+def branch_on_a_tensor_in_context(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            if (a > -1000).all():
+                a = sleep(a) + 1
+            if (a > 1000).any():
+                a = a * 0
+        current.wait_stream(side)
+        return a * x
+
+    return fn
+
+
+@program("`and`, `or` and a loop on tensors inside a context", fullgraph=False)
+def tests_of_tensors_in_context(k: Kit) -> Any:
+    outer, inner, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        outer.wait_stream(current)
+        with torch.cuda.stream(outer):
+            a = sleep(x).clamp(0, 1)
+            inner.wait_stream(outer)
+            with torch.cuda.stream(inner):
+                b = (sleep(a) > -1).all() and (a > 1000).any()
+                c = (sleep(a) > 1000).any() or (a > -1).all()
+            outer.wait_stream(inner)
+            while (sleep(a) < 3).any():
+                a = a + 1
+        current.wait_stream(outer)
+        return a + b * 2 + c * 4
+
+    return fn

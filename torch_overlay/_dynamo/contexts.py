@@ -10,14 +10,20 @@ two re-entries it wants "the class of the context": something which returns a co
 A stream context has an argument, so we give it `functools.partial(torch.cuda.StreamContext, s)`, which Dynamo can trace
 as an argument of the resume function. Streams are context managers too, but a stream in a local variable is a value: it
 crosses the break as it is, and must not be taken for a context that was made and not yet entered.
+
+A branch on a tensor breaks the graph, too, and Dynamo leaves the contexts for the test. It reads the tensor, so it has
+to read it on the stream of the block: the contexts are entered around it as well (`compile_subgraph`).
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import graph_break_hints
+from torch._dynamo.bytecode_transformation import create_copy, create_instruction
+from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.variables.constant import ConstantVariable
@@ -34,8 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
-    from torch._dynamo.codegen import PyCodegen
-    from torch._dynamo.output_graph import OutputGraph, StackLocalsMetadata
+    from torch._dynamo.output_graph import GraphCompileReason, OutputGraph, StackLocalsMetadata
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
     from torch.fx import Node
@@ -204,3 +209,46 @@ def stack_values_to_restore(
         (name, args) for name, args in meta.locals_ctx_args if is_context(tx.symbolic_locals[name])
     ]
     return values, meta
+
+
+def compile_subgraph(
+    original: Callable[..., list[StackLocalsMetadata]],
+    output: OutputGraph,
+    tx: InstructionTranslatorBase,
+    reason: GraphCompileReason,
+    stack_pops: int = 0,
+) -> list[StackLocalsMetadata]:
+    """The code that it emits ends, where a branch broke the graph, with what is tested on top of the stack."""
+    metadata = original(output, tx, reason, stack_pops)
+    if reason.reason.startswith("generic_jump") and handled(tx) and _in_stream_block(tx):
+        _test_in_contexts(output, tx)
+    return metadata
+
+
+def _in_stream_block(tx: InstructionTranslatorBase | None) -> bool:
+    while tx is not None:
+        if any(isinstance(block.with_context, StreamContextVariable) for block in tx.block_stack):
+            return True
+        tx = tx.parent
+    return False
+
+
+def _test_in_contexts(output: OutputGraph, tx: InstructionTranslatorBase) -> None:
+    """Turns what is tested into a bool, in the contexts of its place. Where the jump may keep it (`a and b`), it stays
+    what it is: the host has waited for it, so it can be read anywhere.
+    """
+    from torch._dynamo.symbolic_convert import _reconstruct_block_stack
+
+    codegen, leave = PyCodegen(output.root_tx), []
+    _reconstruct_block_stack(tx, codegen, leave)
+    keeps = tx.current_instruction.opname.endswith("_OR_POP")
+    to_bool = ["TO_BOOL"] if sys.version_info >= (3, 13) else ["UNARY_NOT"] * 2
+    output.add_output_instructions(
+        [
+            *(create_copy(1) if keeps else ()),
+            *codegen.get_instructions(),
+            *map(create_instruction, to_bool),
+            *leave,
+            *([create_instruction("POP_TOP")] if keeps else ()),
+        ]
+    )

@@ -209,6 +209,7 @@ class Caller:
 
     def prepare(self, args: Any) -> None:
         """Work of its own on every stream, then the inputs."""
+        self.device.mode.made_up.begin()
         for stream in self.device.public:
             if stream not in self.work:
                 self.work[stream] = Memory(f"the caller's work on {stream}", 1, stream)

@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import warnings
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.while_loop import while_loop_op
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch_overlay.testing._device import Devices
 
 
 aten = torch.ops.aten
 
-_MADE_UP = 1.0  # what `.item()` returns between compiled regions, so that the program can go on
+_LOOPS = {True: 3, False: 100}  # how often a place asks for a bool, or a number, until it gets a zero
+_NOT_THE_PROGRAM = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+
+class MadeUp:
+    """What is read of a device that computes nothing, so that the program can go on: all values are one, or true. A
+    loop that asks in one place again and again gets a zero in the end: it is to end.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new call: what was asked before is forgotten."""
+        self.place: tuple[str, int] | None = None
+        self.times = 0
+
+    def number(self, dtype: torch.dtype) -> bool | int | float:
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM) and frame.f_back is not None:
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        self.times = self.times + 1 if place == self.place else 1
+        self.place = place
+        value = self.times % _LOOPS[dtype is torch.bool] != 0
+        return float(value) if dtype.is_floating_point else value if dtype is torch.bool else int(value)
 
 
 class SimulatedTensorMode(FakeTensorMode):
@@ -30,12 +63,16 @@ class SimulatedTensorMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._devices = devices
         self._pinned: dict[int, StorageWeakRef] = {}
+        self.made_up = MadeUp()
         self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
             return args[0]  # a tensor that is marked as a number comes as that number (`saved_numbers`)
+        if func in (aten.item.default, aten.is_nonzero.default) and args[0].numel() == 1:  # else fake tensors keep it
+            number = self.dispatch(aten._local_scalar_dense.default, types, args)
+            return number if func is aten.item.default else bool(number)
         if func is aten.record_stream.default and args[0].device.type == "cpu":
             raise NotImplementedError("aten::record_stream: a tensor in host memory has no kernel for it")
         if self.listener is None:
@@ -55,15 +92,20 @@ class SimulatedTensorMode(FakeTensorMode):
         if func is aten._to_copy.default and kwargs.get("non_blocking") and args[0].device.type != "cpu":
             device = kwargs.get("device")  # a copy that may return early is made in pinned memory
             pin = device is not None and torch.device(device).type == "cpu"
-        out = super().dispatch(func, types, args, kwargs)
+        try:
+            out = super().dispatch(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            if func is not aten.nonzero.default:
+                raise
+            size = args[0].numel(), args[0].dim()
+            out = super().dispatch(aten.new_empty.default, types, (args[0], size), {"dtype": torch.int64})
         return self._pin(out) if pin and isinstance(out, torch.Tensor) else out
 
     def _item(self, types: Any, args: Any) -> Any:
         try:
             return super().dispatch(aten._local_scalar_dense.default, types, args)
         except DataDependentOutputException:
-            dtype = args[0].dtype
-            return _MADE_UP if dtype.is_floating_point else dtype is torch.bool or int(_MADE_UP)
+            return self.made_up.number(args[0].dtype)
 
     def _pin(self, tensor: Any) -> torch.Tensor:
         if tensor.device.type != "cpu":
@@ -82,6 +124,32 @@ class SimulatedTensorMode(FakeTensorMode):
         memo = self.fake_tensor_converter.meta_converter.tensor_memo
         for key in [k for k, known in memo.items() if known is tensor]:
             del memo[key]
+
+
+@cond_op.py_impl(SimulatedTensorMode)
+def _choose(
+    mode: SimulatedTensorMode,
+    predicate: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any],
+) -> Any:
+    with mode:
+        return (true_fn if predicate else false_fn)(*operands)
+
+
+@while_loop_op.py_impl(SimulatedTensorMode)
+def _loop(
+    mode: SimulatedTensorMode,
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried: Sequence[Any],
+    additional: Sequence[Any],
+) -> Any:
+    with mode:
+        while cond_fn(*carried, *additional):
+            carried = body_fn(*carried, *additional)
+        return carried
 
 
 @contextlib.contextmanager
