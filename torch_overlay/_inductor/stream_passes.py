@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
+import torch
+
 from torch_overlay import config
 from torch_overlay._functorch.eager_memory import results_made
 from torch_overlay._functorch.stream_placement import (
@@ -73,7 +75,7 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
         readers = [
             n for n, p in before.items() if n not in left and p.custom and n.op == "call_function" and not is_view(n)
         ]
-        results = results_made(graph.output_node()) if readers else set()
+        results = _given_to_caller(graph) if readers else set()
         for node in readers:
             _hand_down(node, before, left, results)
     for node in graph.nodes:
@@ -91,13 +93,21 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                 node.meta["custom"] = {"stream": stream}
 
 
+def _given_to_caller(graph: Graph) -> set[Node]:
+    """What is in the caller's memory in the end: results, and what is written back to inputs."""
+    written = (copy.args for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
+    inputs = {viewed(value) for given, value, *_ in written if given.op == "placeholder"}
+    return results_made(graph.output_node()) | inputs
+
+
 def _hand_down(gone: Node, before: dict[Node, _Placed], left: set[Node], results: set[Node]) -> None:
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
     ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
-    come between, and then the reader comes behind it. The caller gets a result's memory at the end: of that, the second
-    half holds. Whose memory is read in eager is known of the same stream only.
+    come between, and then the reader comes behind it. The caller gets a result's memory at the end, and that of an
+    input has its new value then: of those, the second half holds. Whose memory is read in eager is known of the same
+    stream only.
     """
     custom: Any = before[gone].custom
     stream = custom.get("stream") or 0

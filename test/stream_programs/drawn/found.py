@@ -3027,3 +3027,22 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "copy_of_an_input_that_is_updated_in_part_and_read_behind_what_another_stream_waits_for",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = x * 3
+            state[4:20].copy_(x[8:24])
+            v1.copy_(state)
+            s1.wait_stream(current)
+            v2 = v1.sum(0, keepdim=True)
+            return v2,
+
+        return calls(k, fn)
+    """,
+)
