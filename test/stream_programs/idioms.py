@@ -805,3 +805,22 @@ def tests_of_tensors_in_context(k: Kit) -> Any:
         return a + b * 2 + c * 4
 
     return fn
+
+
+@program(
+    "a generator of tensors, made inside a context, crosses a graph break as what is computed outside", fullgraph=False
+)
+def generator_across_graph_break(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            found = all((sleep(a) > limit).any() for limit in (-1000, 1000))
+            b = a + found
+        current.wait_stream(side)
+        return b * x
+
+    return fn

@@ -26,8 +26,10 @@ from torch._dynamo.bytecode_transformation import create_copy, create_instructio
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.utils import unpack_iterable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
 
 from torch_overlay._dynamo import registry
@@ -197,6 +199,8 @@ def stack_values_to_restore(
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):
         return values, meta
+    if _in_stream_block(tx):
+        _exhaust_generators(tx, values)
     _note_end(output)
 
     def is_context(value: VariableTracker) -> bool:
@@ -209,6 +213,24 @@ def stack_values_to_restore(
         (name, args) for name, args in meta.locals_ctx_args if is_context(tx.symbolic_locals[name])
     ]
     return values, meta
+
+
+def _exhaust_generators(tx: InstructionTranslatorBase, values: Iterable[VariableTracker]) -> None:
+    """A generator crosses the break as a list. Its elements are computed in the block, and not behind it."""
+    from torch._dynamo.side_effects import disallow_side_effects_in_generator
+    from torch._dynamo.symbolic_convert import (
+        save_and_restart_speculation_log,
+        temporarely_allow_writes_to_output_graph,
+    )
+
+    for value in values:
+        if isinstance(value, LocalGeneratorObjectVariable) and not value._frame_state_finished():
+            with (
+                save_and_restart_speculation_log(tx),
+                disallow_side_effects_in_generator(tx),
+                temporarely_allow_writes_to_output_graph(tx),
+            ):
+                value.remaining_items = unpack_iterable(tx, value)
 
 
 def compile_subgraph(
