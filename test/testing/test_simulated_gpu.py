@@ -22,6 +22,7 @@ except ImportError:  # run as a plain script
     import form  # noqa: F401
 
 from torch_overlay._dynamo import objects
+from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.testing import _mocks, _native, active, compile_only, observe, simulated_gpu
 from torch_overlay.testing._simulate import Simulation
 
@@ -329,6 +330,19 @@ class Eager(TestCase):
         self.assertIs(cuda(4).argmax().item(), 1)
         self.assertIs((cuda(4) > 0).any().item(), True)
         self.assertEqual(torch.tensor(7).item(), 7)  # a constant is known
+
+    def test_loops_on_what_is_read_end(self):
+        def ask(flag, times):
+            return [bool(flag) for _ in range(times)]
+
+        with SimulatedDevice(active()):  # whoever listens is not the program
+            flag = (cuda(4) > 0).any()
+            self.assertEqual(ask(flag, 4), [True, True, False, True])
+            for _ in range(5):  # another place is asked in between
+                first = bool(flag)
+                second = bool(flag)
+                self.assertEqual((first, second), (True, True))
+            self.assertEqual([cuda(4).sum().item() for _ in range(101)].index(0.0), 99)
 
     def test_constants_that_go_to_the_host_and_back(self):
         def program(x):
