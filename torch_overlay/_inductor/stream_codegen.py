@@ -39,6 +39,7 @@ from torch_overlay._inductor.stream_schedule import (
     ambient_device,
     ambient_stream,
     eager_memory_of_results,
+    kernel_of,
     owner_of,
     Region,
     stream_devices,
@@ -463,8 +464,10 @@ class RegionEmitter:
     def may_write_in_place(self, name: str, node: BaseSchedulerNode) -> bool:
         if node not in self.region.index or name in self.plan.release:
             return False
-        # Another region may have allocated it on a side stream.
-        memory = {self.plan.memory.get(name), getattr(self.scheduler, "_overlay_memory", {}).get(name)}
+        # Another region may have allocated it on a side stream, as one of the outputs of an operator.
+        known = getattr(self.scheduler, "_overlay_memory", {})
+        kernel = kernel_of(V.graph.try_get_buffer(name))
+        memory = {self.plan.memory.get(name), known.get(name), known.get(kernel, known.get(name))}
         return memory == {self.plan.ops[self.region.index[node]].stream}
 
     def write_stream_operation(self, node: Any) -> bool:
