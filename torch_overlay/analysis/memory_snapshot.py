@@ -18,17 +18,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-import torch
-
 from torch_overlay._inductor.stream_memory import amount
+from torch_overlay.testing._text import OURS, TORCH
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 BUFFER, GRAPH, EAGER, UNKNOWN = "compiled code", "CUDA graph", "eager", "no frames"
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _RELAUNCH = os.path.join("_inductor", "cudagraphs") + os.sep
 _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
 _ASSIGNED = re.compile(r"\s*(\w+) = ")
@@ -111,7 +108,7 @@ class _Reader:
         """Kind, buffer and line, by the frames from inside out."""
         for frame in frames:
             file = frame["filename"]
-            if file.startswith(_OURS) and _RELAUNCH in file:
+            if file.startswith(OURS) and _RELAUNCH in file:
                 return GRAPH, "", _users(frames)
             if (module := self.module(file)) is not None:
                 name, line = module.allocated(frame["line"])
@@ -122,7 +119,7 @@ class _Reader:
     def module(self, file: str) -> GeneratedModule | None:
         if file not in self.modules:
             self.modules[file] = None
-            if file.endswith(".py") and not file.startswith((_TORCH, _OURS)) and os.path.isfile(file):
+            if file.endswith(".py") and not file.startswith((TORCH, OURS)) and os.path.isfile(file):
                 with open(file, encoding="utf-8", errors="replace") as opened:
                     text = opened.read()
                 if "async_compile = AsyncCompile()" in text:
@@ -168,7 +165,7 @@ def _users(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame that is the user's, as file, line and function."""
     for frame in frames:
         file = frame["filename"]
-        if file.endswith(".py") and not file.startswith((_TORCH, _OURS)) and not file.startswith("<"):
+        if file.endswith(".py") and not file.startswith((TORCH, OURS)) and not file.startswith("<"):
             return f"{os.path.basename(file)}:{frame['line']}: {frame['name']}"
     return ""
 

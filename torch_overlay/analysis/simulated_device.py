@@ -41,6 +41,7 @@ from torch_overlay.analysis.trace import (
     Wait,
 )
 from torch_overlay.testing import _stub_module
+from torch_overlay.testing._text import OURS, TORCH
 
 
 if TYPE_CHECKING:
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Directories whose frames are not the user's.
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 _COPIES = (aten.copy_.default, aten._to_copy.default)
 _COPY_TO_HOST = "streams_memory::copy_to_host_"  # asynchronous by name
@@ -469,7 +467,7 @@ def _is_generated(frame: FrameType) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith((_TORCH, _OURS, "<")) and not name.endswith("contextlib.py")
+    return not name.startswith((TORCH, OURS, "<")) and not name.endswith("contextlib.py")
 
 
 def site() -> str:

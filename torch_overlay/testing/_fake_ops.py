@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import warnings
 from typing import Any, TYPE_CHECKING
@@ -18,6 +17,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torch_overlay.testing._text import OURS, TORCH
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _LOOPS = {True: 3, False: 100}  # how often a place asks for a bool, or a number, until it gets a zero
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_PROGRAM = (os.path.dirname(torch.__file__) + os.sep, _OURS + os.sep)
 
 
 class MadeUp:
@@ -47,7 +46,7 @@ class MadeUp:
 
     def number(self, dtype: torch.dtype) -> bool | int | float:
         frame = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM) and frame.f_back is not None:
+        while frame.f_code.co_filename.startswith((OURS, TORCH)) and frame.f_back is not None:
             frame = frame.f_back
         place = frame.f_code.co_filename, frame.f_lineno
         self.times = self.times + 1 if place == self.place else 1

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Directories whose frames are not the user's.
+TORCH = os.path.dirname(torch.__file__) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
 def innermost_frame(stack_trace: str) -> tuple[str, int, str]:
     """File, line and code of the innermost frame outside of torch; of the innermost one where all are inside."""
     frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', stack_trace)
-    frames = [f for f in frames if not f[0].startswith(_TORCH)] or frames
+    frames = [f for f in frames if not f[0].startswith(TORCH)] or frames
     return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else ("", 0, "")
 
 
