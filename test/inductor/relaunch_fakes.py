@@ -290,6 +290,7 @@ class FakeDevice:
         self.open = 0  # recordings
         self.fail_captures = 0
         self.kept: list[int] = []  # what captures leave in use
+        self.free_blocks: list[int] = []  # sizes
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
         self.full = False
@@ -328,6 +329,9 @@ class FakeDevice:
 
     def record(self, gap: int) -> Recording:
         return Recording(self, gap)
+
+    def holes(self) -> list[int]:
+        return self.free_blocks
 
     def generators(self, inputs: Any) -> list[Any]:
         return [self.generator, *(v for v in inputs if isinstance(v, Generator))]

@@ -88,11 +88,11 @@ def chain(*allocations):
 
 class TestPacking(unittest.TestCase):
     @settings(deadline=None, max_examples=200)
-    @given(programs(), st.sampled_from((1, 4096, 1 << 20)))
-    def test_what_overlaps_comes_one_after_the_other(self, program, slab):
+    @given(programs(), st.sampled_from((1, 4096, 1 << 20)), st.sampled_from((0, 2048, 1 << 20)))
+    def test_what_overlaps_comes_one_after_the_other(self, program, slab, little):
         count, edges, lives, words = program
         order = Order(count, edges, lives, words)
-        with mock.patch.object(liveness, "SLAB", slab):
+        with mock.patch.object(liveness, "SLAB", slab), mock.patch.object(liveness, "LITTLE_SLAB", little):
             places, slabs = order.pack(range(len(lives)))
         holders = [{n for n, a in words if a == b} for b in range(len(lives))]
         self.assertEqual(places.keys(), {a for a in range(len(lives)) if holders[a] and lives[a].size})
@@ -111,7 +111,8 @@ class TestPacking(unittest.TestCase):
         for number, size in enumerate(slabs):
             inside = [(a, at) for a, (k, at) in places.items() if k == number]
             self.assertEqual(size, max(at + aligned(lives[a].size) for a, at in inside))
-            self.assertLessEqual(size, max(slab, *[aligned(lives[a].size) for a, _ in inside]))
+            most = max(slab, *[aligned(lives[a].size) for a, _ in inside])
+            self.assertLessEqual(size, most + (0 if number else little))
         self.assertTrue(all(at % 512 == 0 for _, at in places.values()))
 
     @settings(deadline=None, max_examples=100)
@@ -122,6 +123,17 @@ class TestPacking(unittest.TestCase):
         live = max(sum(s for s, f, last in rows if f <= n <= last) for n in range(40))
         self.assertGreaterEqual(size, live)
         self.assertLessEqual(size, 2 * live)
+
+    def test_little_slab_goes_behind_one_with_a_segment_of_its_own(self):
+        def sizes(*pieces):
+            return chain(*[(size << 20, 0, 0) for size in pieces]).pack(range(len(pieces)))
+
+        places, slabs = sizes(32, 2)
+        self.assertEqual((places, slabs), ({0: (0, 0), 1: (0, 32 << 20)}, [34 << 20]))
+        places, slabs = sizes(32, 11, 3)
+        self.assertEqual((places, slabs), ({0: (0, 0), 1: (1, 0), 2: (0, 32 << 20)}, [35 << 20, 11 << 20]))
+        self.assertEqual(sizes(32, 5)[1], [32 << 20, 5 << 20])
+        self.assertEqual(sizes(9, 2)[1], [9 << 20, 2 << 20])
 
     def test_chain_of_equal_sizes_takes_two(self):
         order = chain(*[(4096, n, n + 1) for n in range(20)])

@@ -3,7 +3,10 @@ backward is launched in stages that free what they have used."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
+import math
 import sys
 import unittest
 import weakref
@@ -11,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from hypothesis import given, settings, strategies as st
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.utils import counters
 
@@ -47,6 +51,19 @@ def region(args):
     out = empty_strided_cuda((64, 64), (64, 1), torch.float32)
     torch.mul(x, 2, out=out)
     return (out,)
+"""
+
+ROWS = """
+def region(args):
+    x, = args
+    args.clear()
+    made = []
+    for rows in (0, 64, 2):
+        view = x[:rows] if rows else x[0]
+        y = empty_strided_cuda(tuple(view.size()), tuple(view.stride()), torch.float32)
+        torch.add(view, 1, out=y)
+        made.append(y)
+    return tuple(made)
 """
 
 # The backward of a row of layers: what was saved dies in turn, and a gradient is made from each. `carried` is needed
@@ -177,16 +194,26 @@ class TestScratch(RelaunchTestCase):
         self.assertEqual(arrangement.layout.scratch_size, 2 * 64 * 64 * 4)
         self.assertEqual(self.counted("relaunches"), 4)
 
-    def test_scratch_is_allocated_before_outputs(self):
+    def allocations_of(self, source, expected):
+        """Bytes of each, in order."""
         asked, empty = [], self.device.empty
-        run = self.runner(CHAIN)
-        self.device.empty = lambda *args: (asked.append(args[2]), empty(*args))[1]
-        for _ in range(3):
-            run([torch.randn(64, 64)])
-        asked.clear()
-        x = torch.randn(64, 64)
-        self.assertEqual(run([x])[0], (x + sum(range(12))) * 2)
-        self.assertEqual(asked, [torch.uint8, torch.float32])
+        run = self.runner(source)
+        self.device.empty = lambda *args: (asked.append(math.prod(args[0]) * args[2].itemsize), empty(*args))[1]
+        for _ in range(4):
+            asked.clear()
+            x = torch.randn(64, 64)
+            self.assertEqual(list(run([x])), expected(x))
+        return asked
+
+    def test_scratch_is_allocated_before_smaller_outputs(self):
+        asked = self.allocations_of(CHAIN, lambda x: [(x + sum(range(12))) * 2])
+        self.assertEqual(len(asked), 2)
+        self.assertEqual(asked[1], 64 * 64 * 4)
+        self.assertGreater(asked[0], asked[1])
+
+    def test_larger_outputs_are_allocated_first(self):
+        asked = self.allocations_of(ROWS, lambda x: [x[0] + 1, x + 1, x[:2] + 1])
+        self.assertEqual(asked, [64 * 64 * 4, 2 * 64 * 4, 64 * 4])
 
     def test_slabs_are_no_larger_than_a_segment_of_the_allocator(self):
         """Three temporaries at once: each has a slab, and none of them is an output."""
@@ -521,6 +548,46 @@ class TestChunks(unittest.TestCase):
         self.assertEqual({s.size for s in own[:-1]}, {4096})
         self.assertLessEqual(own[-1].size, 4096)
 
+    def test_holes_are_filled_first(self):
+        recipes = [vector(i, 1024) for i in range(16)]
+        with mock.patch.object(layout, "HOLE", 1024):
+            _, storages, places = place(
+                recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 9000, 2048, 1023]
+            )
+        self.assertEqual(sorted(s.size for s in storages), [1024, 1024, 2048, 4096, 4096, 4096])
+        (pair,) = [number for number, s in enumerate(storages) if s.size == 2048]
+        first, second = [i for i, (number, _) in enumerate(places) if number == pair]
+        self.assertEqual(second - first, 1, "neighbours in the forward")
+
+    def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
+        sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
+        recipes = [vector(i, size) for i, size in enumerate(sizes)]
+        with mock.patch.object(layout, "HOLE", 1024):
+            _, storages, places = place(recipes, sizes, frozenset(range(7)), range(7), holes=[2048])
+        (hole,) = [number for number, s in enumerate(storages) if s.size == 2048]
+        self.assertEqual([i for i, (number, _) in enumerate(places) if number == hole], [2, 3])
+
+    @settings(deadline=None, max_examples=200)
+    @given(
+        st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40),
+        st.lists(st.integers(1, 20), max_size=12),
+    )
+    def test_nothing_is_lost_in_holes(self, rows, holes):
+        sizes = [512 * size for size, _ in rows]
+        recipes = [vector(i, 512 * n, torch.float16 if half else torch.float32) for i, (n, half) in enumerate(rows)]
+        with mock.patch.object(layout, "HOLE", 512):
+            moved, storages, places = place(
+                recipes, sizes, frozenset(range(len(rows))), range(len(rows)), holes=[512 * hole for hole in holes]
+            )
+        self.assertEqual(sum(s.size for s in storages), sum(sizes))
+        taken = sorted((number, offset, offset + size) for (number, offset), size in zip(places, sizes, strict=True))
+        for before, after in itertools.pairwise(taken):
+            self.assertTrue(before[0] < after[0] or before[2] <= after[1], (before, after))
+        for recipe, original, (number, offset) in zip(moved, recipes, places, strict=True):
+            self.assertEqual(recipe.view, dataclasses.replace(original.view, offset=offset))
+            self.assertIn(storages[number].dtype, (None, original.view.dtype))
+            self.assertLessEqual(storages[number].size, max(4096, *sizes))
+
     def test_each_chunk_has_one_type_and_small_things_go_together(self):
         recipes, sizes = [], []
         for i in range(16):
@@ -596,6 +663,20 @@ def region(args):
         self.assertGreater(len(storages), 3)
         self.assertLessEqual(max(storages.values()), 16384)
         self.assertEqual(out[0].untyped_storage().nbytes(), 4096, "the user's own output is by itself")
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
+
+    def test_holes_of_the_allocator(self):
+        """What is free when the region is captured decides what lies together."""
+        self.device.free_blocks = [8192] * 3
+        with mock.patch.object(layout, "CHUNK", 16384), mock.patch.object(layout, "HOLE", 4096):
+            run = self.runner(self.SOURCE, saved=range(1, 24))
+            for _ in range(5):
+                x = torch.randn(32, 32)
+                out = run([x])
+                for i, value in enumerate(out):
+                    self.assertEqual(value, x[:, :16].double() if i % 2 else x + i // 2)
+        storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in out[1:]}
+        self.assertGreaterEqual(list(storages.values()).count(8192), 3)
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
 
 

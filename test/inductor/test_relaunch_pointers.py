@@ -93,7 +93,7 @@ class TestPointers(TestCase):
         """By a call that is never made."""
         names = "empty reinterpret outputs replay raw_alloc raw_delete nbytes current stream_of is_capturing"
         nothing = dict.fromkeys([*names.split(), "misaligned", "counters", "group", "counter", "slab", "scratch"])
-        lists = dict.fromkeys(("positions", "masks", "allocations", "types", "recipes"), ())
+        lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
         call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, index=0)
         return call.aligned
 

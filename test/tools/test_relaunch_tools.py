@@ -118,25 +118,24 @@ class TestBench(unittest.TestCase):
     def test_limits_are_met_or_missed(self) -> None:
         found = self.seen(
             measurement("mlp", "off", gpu_us=100.0, capture_s=0.0),
-            measurement("mlp", "trees", gpu_us=200.0, capture_s=0.2),
-            measurement("mlp", "relaunch", gpu_us=90.0, capture_s=0.1, capture_peak_MiB=30.0, graph_MiB=10.0),
+            measurement("mlp", "trees", gpu_us=200.0, warm_up_s=0.3, capture_s=0.1),
+            measurement("mlp", "relaunch", gpu_us=90.0, warm_up_s=0.3, capture_s=0.2, capture_MiB=20.0),
         )
         self.assertEqual(
             found,
             {
                 "mlp: GPU time / trees": (0.60, 0.45, True),
                 "mlp: GPU time / no graph": (0.85, 0.9, False),
-                "mlp: capture time / trees": (1.5, 0.5, True),
-                "mlp: MiB while capturing beyond what stays": (16.0, 20.0, False),
+                "mlp: time of warm-up and capture / trees": (1.5, 1.25, True),
+                "mlp: MiB that a capture takes beyond its graph": (16.0, 20.0, False),
             },
         )
 
-    def test_memory_at_capture_is_judged_against_the_same_steps_without_a_graph(self) -> None:
+    def test_capture_is_not_judged_without_a_warm_up(self) -> None:
         found = self.seen(
-            measurement("mlp", "off", capture_peak_MiB=80.0, graph_MiB=0.0),
-            measurement("mlp", "relaunch", capture_peak_MiB=92.0, graph_MiB=2.0),
+            measurement("mlp", "trees", capture_s=0.2), measurement("mlp", "relaunch", warm_up_s=0.1, capture_s=0.1)
         )
-        self.assertEqual(found["mlp: MiB while capturing beyond what stays"], (16.0, 10.0, True))
+        self.assertEqual(found["mlp: time of warm-up and capture / trees"], (1.5, None, False))
 
     def test_host_time_is_judged_against_the_bare_launch(self) -> None:
         found = self.seen(measurement("llama", "relaunch", layer_us=14.0, bare_layer_us=3.5))

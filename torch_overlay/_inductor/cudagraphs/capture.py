@@ -119,7 +119,8 @@ class _Group:
 
 
 class Capture:
-    """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned."""
+    """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned, `holes`
+    which blocks the device's allocator has free."""
 
     def __init__(
         self,
@@ -128,8 +129,10 @@ class Capture:
         alignments: Sequence[int],
         plan: Plan,
         recording: Any,
+        holes: Sequence[int] = (),
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
+        self.holes = holes
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
@@ -160,7 +163,9 @@ class Capture:
         positions = tuple(sorted(inputs))
         sizes = [self.placed[address] for address in addresses]
         made = [lives.made.get(address, 0) for address in addresses]
-        moved, storages, parts = place(recipes, sizes, code.saved_outputs, made, gradients=code.is_backward)
+        moved, storages, parts = place(
+            recipes, sizes, code.saved_outputs, made, gradients=code.is_backward, holes=self.holes
+        )
         among = self.observer.scratch | self.placed  # the allocator's segments are larger
         scratch = [
             (address, among.get(address, size))
@@ -330,7 +335,7 @@ def capture_region(
         return open_recordings[-1]
 
     def take(recording: Any) -> Captured:
-        return Capture(model, inputs, alignments, plan, recording).run(code)
+        return Capture(model, inputs, alignments, plan, recording, holes).run(code)
 
     def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
         if first.layout != second.layout or first.places != second.places:
@@ -343,6 +348,7 @@ def capture_region(
 
     check_streams(model)
     check_collectives(model)
+    holes = device.holes() if code.saved_outputs else []
     open_recordings: list[Any] = []
     try:
         first = take(record(1))

@@ -15,10 +15,17 @@ What is saved for the backward is no allocation each. If it is little, it is one
 keep all of it alive until the backward is through with the last piece, so it is allocated in chunks: each has what the
 forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
 larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
+Between tensors that stay (of the optimizer, say, which come when the first step's are freed) there are holes, which
+tensors one by one would fill. So when the region is captured, each hole gets the neighbours that fill most of it, and
+what remains is cut into chunks of full size.
 
 The little gradients of a backward, those of biases and norms, are chunks as well: half of a model's gradients, or more,
 are allocated and freed at each step for a thousandth of the bytes. A chunk stays as long as one of them does, so it is
 no larger than the block that the caching allocator takes from the device for such.
+
+Note [The largest first]
+What one launch needs is allocated at once, so in any order. The caching allocator gives the smallest block that is
+large enough, and cuts it. What is small would break up the blocks that only what is large fits in, if it came first.
 """
 
 from __future__ import annotations
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
 
 # Note [Chunks]
 CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
+HOLE = 2 << 20  # a hole that takes less is not worth an allocation, nor is one that takes less than this part of all:
+HOLES = 256
 LITTLE = 32 << 10  # bytes of a gradient that is no allocation
 LITTLE_CHUNK = 256 << 10
 
@@ -145,6 +154,13 @@ class Layout:
     def scratch_size(self) -> int:
         return sum(map(aligned, self.scratch))
 
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """In which a call allocates: numbers of regions behind the inputs. Note [The largest first]"""
+        sizes = [*[self.storages[i].size for i in self.own], self.saved_size, self.scratch_size]
+        wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
+        return tuple(sorted(wanted, key=lambda k: -sizes[k]))
+
     def outputs_of(self, storage: int) -> list[int]:
         return [i for i, r in enumerate(self.recipes) if isinstance(r, OfStorage) and r.storage == storage]
 
@@ -181,10 +197,11 @@ def place(
     made: Sequence[int],
     *,
     gradients: bool = False,
+    holes: Sequence[int] = (),
 ) -> tuple[tuple[Recipe, ...], tuple[Storage, ...], tuple[tuple[int, int], ...]]:
     """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
     at which byte. Storages that saved outputs alone use go together, and little `gradients`. `made` has the order in
-    which the region makes them."""
+    which the region makes them, `holes` the sizes of the blocks that the allocator has free. Note [Chunks]"""
     users: list[list[int]] = [[] for _ in sizes]
     types: list[set[torch.dtype]] = [set() for _ in sizes]
     for output, recipe in enumerate(recipes):
@@ -198,7 +215,10 @@ def place(
     members: list[list[int]] = []
     if (total := sum(aligned(sizes[i]) for i in slab)) >= 2 * CHUNK:
         slab = _small(ours, sizes, types, total // 64)
-        members = _chunks([i for i in ours if i not in slab], sizes, types, made, CHUNK)
+        rest = [i for i in ours if i not in slab]
+        filled = _fill(rest, sizes, types, made, holes, max(HOLE, total // HOLES))
+        rest = sorted(set(rest).difference(*filled))
+        members = [chunk for chunk in filled if len(chunk) > 1] + _chunks(rest, sizes, types, made, CHUNK)
     if gradients:
         little = [i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1]
         members += _chunks([i for i in little if i not in ours], sizes, types, made, LITTLE_CHUNK)
@@ -241,6 +261,40 @@ def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.
         if total > most:
             break
         found.add(i)
+    return found
+
+
+def _fill(
+    ours: Sequence[int],
+    sizes: Sequence[int],
+    types: Sequence[set[torch.dtype]],
+    made: Sequence[int],
+    holes: Sequence[int],
+    least: int,
+) -> list[list[int]]:
+    """For each hole, the largest first, the neighbours of one type that fill most of it, and at least so much. What is
+    in none remains."""
+    rows: dict[torch.dtype, list[int]] = {}
+    for i in sorted(ours, key=lambda i: (made[i], i)):
+        (dtype,) = types[i]
+        rows.setdefault(dtype, []).append(i)
+    found: list[list[int]] = []
+    taken: set[int] = set()
+    for hole in sorted((hole for hole in holes if least <= hole <= CHUNK), reverse=True)[:HOLES]:
+        best = least - 1
+        members: list[int] = []
+        for row in rows.values():
+            first = size = 0
+            for last, i in enumerate(row):
+                size += aligned(sizes[i])
+                while size > hole or (i in taken and first <= last):
+                    size -= aligned(sizes[row[first]])
+                    first += 1
+                if size > best:
+                    best, members = size, row[first : last + 1]
+        if members:
+            found.append(members)
+            taken.update(members)
     return found
 
 

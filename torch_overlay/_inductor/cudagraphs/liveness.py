@@ -14,9 +14,10 @@ kernel of its own needs it, so whatever comes behind an allocation that the prog
 has nothing to do with the first. All other nodes that come behind those that hold an address count as touching it.
 
 Note [Slabs]
-The caching allocator has segments of 20 MiB for what is less than 10 MiB. Code that runs without graphs fills them, and
-a slab is to find its place in one that is free again: so it isn't larger, unless a single allocation is. Those have a
-segment each without graphs, too.
+The caching allocator cuts what is less than 10 MiB out of segments of 20 MiB, so such a block finds its place where
+others were. What is larger gets a segment of its own size, where nothing larger finds its place. So a slab is less than
+10 MiB, unless a single allocation is more: that one has a segment without graphs, too. If there is such a slab, a
+little one goes behind it, for an allocation takes the host two microseconds or three.
 
 This module is pure. Nodes are numbered as in the graph; sets of nodes are integers, a bit for each position in an
 order that the edges allow.
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
 ALIGNMENT = 512  # as the caching allocator aligns
-SLAB = 20 << 20  # Note [Slabs]
+SLAB = (10 << 20) - ALIGNMENT  # Note [Slabs]
+LITTLE_SLAB = 4 << 20
 CANDIDATES = 20  # of places for cuts: of those where much begins or ends, and as many in equal distances
 LENIENT = 8
 IGNORED = 2000  # what shares a slab and is less than this part of all is not looked at to find cuts
@@ -140,7 +142,20 @@ class Order:
             _, number, at = min(ways)
             slabs[number].put(a, at, size)
             places[a] = number, at
-        return places, [slab.size for slab in slabs]
+        return _with_least_behind_first(places, [slab.size for slab in slabs])
+
+
+def _with_least_behind_first(
+    places: dict[int, tuple[int, int]], sizes: list[int]
+) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    if len(sizes) < 2 or sizes[0] <= SLAB:
+        return places, sizes
+    least = min(range(1, len(sizes)), key=sizes.__getitem__)
+    if sizes[least] > LITTLE_SLAB:
+        return places, sizes
+    moved = {a: (0, sizes[0] + at) for a, (number, at) in places.items() if number == least}
+    later = {a: (number - 1, at) for a, (number, at) in places.items() if number > least}
+    return {**places, **moved, **later}, [sizes[0] + sizes[least], *sizes[1:least], *sizes[least + 1 :]]
 
 
 class _Slab:

@@ -68,6 +68,7 @@ def bind(relaunch: Relaunch) -> Any:
         slab=raw(layout.saved_size) if layout.saved_size else None,
         types=tuple(types) if simple else (),
         scratch=raw(size) if size else None,
+        order=layout.order,
         recipes=tuple(recipes) if simple else (),
         empty=device.empty,
         reinterpret=reinterpret,

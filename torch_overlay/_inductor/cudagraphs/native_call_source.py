@@ -10,9 +10,10 @@ typedef struct { Py_ssize_t position; uint64_t mask; } Input;
 typedef struct {
     PyObject_HEAD
     Blocks *blocks;
-    Py_ssize_t inputs, least, recipes;
+    Py_ssize_t inputs, least, recipes, memories;
     Input *input;
     Recipe *recipe;
+    Py_ssize_t *order;                          /* of allocations: regions behind the inputs */
     PyObject *allocations;                      /* arguments of `empty`, for each storage */
     PyObject *slab, *types, *scratch;           /* arguments of `empty`, or None; dtypes of the slab's views */
     PyObject *empty, *reinterpret, *outputs;    /* outputs: makes what `recipe` can't, or None */
@@ -36,7 +37,7 @@ static void call_dealloc(Call *self) {
         Recipe *each = &self->recipe[i];
         Py_XDECREF(each->object); Py_XDECREF(each->size); Py_XDECREF(each->stride); Py_XDECREF(each->offset);
     }
-    PyMem_Free(self->recipe); PyMem_Free(self->input);
+    PyMem_Free(self->recipe); PyMem_Free(self->input); PyMem_Free(self->order);
     Py_XDECREF(self->blocks); Py_XDECREF(self->allocations); Py_XDECREF(self->slab); Py_XDECREF(self->types);
     Py_XDECREF(self->scratch); Py_XDECREF(self->empty); Py_XDECREF(self->reinterpret); Py_XDECREF(self->outputs);
     Py_XDECREF(self->replay); Py_XDECREF(self->raw_alloc); Py_XDECREF(self->raw_delete); Py_XDECREF(self->nbytes);
@@ -65,18 +66,39 @@ static int read_recipes(Call *self, PyObject *recipes) {
     }
     return 0;
 }
+/* Each region that is allocated comes once: the storages, the slab and the scratch, if there are such. */
+static int read_order(Call *self, PyObject *order) {
+    Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), slab = self->slab != Py_None;
+    self->memories = made + slab + (self->scratch != Py_None);
+    if (PyTuple_GET_SIZE(order) != self->memories || !(self->order = PyMem_Calloc(self->memories + 1, sizeof made))) {
+        PyErr_SetString(PyExc_ValueError, "so many regions are not allocated");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->memories; i++) {
+        Py_ssize_t k = PyLong_AsSsize_t(PyTuple_GET_ITEM(order, i));
+        int known = k >= 0 && (k < made || (k == made && slab) || (k == made + 1 && self->scratch != Py_None));
+        for (Py_ssize_t j = 0; j < i; j++) known &= self->order[j] != k;
+        if (!known) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the order names a region twice, or none that is");
+            return -1;
+        }
+        self->order[i] = k;
+    }
+    return 0;
+}
 static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions", "masks", "allocations", "slab", "types", "scratch", "recipes", "empty",
-        "reinterpret", "outputs", "replay", "direct", "raw_alloc", "raw_delete", "nbytes", "current", "index",
-        "stream_of", "is_capturing", "misaligned", "counters", "group", "counter", NULL};
-    PyObject *positions, *masks, *recipes;
+    static char *names[] = {"positions", "masks", "allocations", "slab", "types", "scratch", "order",
+        "recipes", "empty", "reinterpret", "outputs", "replay", "direct", "raw_alloc", "raw_delete", "nbytes",
+        "current", "index", "stream_of", "is_capturing", "misaligned", "counters", "group", "counter", NULL};
+    PyObject *positions, *masks, *order, *recipes;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!OOOOpOOOOOOOOOOO", names, &PyTuple_Type, &positions,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOpOOOOOOOOOOO", names, &PyTuple_Type, &positions,
             &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types,
-            &self->scratch, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs, &self->replay,
-            &self->direct, &self->raw_alloc, &self->raw_delete, &self->nbytes, &self->current, &self->index,
-            &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters, &self->group, &self->counter)) {
+            &self->scratch, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret,
+            &self->outputs, &self->replay, &self->direct, &self->raw_alloc, &self->raw_delete, &self->nbytes,
+            &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters,
+            &self->group, &self->counter)) {
         /* What was parsed is borrowed. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -105,7 +127,7 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         if (each->position >= self->least) self->least = each->position + 1;
     }
     self->device = PyLong_AsLong(self->index);
-    if (PyErr_Occurred() || read_recipes(self, recipes)) goto failed;
+    if (PyErr_Occurred() || read_order(self, order) || read_recipes(self, recipes)) goto failed;
     return (PyObject *)self;
 failed:
     Py_DECREF(self);
@@ -158,8 +180,6 @@ typedef struct { PyObject *made, *slab, *scratch; } Memory; /* scratch: a tensor
 
 static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     PyObject *number, *args[2];
-    *base = 0;
-    if (self->scratch == Py_None) return 0;
     if (self->raw_alloc == Py_None) {
         memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
         return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
@@ -173,21 +193,25 @@ static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t 
     *base = PyLong_AsUnsignedLongLong(memory->scratch);
     return PyErr_Occurred() ? -1 : 0;
 }
-/* The scratch comes first: it is the largest most often, and small allocations would break up the place it fits in. */
 static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
     base += self->inputs;
-    if (allocate_scratch(self, stream, memory, base + count + 1)) return -1;
+    base[count] = base[count + 1] = 0;
     if (!(memory->made = PyTuple_New(count))) return -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *made = PyObject_Call(self->empty, PyTuple_GET_ITEM(self->allocations, i), NULL);
+    for (Py_ssize_t i = 0; i < self->memories; i++) {
+        Py_ssize_t k = self->order[i];
+        PyObject *made;
+        if (k == count + 1) {
+            if (allocate_scratch(self, stream, memory, base + k)) return -1;
+            continue;
+        }
+        made = PyObject_Call(self->empty, k == count ? self->slab : PyTuple_GET_ITEM(self->allocations, k), NULL);
         if (!made) return -1;
-        PyTuple_SET_ITEM(memory->made, i, made);
-        if (address_of(made, base++)) return -1;
+        if (k == count) memory->slab = made;
+        else PyTuple_SET_ITEM(memory->made, k, made);
+        if (address_of(made, base + k)) return -1;
     }
-    *base = 0;
-    if (self->slab == Py_None) return 0;
-    return (memory->slab = PyObject_Call(self->empty, self->slab, NULL)) ? address_of(memory->slab, base) : -1;
+    return 0;
 }
 static int free_scratch(Call *self, Memory *memory) {
     PyObject *scratch = memory->scratch, *done = NULL, *type = NULL, *value = NULL, *trace = NULL;

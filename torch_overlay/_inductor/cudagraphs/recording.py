@@ -111,6 +111,13 @@ class Cuda:
         stats = torch._C._cuda_memoryStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
+    def holes(self) -> list[int]:
+        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given."""
+        mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
+        segments = torch.cuda.memory_snapshot(include_traces=False)
+        large = [s for s in segments if s["segment_type"] == "large" and mine.items() <= s.items()]
+        return [b["size"] for s in large for b in s["blocks"] if b["state"] == "inactive"]
+
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
 

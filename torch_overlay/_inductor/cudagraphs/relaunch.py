@@ -8,9 +8,8 @@ Note [A relaunch]
    keeps moving is a moving one: the closure is made anew.
 3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
    launches of one executable, and a patch concerns later launches alone.
-4. Outputs and scratch are allocated on the stream that the graph is launched on. The scratch is freed as soon as that
-   is done: whoever gets the memory next comes later on that stream. It is allocated first, for it is the largest most
-   often: small outputs would break up the place that it fits in.
+4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
+   freed as soon as that is done: whoever gets the memory next comes later on that stream.
 5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
@@ -117,11 +116,10 @@ class Relaunch:
         moving = [k for k in layout.inputs if k not in static]
         same, addresses_of = pointers.same, pointers.addresses
         masks = tuple(self.alignments[k] - 1 for k in moving)
-        allocations = tuple(map(self.allocation, layout.own))
-        slab_size, scratch_size = layout.saved_size, layout.scratch_size
-        slab_arguments, scratch_arguments = raw(slab_size), raw(scratch_size)
-        regions = [self.region[k] for k in moving] + [len(layout.inputs) + i for i in range(len(layout.own))]
-        regions += [layout.saved_region] * bool(slab_size) + [layout.scratch_region] * bool(scratch_size)
+        own, order = len(layout.own), layout.order
+        arguments = [*map(self.allocation, layout.own), raw(layout.saved_size), raw(layout.scratch_size)]
+        allocations = [(k, arguments[k]) for k in order]
+        regions = [self.region[k] for k in moving] + [len(layout.inputs) + k for k in order]
         all_regions = regions + [self.region[k] for k in static]
         static_masks = tuple(self.alignments[k] - 1 for k in static)
         me, finish = weakref.ref(self), self.outputs()
@@ -140,10 +138,8 @@ class Relaunch:
             given = addresses_of(inputs, moving)
             if any(map(and_, given, masks)):
                 raise Misaligned
-            scratch = [empty(*scratch_arguments)] if scratch_size else []
-            made = [empty(*arguments) for arguments in allocations]
-            slabs = [empty(*slab_arguments)] if slab_size else []
-            bases = [*given, *made, *slabs, *scratch]
+            made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}
+            bases = [*given, *made.values()]
             with lock:
                 if not static or same(inputs, addresses, static):
                     totals[1] += patch(bases, regions)
@@ -151,7 +147,7 @@ class Relaunch:
                     totals[1] += patch_all(inputs, bases)
                 replay()
                 totals[0] += 1
-            result = finish(originals or inputs, made, slabs[0] if slabs else None)
+            result = finish(originals or inputs, [made[k] for k in range(own)], made.get(own))
             counters["torch_overlay"]["cudagraph_relaunches"] += 1
             inputs.clear()
             return result
