@@ -65,6 +65,13 @@ PATCHES: tuple[Patch, ...] = (
         "They are copies now, as is what is returned or saved and put into an input.",
     ),
     Patch(
+        slug="inductor-failed-matches",
+        subject="A pattern that doesn't match keeps no frames alive",
+        description="The failure is an exception that is returned: its traceback holds the frames of the compilation, "
+        "and one of them holds the exception. So what the call that compiled a backward had made, its loss and all "
+        "that was saved for the backward, stayed until somebody collected garbage.",
+    ),
+    Patch(
         slug="dynamo-stream-objects",
         subject="Stream objects of compiled frames: one table per thread and call, nothing kept alive",
         description="Compiled code finds its streams and events in a table of the process, which nested calls and "
@@ -182,6 +189,25 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="0fd70a6a266bd8c6",
         why="What is returned, or saved, and put into an input as well is computed there, and so is the input itself.",
         ends="upstream's pass counts what the graph returns as a reader",
+    ),
+    # ---- inductor-failed-matches
+    Seam(
+        target="torch._inductor.pattern_matcher:PatternExpr.match",
+        impl="torch_overlay._inductor.failed_matches:match",
+        kind="wrap",
+        patch="inductor-failed-matches",
+        fingerprint="ce1ec94f40d50970",
+        why="The exception that says why a pattern doesn't match keeps the frames of the compilation.",
+        ends="upstream returns it without its traceback",
+    ),
+    Seam(
+        target="torch._inductor.pattern_matcher:MultiOutputPattern.match",
+        impl="torch_overlay._inductor.failed_matches:match",
+        kind="wrap",
+        patch="inductor-failed-matches",
+        fingerprint="58a1cddf99011cd3",
+        why="The exception that says why a pattern doesn't match keeps the frames of the compilation.",
+        ends="upstream returns it without its traceback",
     ),
     # ---- aot-stream-placement
     Seam(

@@ -347,6 +347,17 @@ class TestStages(RelaunchTestCase):
         run(backward_inputs())
         self.assertGreater(len(self.stages()), 2)
 
+    def test_no_garbage_is_looked_for_where_another_partition_may_need_the_inputs(self):
+        for followed, collections in ((False, 1), (True, 0)):
+            run = self.backward()
+            run.code = dataclasses.replace(run.code, followed=followed)
+            inputs = backward_inputs()
+            kept = inputs[:9]
+            with mock.patch.object(runner.gc, "collect") as collect:
+                run(inputs)
+            self.assertEqual(collect.call_count, collections)
+            del kept
+
     def held_results(self, run):
         """Of six calls, all of which are right when the last one has run."""
         held = []

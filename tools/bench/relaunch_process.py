@@ -89,13 +89,13 @@ def timed_layer(side: str) -> list[float]:
         return cell
     original = getattr(Layer, name)
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         if getattr(depth, "on", False):
-            return original(*args)
+            return original(*args, **kwargs)
         depth.on = True
         start = time.perf_counter()
         try:
-            return original(*args)
+            return original(*args, **kwargs)
         finally:
             cell[0] += time.perf_counter() - start
             depth.on = False
@@ -144,13 +144,13 @@ def watched_captures(side: str) -> list[float]:
         return found
     original = getattr(Maker, name)
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         before, reserved = device_used(), torch.cuda.memory_reserved()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)
         try:
             with peak_of_device() as peak:
-                result = original(*args)
+                result = original(*args, **kwargs)
         finally:
             sys.setswitchinterval(interval)
         kept = device_used() - before - (torch.cuda.memory_reserved() - reserved)

@@ -54,6 +54,7 @@ class Code:
     mutated_inputs: tuple[int, ...] = ()
     saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
     is_backward: bool = False
+    followed: bool = False  # by another partition of its graph, for which the caller may keep the inputs
     source: str = ""  # the first line of the user's program that is part of it
 
 
@@ -293,9 +294,9 @@ def describe(
     kind, name = _named(is_backward, is_inference)
     graph, number = _compiling.graph, _compiling.partition
     _compiling.partition += 1
-    maps = getattr(graph, "partition_maps", None)
-    partition = maps[number] if maps and _is_partitioned(graph) and number < len(maps) else None
-    if partition is not None and len(maps or ()) > 1:
+    maps = getattr(graph, "partition_maps", None) or ()
+    partition = maps[number] if _is_partitioned(graph) and number < len(maps) else None
+    if partition is not None and len(maps) > 1:
         name += f", partition {number}"
     return Code(
         name=name,
@@ -304,6 +305,7 @@ def describe(
         mutated_inputs=tuple(mutated_input_idxs),
         saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
         is_backward=is_backward,
+        followed=partition is not None and number + 1 < len(maps),
         source=_first_line(placeholders, stack_traces),
     )
 
