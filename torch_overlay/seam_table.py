@@ -65,11 +65,11 @@ PATCHES: tuple[Patch, ...] = (
         "They are copies now, as is what is returned or saved and put into an input.",
     ),
     Patch(
-        slug="inductor-failed-matches",
-        subject="A pattern that doesn't match keeps no frames alive",
-        description="The failure is an exception that is returned: its traceback holds the frames of the compilation, "
-        "and one of them holds the exception. So what the call that compiled a backward had made, its loss and all "
-        "that was saved for the backward, stayed until somebody collected garbage.",
+        slug="compile-garbage",
+        subject="What a call that compiles has made goes when the program drops it",
+        description="Circles of references kept it until somebody collected garbage: a pattern that doesn't match is "
+        "an exception, returned with the frames of the compilation, and a backward is compiled while it is called; a "
+        "traced object and its __dict__ refer to one another, and behind a graph break the object is the program's.",
     ),
     Patch(
         slug="dynamo-stream-objects",
@@ -190,12 +190,21 @@ SEAMS: tuple[Seam, ...] = (
         why="What is returned, or saved, and put into an input as well is computed there, and so is the input itself.",
         ends="upstream's pass counts what the graph returns as a reader",
     ),
-    # ---- inductor-failed-matches
+    # ---- compile-garbage
+    Seam(
+        target="torch._dynamo.output_graph:OutputGraph.cleanup",
+        impl="torch_overlay._dynamo.cleanup:cleanup",
+        kind="wrap",
+        patch="compile-garbage",
+        fingerprint="cbac163e81db83b8",
+        why="A traced object and the variable of its __dict__ keep one another, and the program's object, alive.",
+        ends="upstream's cleanup lets go of such variables, too",
+    ),
     Seam(
         target="torch._inductor.pattern_matcher:PatternExpr.match",
         impl="torch_overlay._inductor.failed_matches:match",
         kind="wrap",
-        patch="inductor-failed-matches",
+        patch="compile-garbage",
         fingerprint="ce1ec94f40d50970",
         why="The exception that says why a pattern doesn't match keeps the frames of the compilation.",
         ends="upstream returns it without its traceback",
@@ -204,7 +213,7 @@ SEAMS: tuple[Seam, ...] = (
         target="torch._inductor.pattern_matcher:MultiOutputPattern.match",
         impl="torch_overlay._inductor.failed_matches:match",
         kind="wrap",
-        patch="inductor-failed-matches",
+        patch="compile-garbage",
         fingerprint="58a1cddf99011cd3",
         why="The exception that says why a pattern doesn't match keeps the frames of the compilation.",
         ends="upstream returns it without its traceback",
