@@ -29,6 +29,7 @@ from torch_overlay._inductor.cudagraphs.allocations import Lives
 from torch_overlay._inductor.cudagraphs.layout import Given, OfStorage, place, Repeated, View
 from torch_overlay._inductor.cudagraphs.liveness import Life
 from torch_overlay._inductor.cudagraphs.policy import Code
+from torch_overlay._inductor.cudagraphs.recording import Cuda
 from torch_overlay._inductor.cudagraphs.runner import Runner
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
@@ -563,12 +564,18 @@ class TestChunks(unittest.TestCase):
         recipes = [vector(i, 1024) for i in range(16)]
         with mock.patch.object(layout, "HOLE", 1024):
             _, storages, places = place(
-                recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 9000, 2048, 1023]
+                recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 1023, 2048, 4096 + 1000]
             )
         self.assertEqual(sorted(s.size for s in storages), [1024, 1024, 2048, 4096, 4096, 4096])
         (pair,) = [number for number, s in enumerate(storages) if s.size == 2048]
         first, second = [i for i, (number, _) in enumerate(places) if number == pair]
         self.assertEqual(second - first, 1, "neighbours in the forward")
+
+    def test_large_hole_takes_several_chunks(self):
+        recipes = [vector(i, 1024) for i in range(16)]
+        with mock.patch.object(layout, "HOLE", 1024):
+            _, storages, _ = place(recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[2 * 4096 + 3072])
+        self.assertEqual(sorted(s.size for s in storages), [1024, 3072, 4096, 4096, 4096])
 
     def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
         sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
@@ -637,6 +644,30 @@ class TestChunks(unittest.TestCase):
         recipes = [vector(0, 8192), vector(0, 8192, torch.int32), vector(1, 8192), vector(2, 8192)]
         _, storages, places = place(recipes, [8192] * 3, frozenset(range(4)), range(3))
         self.assertTrue(storages[places[0][0]].saved)
+
+
+class TestHoles(unittest.TestCase):
+    def test_what_an_allocation_may_be_given(self):
+        def segment(*blocks, **changed):
+            """Sizes in MiB, negative where they are in use."""
+            listed = [{"size": abs(n) << 20, "state": "active_allocated" if n < 0 else "inactive"} for n in blocks]
+            plain = {"device": 0, "stream": 7, "segment_pool_id": (0, 0), "segment_type": "large"}
+            return {**plain, "total_size": sum(b["size"] for b in listed), "blocks": listed, **changed}
+
+        segments = [
+            segment(-3, 5, -4, 8),
+            segment(20),
+            segment(198),  # another logits' place
+            segment(-1, 197),
+            segment(6, device=1),
+            segment(6, stream=8),
+            segment(6, segment_pool_id=(0, 3)),
+            segment(1, -1, segment_type="small"),
+        ]
+        device = Cuda(0)
+        device.stream_of = lambda index: 7
+        with mock.patch.object(torch.cuda, "memory_snapshot", lambda **options: segments):
+            self.assertEqual(device.holes(), [n << 20 for n in (5, 8, 20, 197)])
 
 
 class TestChunksOfARegion(RelaunchTestCase):

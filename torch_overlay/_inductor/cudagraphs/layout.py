@@ -16,8 +16,9 @@ keep all of it alive until the backward is through with the last piece, so it is
 forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
 larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
 Between tensors that stay (of the optimizer, say, which come when the first step's are freed) there are holes, which
-tensors one by one would fill. So when the region is captured, each hole gets the neighbours that fill most of it, and
-what remains is cut into chunks of full size.
+tensors one by one would fill. So when the region is captured, each hole gets the neighbours that fill most of it, a
+large one several times, and what remains is cut into chunks of full size. Segments that are free as a whole are left to
+allocations of their size, where a chunk would take a part of them.
 
 The little gradients of a backward, those of biases and norms, are chunks as well: half of a model's gradients, or more,
 are allocated and freed at each step for a thousandth of the bytes. A chunk stays as long as one of them does, so it is
@@ -280,7 +281,8 @@ def _fill(
         rows.setdefault(dtype, []).append(i)
     found: list[list[int]] = []
     taken: set[int] = set()
-    for hole in sorted((hole for hole in holes if least <= hole <= CHUNK), reverse=True)[:HOLES]:
+    parts = [part for hole in holes for part in [*[CHUNK] * (hole // CHUNK), hole % CHUNK] if part >= least]
+    for hole in sorted(parts, reverse=True)[:HOLES]:
         best = least - 1
         members: list[int] = []
         for row in rows.values():

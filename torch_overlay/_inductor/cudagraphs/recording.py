@@ -48,6 +48,7 @@ from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import copies, graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.graph_part import Part
+from torch_overlay._inductor.cudagraphs.layout import CHUNK
 from torch_overlay._inductor.cudagraphs.signatures import signatures_of
 from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Refusal, Template
 
@@ -112,11 +113,16 @@ class Cuda:
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
     def holes(self) -> list[int]:
-        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given."""
+        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given, but for
+        segments larger than a chunk that are free as a whole. Note [Chunks] of `layout`"""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
-        segments = torch.cuda.memory_snapshot(include_traces=False)
-        large = [s for s in segments if s["segment_type"] == "large" and mine.items() <= s.items()]
-        return [b["size"] for s in large for b in s["blocks"] if b["state"] == "inactive"]
+        found = []
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["segment_type"] == "large" and mine.items() <= segment.items():
+                most = CHUNK if len(segment["blocks"]) == 1 else segment["total_size"]
+                free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+                found += [size for size in free if size <= most]
+        return found
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
