@@ -67,6 +67,13 @@ def region(args):
     return tuple(made)
 """
 
+SCRATCH = """
+    y = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    torch.add(x, 1, out=y)
+    torch.sub(y, 1, out=y)
+    del y
+"""
+
 # The backward of a row of layers: what was saved dies in turn, and a gradient is made from each. `carried` is needed
 # from the first layer to the last, `held` is an input that is an output as well.
 BACKWARD = """
@@ -215,6 +222,35 @@ class TestScratch(RelaunchTestCase):
     def test_larger_outputs_are_allocated_first(self):
         asked = self.allocations_of(ROWS, lambda x: [x[0] + 1, x + 1, x[:2] + 1])
         self.assertEqual(asked, [64 * 64 * 4, 2 * 64 * 4, 64 * 4])
+
+    def test_memory_that_runs_out_at_any_allocation(self):
+        """The inputs stay, what was allocated is given back, and the next call is right."""
+        made, full, empty = [], [0], self.device.empty
+
+        def allocate(*args):
+            full[0] -= 1
+            if not full[0]:
+                raise torch.OutOfMemoryError("no memory")
+            made.append(weakref.ref(tensor := empty(*args)))
+            return tensor
+
+        scratch = ROWS.replace("    made = []\n", "    made = []\n" + SCRATCH)
+        run = self.runner(scratch)
+        self.device.empty = allocate
+        x = torch.randn(64, 64)
+        expected = [x[0] + 1, x + 1, x[:2] + 1]
+        for _ in range(3):
+            self.assertEqual(list(run([x])), expected)
+        for number in range(1, 5):
+            made.clear()
+            full[0] = number
+            inputs = [x]
+            with self.assertRaises(torch.OutOfMemoryError):
+                run(inputs)
+            self.assertIs(inputs[0], x)
+            self.assertEqual([tensor() for tensor in made], [None] * (number - 1))
+            full[0] = 0
+            self.assertEqual(list(run([x])), expected)
 
     def test_slabs_are_no_larger_than_a_segment_of_the_allocator(self):
         """Three temporaries at once: each has a slab, and none of them is an output."""
