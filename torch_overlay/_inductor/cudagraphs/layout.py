@@ -286,7 +286,7 @@ def _fill(
         best = least - 1
         members: list[int] = []
         for row in rows.values():
-            first = size = 0
+            first = size = 0  # of a window that ends with each of the row in turn, and holds nothing that is taken
             for last, i in enumerate(row):
                 size += aligned(sizes[i])
                 while size > hole or (i in taken and first <= last):

@@ -148,6 +148,7 @@ class Order:
 def _with_least_behind_first(
     places: dict[int, tuple[int, int]], sizes: list[int]
 ) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """The last rule of Note [Slabs]."""
     if len(sizes) < 2 or sizes[0] <= SLAB:
         return places, sizes
     least = min(range(1, len(sizes)), key=sizes.__getitem__)
