@@ -69,7 +69,7 @@ PATCHES: tuple[Patch, ...] = (
         subject="What a call that compiles has made goes when the program drops it",
         description="Circles of references kept it until somebody collected garbage: a pattern that doesn't match is "
         "an exception, returned with the frames of the compilation, and a backward is compiled while it is called; a "
-        "traced object and its __dict__ refer to one another, and behind a graph break the object is the program's.",
+        "traced object's variable and that of its __dict__ refer to one another, and to the program's object.",
     ),
     Patch(
         slug="dynamo-stream-objects",

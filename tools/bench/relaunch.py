@@ -148,9 +148,13 @@ def limits(rows: dict[str, Row]) -> list[Limit]:
 
     def until_steady(row: Row) -> float | None:
         """Warm-up and capture, to those of trees."""
-        times = [row.figure(side, key) for side in ("relaunch", "trees") for key in ("warm up s", "capture s")]
-        mine, theirs = times[:2], times[2:]
-        return None if None in times else sum(filter(None, mine)) / sum(filter(None, theirs))
+
+        def of(side: str) -> float | None:
+            warm_up, capture = row.figure(side, "warm up s"), row.figure(side, "capture s")
+            return None if warm_up is None or capture is None else warm_up + capture
+
+        mine, theirs = of("relaunch"), of("trees")
+        return mine / theirs if mine is not None and theirs else None
 
     def ratio(key: str, *others: str) -> Callable[[Row], float | None]:
         return lambda row: row.ratio(key, "relaunch", *others)

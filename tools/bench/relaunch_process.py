@@ -73,21 +73,27 @@ def host_time(step: Callable[[], Any], layer: list[float], calls: int = 60) -> t
     return statistics.median(whole) * 1e6, statistics.median(inside) * 1e6
 
 
+def graph_layer(side: str) -> tuple[Any, str, str] | None:
+    """Whose method the side calls for each launch, and another one to make a graph; None where it has no such layer."""
+    if side in ("trees", "stock"):
+        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+        return CUDAGraphTreeManager, "run", "record_function"
+    if side in ("relaunch", "python"):
+        from torch_overlay._inductor.cudagraphs.runner import Runner
+
+        return Runner, "__call__", "_capture"
+    return None
+
+
 def timed_layer(side: str) -> list[float]:
     """Seconds that calls of the graph layer take, added up in a cell: the outermost call of each."""
     cell = [0.0]
     depth = threading.local()
-    if side in ("trees", "stock"):
-        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager as Layer
-
-        name = "run"
-    elif side in ("relaunch", "python"):
-        from torch_overlay._inductor.cudagraphs.runner import Runner as Layer
-
-        name = "__call__"
-    else:
+    if (layer := graph_layer(side)) is None:
         return cell
-    original = getattr(Layer, name)
+    owner, name, _ = layer
+    original = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         if getattr(depth, "on", False):
@@ -100,7 +106,7 @@ def timed_layer(side: str) -> list[float]:
             cell[0] += time.perf_counter() - start
             depth.on = False
 
-    setattr(Layer, name, timed)
+    setattr(owner, name, timed)
     return cell
 
 
@@ -132,17 +138,10 @@ def watched_captures(side: str) -> list[float]:
     """MiB of the device that making each graph took beyond the graph: at its peak, without what the executable keeps. A
     pool that stays is none of that."""
     found: list[float] = []
-    if side in ("trees", "stock"):
-        from torch._inductor.cudagraph_trees import CUDAGraphTreeManager as Maker
-
-        name = "record_function"
-    elif side in ("relaunch", "python"):
-        from torch_overlay._inductor.cudagraphs.runner import Runner as Maker
-
-        name = "_capture"
-    else:
+    if (layer := graph_layer(side)) is None:
         return found
-    original = getattr(Maker, name)
+    owner, _, name = layer
+    original = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         before, reserved = device_used(), torch.cuda.memory_reserved()
@@ -157,7 +156,7 @@ def watched_captures(side: str) -> list[float]:
         found.append((peak[0] - before - kept) / MIB)
         return result
 
-    setattr(Maker, name, watched)
+    setattr(owner, name, watched)
     return found
 
 

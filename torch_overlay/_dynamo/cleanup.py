@@ -1,8 +1,8 @@
 """When a frame is traced, its variables go, and with them the program's own objects that they stand for.
 
-Upstream empties its tables for this. A variable of an object whose `__dict__` was looked at stays all the same: it has
-a variable of that dictionary, which refers to it. What a frame resumes with behind a graph break are real objects, so
-that circle keeps the tensors in them until the garbage collector comes by.
+Upstream empties its tables for this. The variable of an object with a variable of its `__dict__` stays all the same,
+for the two refer to one another: a frame that sets an attribute of an argument is enough. That circle keeps the object,
+and the tensors in it, until the garbage collector comes by.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from torch_overlay._inductor.cudagraphs.liveness import aligned
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 # Note [Chunks]
 CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
@@ -203,6 +203,10 @@ def place(
     """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
     at which byte. Storages that saved outputs alone use go together, and little `gradients`. `made` has the order in
     which the region makes them, `holes` the sizes of the blocks that the allocator has free. Note [Chunks]"""
+
+    def in_order(storages: Iterable[int]) -> list[int]:
+        return sorted(storages, key=lambda i: (made[i], i))
+
     users: list[list[int]] = [[] for _ in sizes]
     types: list[set[torch.dtype]] = [set() for _ in sizes]
     for output, recipe in enumerate(recipes):
@@ -216,13 +220,13 @@ def place(
     members: list[list[int]] = []
     if (total := sum(aligned(sizes[i]) for i in slab)) >= 2 * CHUNK:
         slab = _small(ours, sizes, types, total // 64)
-        rest = [i for i in ours if i not in slab]
-        filled = _fill(rest, sizes, types, made, holes, max(HOLE, total // HOLES))
-        rest = sorted(set(rest).difference(*filled))
-        members = [chunk for chunk in filled if len(chunk) > 1] + _chunks(rest, sizes, types, made, CHUNK)
+        rest = set(ours) - slab
+        filled = _fill(in_order(rest), sizes, types, holes, max(HOLE, total // HOLES))
+        members = [chunk for chunk in filled if len(chunk) > 1]
+        members += _chunks(in_order(rest.difference(*filled)), sizes, types, CHUNK)
     if gradients:
-        little = [i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1]
-        members += _chunks([i for i in little if i not in ours], sizes, types, made, LITTLE_CHUNK)
+        little = {i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1}
+        members += _chunks(in_order(little.difference(ours)), sizes, types, LITTLE_CHUNK)
     chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
     storages: list[Storage] = []
     places: list[tuple[int, int]] = []
@@ -266,17 +270,12 @@ def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.
 
 
 def _fill(
-    ours: Sequence[int],
-    sizes: Sequence[int],
-    types: Sequence[set[torch.dtype]],
-    made: Sequence[int],
-    holes: Sequence[int],
-    least: int,
+    ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], holes: Sequence[int], least: int
 ) -> list[list[int]]:
     """For each hole, the largest first, the neighbours of one type that fill most of it, and at least so much. What is
     in none remains."""
     rows: dict[torch.dtype, list[int]] = {}
-    for i in sorted(ours, key=lambda i: (made[i], i)):
+    for i in ours:
         (dtype,) = types[i]
         rows.setdefault(dtype, []).append(i)
     found: list[list[int]] = []
@@ -300,13 +299,11 @@ def _fill(
     return found
 
 
-def _chunks(
-    ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], made: Sequence[int], full: int
-) -> list[list[int]]:
+def _chunks(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], full: int) -> list[list[int]]:
     """Storages that become one, of about `full` bytes each. One by itself stays what it is."""
     chunks: list[list[int]] = []
     filled: dict[torch.dtype, tuple[list[int], int]] = {}
-    for i in sorted(ours, key=lambda i: (made[i], i)):
+    for i in ours:
         (dtype,) = types[i]
         chunk, size = filled.get(dtype, ([], 0))
         if not chunk or size + aligned(sizes[i]) > full:
