@@ -899,6 +899,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.async_compile:AsyncCompile.wait",
+        impl="torch_overlay._inductor.cudagraphs.prepare:wait",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="6c00a87786a87412",
+        why="While its workers compile kernels this process only waits; what the first capture needs is loaded then.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._inductor.scheduler:Scheduler._log_graph_partitions",
         impl="torch_overlay._inductor.cudagraphs.policy:log_graph_partitions",
         kind="wrap",

@@ -293,13 +293,16 @@ class FakeDevice:
         self.free_blocks: list[int] = []  # sizes
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
+        self.selected = 0  # the thread's device
+        self.asked = 0  # for it
         self.full = False
         self.generator = Generator()
         self.launchers: list[Launcher] = []
         self.arrangements: list[Any] = []
 
     def current(self) -> int:
-        return 0
+        self.asked += 1
+        return self.selected
 
     def allocated(self) -> tuple[int, int]:
         return 0, 0

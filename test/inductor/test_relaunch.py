@@ -6,6 +6,7 @@ generated code does. The proof, the recipes of outputs and the patching are the 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -828,9 +829,24 @@ class TestStreamAndRawMemory(Native):
     def test_other_device_is_left_to_the_slow_way(self):
         run = self.warm()
         call = next(iter(run.states.values())).relaunch.call
-        with mock.patch.object(type(self.device), "index", 1):
-            self.check(run)
+        library = relaunch_driver.driver().library
+        self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
+        library.cuCtxSetCurrent(ctypes.c_void_p(0xBEEF))
+        self.device.selected = 1
+        self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.device.selected = 0
         self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+
+    def test_device_is_known_by_the_context(self):
+        """Torch is asked for it where another context is current, or none was."""
+        run = self.warm()
+        call = next(iter(run.states.values())).relaunch.call
+        library = relaunch_driver.driver().library
+        for forget, asked in ((lambda: None, 0), (library.forget_context, 1), (lambda: None, 0)):
+            forget()
+            before = self.device.asked
+            self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+            self.assertEqual(self.device.asked - before, asked)
 
 
 class TestKeysInC(Native, TestKeys):

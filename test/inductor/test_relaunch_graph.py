@@ -787,26 +787,6 @@ class TestPlainKernels(unittest.TestCase):
         ]
         self.assertEqual(chosen, expected)
 
-    def test_those_of_words_are_compiled_beforehand(self):
-        from torch_overlay._inductor.cudagraphs import plain_kernels
-
-        self.addCleanup(graphs.prepare.cache_clear)
-        with (
-            unittest.mock.patch.object(plain_kernels, "_function", return_value=1) as function,
-            unittest.mock.patch.object(plain_kernels, "_device", lambda: 3),
-            unittest.mock.patch.object(graphs.native, "implementation"),
-        ):
-            for _ in range(2):
-                graphs.prepare(3)
-            plain_kernels.fill(0x1004, 0, 4, 1)
-            *beforehand, later = function.call_args_list
-            self.assertEqual(len(beforehand), 4)
-            self.assertIn(later, beforehand)
-            function.side_effect = RuntimeError("no assembler")
-            with self.assertLogs(graphs.log, "INFO") as logs:
-                graphs.prepare(4)
-        self.assertIn("no assembler", logs.output[0])
-
     def test_bytes_are_repeated_to_words(self):
         values = [launch.arguments[1] for (kind, *_), _, launch in self.launches() if kind == "fill"]
         self.assertEqual(values, [u32(0), u32(0xABABABAB), u32(0xABCD), u32(0x12345678)])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import driver as cu, native
+from torch_overlay._inductor.cudagraphs import driver as cu
 from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
 from torch_overlay._inductor.cudagraphs.graph_edit import Editor, Launch, PlainKernels
 from torch_overlay._inductor.cudagraphs.template import (
@@ -283,18 +283,6 @@ def upload(graph: Any, stream: int, *, driver: Driver | None = None) -> None:
     (llama with 16 layers, 265 nodes: 880 us instead of 795).
     """
     (driver or Driver()).upload(graph.raw_cuda_graph_exec(), stream)
-
-
-@functools.cache
-def prepare(device: int) -> None:
-    """Does beforehand what the first capture on the current device would wait for; most where nothing has been
-    compiled yet."""
-    native.implementation()
-    Driver()
-    try:
-        _default_kernels().prepare(device)
-    except Exception as error:  # Triton's own among them; `tidy` meets it again, and reports it
-        log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
 
 
 def _default_kernels() -> PlainKernels:

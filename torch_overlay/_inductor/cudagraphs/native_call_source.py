@@ -134,15 +134,18 @@ failed:
     return NULL;
 }
 
-/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. */
-static int is_time(Call *self, Handle *stream) {
-    PyObject *answer = PyObject_CallNoArgs(self->current);
+/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. `at_home`: in
+   the executable's context, so the device needs no question. */
+static int is_time(Call *self, int at_home, Handle *stream) {
+    PyObject *answer;
     int status = 0;
-    long device;
-    if (!answer) return -1;
-    device = PyLong_AsLong(answer);
-    Py_DECREF(answer);
-    if (device != self->device) return PyErr_Occurred() ? -1 : 0;
+    if (!at_home) {
+        long device;
+        if (!(answer = PyObject_CallNoArgs(self->current))) return -1;
+        device = PyLong_AsLong(answer);
+        Py_DECREF(answer);
+        if (device != self->device) return PyErr_Occurred() ? -1 : 0;
+    }
     if (self->stream_of != Py_None) {
         if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
         *stream = PyLong_AsVoidPtr(answer);
@@ -353,15 +356,15 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     Memory memory = {NULL, NULL, NULL};
     PyObject *result = NULL, *number;
     Handle stream = NULL;
-    int code;
-    if (have_context(self->blocks)) return NULL;
+    int code, at_home = have_context(self->blocks);
+    if (at_home < 0) return NULL;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
         if (careful) Py_RETURN_NONE;
         return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);
     }
     fetch_counter(self);
     if (careful) {
-        if ((code = is_time(self, &stream)) < 0) return NULL;
+        if ((code = is_time(self, at_home, &stream)) < 0) return NULL;
         if (!code) Py_RETURN_NONE;
     } else if (self->stream_of != Py_None) {
         if (!(number = PyObject_CallOneArg(self->stream_of, self->index))) return NULL;

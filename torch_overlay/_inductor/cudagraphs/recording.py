@@ -49,6 +49,7 @@ from torch_overlay._inductor.cudagraphs import copies, graph as graphs, native
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.graph_part import Part
 from torch_overlay._inductor.cudagraphs.layout import CHUNK
+from torch_overlay._inductor.cudagraphs.prepare import prepare
 from torch_overlay._inductor.cudagraphs.signatures import signatures_of
 from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Refusal, Template
 
@@ -146,7 +147,7 @@ class Cuda:
     def prepare(self) -> None:
         """What the first capture would have to wait for."""
         with self.guard():
-            graphs.prepare(self.index)
+            prepare(self.index)
 
     def finish(
         self,

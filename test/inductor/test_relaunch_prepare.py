@@ -1,0 +1,95 @@
+"""What the first capture needs is made ready while other processes compile kernels."""
+
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
+from torch.testing._internal.common_utils import TestCase
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cudagraphs import driver, native, plain_kernels, prepare as preparing
+
+
+class TestPrepare(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.done = []
+        for module in preparing.prepare, preparing._try:
+            module.cache_clear()
+            self.addCleanup(module.cache_clear)
+
+    def fake(self, owner, name, **how):
+        faked = mock.patch.object(owner, name, **how)
+        self.addCleanup(faked.stop)
+        return faked.start()
+
+    def fakes(self, **how):
+        """Nothing is loaded; a call of each is noted."""
+        self.fake(native, "implementation", new=lambda: self.done.append("module"))
+        self.fake(driver, "Driver", new=lambda: self.done.append("bindings"))
+        return self.fake(plain_kernels, "_function", return_value=1, **how)
+
+    def wait(self, mode="relaunch", wanted=True, ready=True):
+        """Of Inductor for its workers, in a process whose current device is 3."""
+        with (
+            config.patch(cudagraphs=mode),
+            inductor_config.patch({"triton.cudagraphs": wanted, "compile_threads": 2}),
+            mock.patch.object(torch.cuda, "is_initialized", lambda: ready),
+            mock.patch.object(torch.cuda, "current_device", lambda: 3),
+            mock.patch.object(AsyncCompile, "_wait_futures", lambda compiler, scope: self.done.append(scope["name"])),
+        ):
+            AsyncCompile().wait({"name": "kernels"})
+
+    def test_it_is_done_once_before_the_kernels_are_waited_for(self):
+        function = self.fakes()
+        self.wait()
+        self.wait()
+        self.assertEqual(self.done, ["module", "bindings", "kernels", "kernels"])
+        self.assertEqual({call.args[3] for call in function.call_args_list}, {3})
+
+    def test_only_for_graphs_of_ours(self):
+        self.fakes()
+        self.wait(mode="trees")
+        self.wait(mode="off")
+        self.wait(wanted=False)
+        self.wait(ready=False)
+        self.assertEqual(self.done, ["kernels"] * 4)
+
+    def test_an_error_is_left_to_whoever_needs_it(self):
+        self.fake(native, "implementation", side_effect=ImportError("no driver"))
+        with self.assertLogs(preparing.log, "INFO") as logs:
+            self.wait()
+            self.wait()
+        self.assertEqual(self.done, ["kernels", "kernels"])
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("no driver", logs.output[0])
+        with self.assertRaisesRegex(ImportError, "no driver"):
+            preparing.prepare(3)
+
+    def test_kernels_of_words_are_compiled_beforehand(self):
+        function = self.fakes()
+        self.fake(plain_kernels, "_device", new=lambda: 3)
+        for _ in range(2):
+            preparing.prepare(3)
+        plain_kernels.fill(0x1004, 0, 4, 1)
+        *beforehand, later = function.call_args_list
+        self.assertEqual(len(beforehand), 4)
+        self.assertIn(later, beforehand)
+
+    def test_a_capture_does_without_these_kernels(self):
+        self.fakes(side_effect=RuntimeError("no assembler"))
+        with self.assertLogs(preparing.log, "INFO") as logs:
+            preparing.prepare(4)
+        self.assertIn("no assembler", logs.output[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
