@@ -19,6 +19,7 @@ from torch_overlay._inductor.cudagraphs import liveness
 from torch_overlay._inductor.cudagraphs.liveness import (
     _most_at_a_moment,
     _need,
+    _shared,
     _Sums,
     aligned,
     cuts,
@@ -225,6 +226,16 @@ class TestCuts(unittest.TestCase):
             for end in range(begin + 1, 11):
                 expected = sum(h.size for h in held if h.first < end and h.last >= begin)
                 self.assertEqual(_Sums(held).between(begin, end), expected)
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(0, 12)), max_size=12))
+    def test_what_lives_and_dies_in_a_part_shares_memory(self, rows):
+        slabs = [Held(size, min(a, b), max(a, b), slab=True) for size, a, b in rows]
+        grid = [0, 1, 2, 5, 6, 9, 13]
+        shared = _shared(slabs, grid)
+        self.assertEqual(list(shared), list(combinations(grid, 2)))
+        for (begin, end), less in shared.items():
+            self.assertEqual(_Sums(slabs).between(begin, end) - less, _need(slabs, begin, end))
 
     def test_nothing_to_gain_is_not_cut(self):
         held = [Held(100 * MIB, 0, 50), Held(MIB, 3, 40, slab=True)]

@@ -161,8 +161,7 @@ def watched_captures(side: str) -> list[float]:
 
 
 def settled() -> int:
-    """Bytes of the device in use, without garbage: what Dynamo leaves behind of the first call holds its outputs until
-    somebody collects it, which upstream's captures do."""
+    """Bytes of the device in use, without garbage and free blocks."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()

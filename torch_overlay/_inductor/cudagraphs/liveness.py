@@ -200,10 +200,10 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
     best."""
     total = sum(h.size for h in held)
     grid = _candidates(held, length)
-    alone = _Sums(h for h in held if not h.slab)
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
-    pairs = [(a, b) for i, a in enumerate(grid) for b in grid[i + 1 :]]
-    need = {(a, b): alone.between(a, b) + _need(slabs, a, b) for a, b in pairs}
+    sums = _Sums([*slabs, *(h for h in held if not h.slab)])
+    need = {(a, b): sums.between(a, b) - shared for (a, b), shared in _shared(slabs, grid).items()}
+    pairs = list(need)
     goal, starts = _fewest(need, grid, most, slack)
     if len(starts) < 2:
         return [0]
@@ -246,8 +246,33 @@ def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[i
     return {(a, grid[j + 1]): max(most[i : j + 1]) for i, a in enumerate(grid[:-1]) for j in range(i, len(most))}
 
 
+def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Of each part between two places of the grid: how much less it needs since what lives and dies in it has memory in
+    common."""
+    begins = sorted({h.first for h in slabs})
+    by_end = [
+        (h, bisect.bisect_left(begins, h.first), bisect.bisect_right(begins, h.last))
+        for h in sorted(slabs, key=lambda h: h.last)
+    ]
+    shared: dict[tuple[int, int], int] = {}
+    for i, a in enumerate(grid):
+        inside = [found for found in by_end if found[0].first >= a]
+        live, total, most, k = [0] * len(begins), 0, 0, 0  # live: where something begins
+        for b in grid[i + 1 :]:
+            while k < len(inside) and inside[k][0].last < b:
+                held, first, end = inside[k]
+                for at in range(first, end):
+                    live[at] = now = live[at] + held.size
+                    if now > most:
+                        most = now
+                total += held.size
+                k += 1
+            shared[a, b] = total - most
+    return shared
+
+
 class _Sums:
-    """How much there is in a part of what has memory of its own, whatever the part."""
+    """How much there is in a part, if nothing has memory in common."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         held = list(held)

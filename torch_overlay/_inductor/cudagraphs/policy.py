@@ -54,7 +54,6 @@ class Code:
     mutated_inputs: tuple[int, ...] = ()
     saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
     is_backward: bool = False
-    followed: bool = False  # by another partition of its graph, for which the caller may keep the inputs
     source: str = ""  # the first line of the user's program that is part of it
 
 
@@ -305,7 +304,6 @@ def describe(
         mutated_inputs=tuple(mutated_input_idxs),
         saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
         is_backward=is_backward,
-        followed=partition is not None and number + 1 < len(maps),
         source=_first_line(placeholders, stack_traces),
     )
 

@@ -18,7 +18,6 @@ not even that is copied, and copied back if the region writes it: compiled code 
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -257,9 +256,6 @@ class Runner:
         random = drawn != [g.get_offset() for g in generators]
         # An input may be gone by now, and an allocation of the region be where it was.
         fresh = [address for address in made if address not in given or address in observer.last]
-        ours = large.keys() - set(self.code.static_inputs)
-        if detail and not self.code.followed and any(not large[k].expired() for k in ours):
-            gc.collect()  # garbage of the call that compiled it may hold that call's results
         dying = frozenset(k for k, storage in large.items() if storage.expired())
         base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
         state.plan = observer.plan(fresh, base)
