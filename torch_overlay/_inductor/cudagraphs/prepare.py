@@ -38,7 +38,8 @@ def wait(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: 
     import torch
     import torch._inductor.config as inductor_config
 
-    if inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and torch.cuda.is_initialized():
+    wanted = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and torch.cuda.is_initialized()
+    if wanted and not torch.cuda.is_current_stream_capturing():  # it loads modules
         _try(torch.cuda.current_device())
     original(compiler, scope)
 
