@@ -8,6 +8,7 @@
 - attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
+- kernels: of the user's own, of templates, of operators that allocate
 - composition: several compiled functions, graph breaks, threads, streams
 - environment: what is around the call: streams, captures, pools, memory that runs out
 - lifetime: exceptions, resets, deletion, exit
@@ -21,6 +22,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     composition,
     distributed,
     environment,
+    kernels,
     layouts,
     lifetime,
     mutation,
