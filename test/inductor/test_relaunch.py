@@ -848,6 +848,21 @@ class TestStreamAndRawMemory(Native):
             self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
             self.assertEqual(self.device.asked - before, asked)
 
+    def test_thread_without_a_context_keeps_its_device(self):
+        """To give it the executable's would be to select that device for good."""
+        run = self.warm()
+        call = next(iter(run.states.values())).relaunch.call
+        driver = relaunch_driver.driver()
+        self.addCleanup(driver.library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
+        self.device.selected = 1
+        driver.library.forget_context()
+        driver.take()
+        self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertEqual(driver.take(), [])
+        self.device.selected = 0
+        self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.assertEqual(driver.take()[0][0], "context")
+
 
 class TestKeysInC(Native, TestKeys):
     pass

@@ -134,17 +134,19 @@ failed:
     return NULL;
 }
 
-/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. `at_home`: in
-   the executable's context, so the device needs no question. */
-static int is_time(Call *self, int at_home, Handle *stream) {
+/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. In the
+   executable's context (`now` is the thread's) the device needs no question; and a thread whose device is another one
+   keeps that, so it is asked for before there is a context. */
+static int is_time(Call *self, Handle now, Handle *stream) {
     PyObject *answer;
     int status = 0;
-    if (!at_home) {
+    if (!now || now != self->blocks->context) {
         long device;
         if (!(answer = PyObject_CallNoArgs(self->current))) return -1;
         device = PyLong_AsLong(answer);
         Py_DECREF(answer);
         if (device != self->device) return PyErr_Occurred() ? -1 : 0;
+        if (have_context(self->blocks, now)) return -1;
     }
     if (self->stream_of != Py_None) {
         if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
@@ -355,17 +357,19 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
     Memory memory = {NULL, NULL, NULL};
     PyObject *result = NULL, *number;
-    Handle stream = NULL;
-    int code, at_home = have_context(self->blocks);
-    if (at_home < 0) return NULL;
+    Handle stream = NULL, now;
+    int code;
+    if (get_context(&now)) return NULL;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
         if (careful) Py_RETURN_NONE;
         return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);
     }
     fetch_counter(self);
     if (careful) {
-        if ((code = is_time(self, at_home, &stream)) < 0) return NULL;
+        if ((code = is_time(self, now, &stream)) < 0) return NULL;
         if (!code) Py_RETURN_NONE;
+    } else if (have_context(self->blocks, now)) {
+        return NULL;
     } else if (self->stream_of != Py_None) {
         if (!(number = PyObject_CallOneArg(self->stream_of, self->index))) return NULL;
         stream = PyLong_AsVoidPtr(number);

@@ -233,21 +233,25 @@ static Py_ssize_t set_nodes(Blocks *self) {
     memcpy(self->known, self->given, self->regions);
     return set_listed(self, count);
 }
-/* A thread that has made no call of CUDA's runtime has no context, and the driver reads through it unasked. 1: the
-   executable's is current, hence its device too. 0: another one, or the executable's since now. -1: an error. */
-static int have_context(Blocks *self) {
-    Handle now = NULL;
-    int code = cu.context(&now);
-    if (!code && !now && self->context) code = cu.set_context(self->context);
+static int get_context(Handle *now) {
+    int code = cu.context(now);
+    if (code) fail(code, "cuCtxGetCurrent");
+    return code ? -1 : 0;
+}
+/* A thread that has made no call of CUDA's runtime has no context, and the driver reads through it unasked. It gets the
+   executable's, whose device is its current one from then on. */
+static int have_context(Blocks *self, Handle now) {
+    int code = !now && self->context ? cu.set_context(self->context) : 0;
     if (code) fail(code, "cuCtxSetCurrent");
-    return code ? -1 : now && now == self->context;
+    return code ? -1 : 0;
 }
 static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *bases = NULL, *regions = NULL;
     Py_ssize_t set = -1;
+    Handle now;
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "patch(bases, regions=None)");
     if (self->busy) return PyErr_Format(PyExc_RuntimeError, "patch() is running already");
-    if (have_context(self) < 0) return NULL;
+    if (get_context(&now) || have_context(self, now)) return NULL;
     self->busy = 1;
     if ((bases = PySequence_Fast(args[0], "patch() wants a sequence of bases"))
         && (count == 1 || args[1] == Py_None
