@@ -37,12 +37,13 @@ class TestPrepare(TestCase):
         self.fake(driver, "Driver", new=lambda: self.done.append("bindings"))
         return self.fake(plain_kernels, "_function", return_value=1, **how)
 
-    def wait(self, mode="relaunch", wanted=True, ready=True, capturing=False):
+    def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):
         """Of Inductor for its workers, in a process whose current device is 3."""
         with (
             config.patch(cudagraphs=mode),
             inductor_config.patch({"triton.cudagraphs": wanted, "compile_threads": 2}),
             mock.patch.object(torch.cuda, "is_initialized", lambda: ready),
+            mock.patch.object(torch._C, "_cuda_hasPrimaryContext", lambda device: used and device == 3, create=True),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing),
             mock.patch.object(torch.cuda, "current_device", lambda: 3),
             mock.patch.object(AsyncCompile, "_wait_futures", lambda compiler, scope: self.done.append(scope["name"])),
@@ -56,14 +57,21 @@ class TestPrepare(TestCase):
         self.assertEqual(self.done, ["module", "bindings", "kernels", "kernels"])
         self.assertEqual({call.args[3] for call in function.call_args_list}, {3})
 
-    def test_only_for_graphs_of_ours_and_outside_of_captures(self):
+    def test_only_for_graphs_of_ours(self):
         self.fakes()
         self.wait(mode="trees")
         self.wait(mode="off")
         self.wait(wanted=False)
+        self.assertEqual(self.done, ["kernels"] * 3)
+
+    def test_not_on_a_device_that_is_not_used_nor_in_a_capture(self):
+        self.fakes()
         self.wait(ready=False)
+        self.wait(used=False)
         self.wait(capturing=True)
-        self.assertEqual(self.done, ["kernels"] * 5)
+        self.assertEqual(self.done, ["kernels"] * 3)
+        self.wait()
+        self.assertEqual(self.done[3:], ["module", "bindings", "kernels"])
 
     def test_an_error_is_left_to_whoever_needs_it(self):
         self.fake(native, "implementation", side_effect=ImportError("no driver"))

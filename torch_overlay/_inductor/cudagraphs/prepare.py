@@ -11,6 +11,8 @@ import functools
 import logging
 from typing import Any, TYPE_CHECKING
 
+import torch
+
 from torch_overlay import config
 
 
@@ -35,13 +37,19 @@ def prepare(device: int) -> None:
 
 def wait(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: dict[str, Any]) -> None:
     """Seam of AsyncCompile.wait."""
-    import torch
     import torch._inductor.config as inductor_config
 
-    wanted = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and torch.cuda.is_initialized()
-    if wanted and not torch.cuda.is_current_stream_capturing():  # it loads modules
+    if inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and _may_load_modules():
         _try(torch.cuda.current_device())
     original(compiler, scope)
+
+
+def _may_load_modules() -> bool:
+    """On the current device. One that the process hasn't used yet stays unused, for a context takes hundreds of MiB of
+    it; and a capture of the caller's may forbid it."""
+    if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
