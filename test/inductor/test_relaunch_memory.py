@@ -10,6 +10,7 @@ import sys
 import unittest
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -28,7 +29,7 @@ from torch_overlay._inductor.cudagraphs.allocations import Lives
 from torch_overlay._inductor.cudagraphs.layout import Given, OfStorage, place, Repeated, View
 from torch_overlay._inductor.cudagraphs.liveness import Life
 from torch_overlay._inductor.cudagraphs.policy import Code
-from torch_overlay._inductor.cudagraphs.recording import Cuda
+from torch_overlay._inductor.cudagraphs.recording import Cuda, Recording
 from torch_overlay._inductor.cudagraphs.runner import Runner
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
@@ -771,6 +772,30 @@ class TestDonation(unittest.TestCase):
 
 
 del RelaunchTestCase  # it has no tests of its own
+
+
+class TestWhatPoolsKeep(unittest.TestCase):
+    def kept(self, pools, blocks):
+        """Sizes of what is in use in these pools, and how many snapshots that took, of a device with so many blocks."""
+        used, free = ({"size": size, "state": state} for size, state in ((512, "active_allocated"), (8, "inactive")))
+        segments = [{"segment_pool_id": (0, n), "blocks": [used, free] if n % 2 else [free]} for n in range(50)]
+
+        def snapshot(pool=None, include_traces=True):
+            self.assertFalse(include_traces)
+            return [s for s in segments if pool in (None, s["segment_pool_id"])]
+
+        recording = object.__new__(Recording)
+        recording._pools, recording.owner = pools, SimpleNamespace(blocks=lambda: blocks)
+        with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=snapshot) as taken:
+            return recording._in_use(), taken.call_count
+
+    def test_each_pool_has_a_snapshot_or_all_have_one(self):
+        pools = [(0, 4), (0, 7), (0, 9), (0, 7)]
+        self.assertEqual(self.kept(pools, 1000), ([512, 512], 3))
+        self.assertEqual(self.kept(pools, 100), ([512, 512], 1))
+        self.assertEqual(self.kept([(0, 4), (0, 8)], 1), ([], 1))
+        self.assertEqual(self.kept([], 0), ([], 0))
+
 
 if __name__ == "__main__":
     run_tests()

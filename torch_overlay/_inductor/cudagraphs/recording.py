@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FEW_POOLS = 16  # a snapshot of one takes 0.13 ms, whatever is in it; more of them and one of all blocks takes less
+# Blocks: fewer than a snapshot of everything lists in the time that one of a pool takes with nothing in it, 0.13 ms.
+AS_LONG = 64
 
 live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -114,6 +115,11 @@ class Cuda:
         """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
         stats = torch._C._cuda_memoryStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
+
+    def blocks(self) -> int:
+        """How many blocks the device's allocator has, but for segments that are free as a whole."""
+        stats = torch._C._cuda_memoryStats(self.index)
+        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
 
     def holes(self) -> list[int]:
         """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given, but for
@@ -308,7 +314,7 @@ class Recording:
 
     def _in_use(self) -> list[int]:
         pools, snapshot = set(self._pools), functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-        if len(pools) > FEW_POOLS:
+        if len(pools) * AS_LONG > self.owner.blocks():
             segments = [segment for segment in snapshot() if segment["segment_pool_id"] in pools]
         else:
             segments = [segment for pool in pools for segment in snapshot(pool)]
