@@ -826,14 +826,20 @@ class TestStreamAndRawMemory(Native):
         self.check(run)
         self.assertEqual(self.counted("relaunches"), before)
 
+    def select(self, device, context):
+        """The thread's device and context, None for none. The context it has now comes back behind the test."""
+        library, before = relaunch_driver.driver().library, ctypes.c_void_p()
+        library.cuCtxGetCurrent(ctypes.byref(before))
+        self.addCleanup(library.cuCtxSetCurrent, before)
+        library.cuCtxSetCurrent(ctypes.c_void_p(context))
+        self.device.selected = device
+
     def test_other_device_is_left_to_the_slow_way(self):
         run = self.warm()
         call = next(iter(run.states.values())).relaunch.call
-        library = relaunch_driver.driver().library
-        self.addCleanup(library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
-        library.cuCtxSetCurrent(ctypes.c_void_p(0xBEEF))
-        self.device.selected = 1
+        self.select(1, 0xBEEF)
         self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
+        self.check(run)
         self.device.selected = 0
         self.assertIsNotNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
 
@@ -853,9 +859,7 @@ class TestStreamAndRawMemory(Native):
         run = self.warm()
         call = next(iter(run.states.values())).relaunch.call
         driver = relaunch_driver.driver()
-        self.addCleanup(driver.library.cuCtxSetCurrent, ctypes.c_void_p(0xC0FFEE))
-        self.device.selected = 1
-        driver.library.forget_context()
+        self.select(1, None)
         driver.take()
         self.assertIsNone(call.attempt([torch.randn(4, 4), torch.randn(4, 4)]))
         self.assertEqual(driver.take(), [])

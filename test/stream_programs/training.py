@@ -746,7 +746,7 @@ def train_autograd_function(k: Kit) -> Any:
     return step
 
 
-if compute.triton is not None:
+if compute.scaled is not None:
 
     class _Tripled(torch.autograd.Function):
         @staticmethod

@@ -743,9 +743,9 @@ return (cos,)""",
         self.assertEqual(list(map(type, r.output)), [float, int, bool])
 
     def test_user_triton_kernel(self):
-        import user_kernel
+        import user_kernels
 
-        r = compile_only(user_kernel.add_and_double, cuda(1024), cuda(1024))
+        r = compile_only(user_kernels.add_and_double, cuda(1024), cuda(1024))
         self.assertIn("add_kernel_0.run(", r.calls())
 
     def test_observe_sees_plain_torch_compile(self):

@@ -203,12 +203,11 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
     sums = _Sums([*slabs, *(h for h in held if not h.slab)])
     need = {(a, b): sums.between(a, b) - shared for (a, b), shared in _shared(slabs, grid).items()}
-    pairs = list(need)
     goal, starts = _fewest(need, grid, most, slack)
     if len(starts) < 2:
         return [0]
     at_a_moment = _most_at_a_moment(held, grid)
-    extra = {pair: need[pair] - at_a_moment[pair] for pair in pairs if need[pair] <= goal}
+    extra = {pair: cost - at_a_moment[pair] for pair, cost in need.items() if cost <= goal}
     return _fewest(extra, grid, most, LENIENT * slack)[1]
 
 

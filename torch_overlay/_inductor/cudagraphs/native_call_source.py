@@ -134,6 +134,13 @@ failed:
     return NULL;
 }
 
+static int current_stream(Call *self, Handle *stream) {
+    PyObject *answer = PyObject_CallOneArg(self->stream_of, self->index);
+    if (!answer) return -1;
+    *stream = PyLong_AsVoidPtr(answer);
+    Py_DECREF(answer);
+    return PyErr_Occurred() ? -1 : 0;
+}
 /* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. In the
    executable's context (`now` is the thread's) the device needs no question; and a thread whose device is another one
    keeps that, so it is asked for before there is a context. */
@@ -148,13 +155,8 @@ static int is_time(Call *self, Handle now, Handle *stream) {
         if (device != self->device) return PyErr_Occurred() ? -1 : 0;
         if (have_context(self->blocks, now)) return -1;
     }
-    if (self->stream_of != Py_None) {
-        if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
-        *stream = PyLong_AsVoidPtr(answer);
-        Py_DECREF(answer);
-        if (PyErr_Occurred()) return -1;
-        return !cu.is_capturing(*stream, &status) && !status;
-    }
+    if (self->stream_of != Py_None)
+        return current_stream(self, stream) ? -1 : !cu.is_capturing(*stream, &status) && !status;
     if (!(answer = PyObject_CallNoArgs(self->is_capturing))) return -1;
     status = PyObject_IsTrue(answer);
     Py_DECREF(answer);
@@ -356,7 +358,7 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     uint64_t few[512], *base = few;
     size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
     Memory memory = {NULL, NULL, NULL};
-    PyObject *result = NULL, *number;
+    PyObject *result = NULL;
     Handle stream = NULL, now;
     int code;
     if (get_context(&now)) return NULL;
@@ -368,13 +370,8 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     if (careful) {
         if ((code = is_time(self, now, &stream)) < 0) return NULL;
         if (!code) Py_RETURN_NONE;
-    } else if (have_context(self->blocks, now)) {
+    } else if (have_context(self->blocks, now) || (self->stream_of != Py_None && current_stream(self, &stream))) {
         return NULL;
-    } else if (self->stream_of != Py_None) {
-        if (!(number = PyObject_CallOneArg(self->stream_of, self->index))) return NULL;
-        stream = PyLong_AsVoidPtr(number);
-        Py_DECREF(number);
-        if (PyErr_Occurred()) return NULL;
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
     if ((code = read_inputs(self, inputs, base)) <= 0) {

@@ -87,9 +87,8 @@ static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
     Py_RETURN_NONE;
 }
 static PyObject *py_context(PyObject *module, PyObject *unused) {
-    Handle context = NULL;
-    int code = cu.context(&context);
-    return code ? fail(code, "cuCtxGetCurrent") : PyLong_FromVoidPtr(context);
+    Handle context;
+    return get_context(&context) ? NULL : PyLong_FromVoidPtr(context);
 }
 
 static PyMethodDef blocks_methods[] = {
