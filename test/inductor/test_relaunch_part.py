@@ -6,6 +6,9 @@ import sys
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
+
+from relaunch_graph_driver import DriverInC
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,28 +67,32 @@ class Api:
         return self.answer("end")
 
 
-def part(api, nodes):
-    return Part(1, nodes, SimpleNamespace(device="cuda"), Driver(api))
-
-
 class TestPart(unittest.TestCase):
+    in_c: DriverInC | None = None
+
+    def part(self, api, nodes):
+        if self.in_c is not None:
+            self.in_c.ask(api)
+        driver = Driver(api, self.in_c and self.in_c.module)
+        return Part(1, nodes, SimpleNamespace(device="cuda"), driver)
+
     def test_clone_keeps_its_own_nodes_alone(self):
         api = Api()
-        made = part(api, [12, 14])
+        made = self.part(api, [12, 14])
         (kept,) = api.executables.values()
         self.assertEqual([n % 1000 for n in kept], [12, 14])
         self.assertEqual(api.graphs[1], [11, 12, 13, 14], "the graph stays as it was")
         self.assertEqual(made.raw_cuda_graph_exec(), *api.executables)
 
     def test_template_gets_the_handles_of_the_clone(self):
-        made = part(Api(), [12, 14])
+        made = self.part(Api(), [12, 14])
         template = made.renamed(Template(1, (EmptyNode(0, 12), EmptyNode(5, 14)), ()))
         self.assertEqual([n.handle for n in template.nodes], [12 + 1000 * made.clone, 14 + 1000 * made.clone])
         self.assertEqual([n.index for n in template.nodes], [0, 5])
 
     def test_all_goes_with_the_part(self):
         api = Api()
-        made = part(api, [11])
+        made = self.part(api, [11])
         made.reset()
         made.reset()
         self.assertEqual((list(api.graphs), api.executables), ([1], {}))
@@ -95,9 +102,29 @@ class TestPart(unittest.TestCase):
         for function in ("find", "destroy", "instantiate"):
             with self.subTest(function):
                 api = Api(fail=function)
-                with self.assertRaises(DriverError):
-                    part(api, [11])
+                with self.assertRaisesRegex(DriverError, "OUT_OF_MEMORY"):
+                    self.part(api, [11])
                 self.assertEqual(list(api.graphs), [1])
+
+
+class TestPartInC(TestPart):
+    """The same, cut by the C module."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.in_c = DriverInC()
+        cls.addClassCleanup(cls.in_c.folder.cleanup)
+
+    def test_nodes_are_cut_in_one_call(self):
+        api = Api()
+        with mock.patch.object(Driver, "in_clone", side_effect=AssertionError("one by one")):
+            made = self.part(api, [12, 14])
+        self.assertEqual([made.handle_of[n] for n in (12, 14)], [n + 1000 * made.clone for n in (12, 14)])
+
+    def test_what_is_no_set_is_refused(self):
+        self.in_c.ask(Api())
+        with self.assertRaisesRegex(TypeError, "set"):
+            self.in_c.module.cut(1, 2, [12])
 
 
 if __name__ == "__main__":

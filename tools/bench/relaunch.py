@@ -14,7 +14,7 @@ reads one, and hands out nothing: it is the limit.
     host       µs until a step returns, from an idle device;  layer: how many of them the graph layer takes
     reserved, peak    MiB of the allocator after 50 steps (peak: allocated);  device: cudaMemGetInfo, since the start
     first      s of the first call;  warm-up: of it, in the graph layer;  capture: s that the next calls take beyond a
-               usual one
+               usual one; all without Python's garbage collector, which comes by when it likes
     graph      MiB of the device that the graphs keep;  at capture: the most that making one took beyond what it keeps
     nodes      of all templates;  patched: nodes a step;  bare: gpu and host µs of launching relaunch's own graphs
     bare layer    host µs of such a launch in the place of the graph layer, with the rest of the step around it

@@ -4,6 +4,9 @@
 
 One JSON line comes out. With --warm nothing is measured: the compile caches are filled. With --wait the process
 imports what it needs, says "ready", and touches the device when a line comes in.
+
+Until the graphs are made, Python's garbage collector runs where the process asks for it alone: it walks all that
+compiling has made, which takes longer than a capture, and whether it comes by in the graph layer is chance.
 """
 
 from __future__ import annotations
@@ -237,6 +240,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
 
     work = ROWS[row][1](compile)
     no_grad = torch.no_grad() if work.optimizer is None else contextlib.nullcontext()
+    gc.disable()
     with no_grad:
         start = time.perf_counter()
         work.step()
@@ -261,6 +265,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
         result = {"first call s": first, "graph MiB": (settled() - before) / MIB}
         if beside:
             result |= {"warm up s": warm_up, "capture MiB": max(beside)}
+        gc.enable()
         for _ in range(10):
             work.step()
         torch.cuda.reset_peak_memory_stats()

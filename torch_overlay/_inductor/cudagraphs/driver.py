@@ -1,7 +1,7 @@
 """The CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
 
 `api` is the module cuda.bindings.driver, or whatever a test puts in its place. `fast` is the C module of
-`graph_native`, or None: it reads many nodes in one call, and whatever it doesn't know is asked for one by one.
+`graph_native`, or None: it reads many nodes in one call, or takes them out; what it can't do is done one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch_overlay._inductor.cudagraphs import graph_native
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch_overlay._inductor.cudagraphs.template import CopyNode
 
@@ -186,6 +186,27 @@ class Driver:
 
     def clone(self, graph: int) -> int:
         return int(self.call("cuGraphClone", self.api.CUgraph(graph)))
+
+    def part(self, graph: int, wanted: Collection[int]) -> tuple[int, dict[int, int]]:
+        """A clone that has these nodes alone, and their handles in it."""
+        if self.fast is not None:
+            clone = self.clone(graph)
+            try:
+                return clone, self.fast.cut(graph, clone, set(wanted))
+            except RuntimeError:  # what follows tells it in full
+                self.destroy_graph(clone)
+        clone, handles = self.clone(graph), {}
+        try:
+            for node in self.nodes(graph):
+                found = self.in_clone(node, clone)
+                if node in wanted:
+                    handles[node] = found
+                else:
+                    self.destroy(found)
+        except BaseException:
+            self.destroy_graph(clone)
+            raise
+        return clone, handles
 
     def in_clone(self, node: int, clone: int) -> int:
         return int(self.call("cuGraphNodeFindInClone", self.api.CUgraphNode(node), self.api.CUgraph(clone)))

@@ -1,10 +1,12 @@
-"""The nodes and edges of a captured graph, read in two calls instead of several for each node.
+"""The nodes and edges of a captured graph, read or taken out in one call instead of several for each node.
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
     kernels(nodes)      [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))] of kernel nodes
+    cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; the others leave the clone
 
 `kernels` has None for a node that it can't describe; `graph` then reads that one through `driver`, which says why. What
-a function's parameters look like is asked once a call, not once a node. It is C, built at first use by the compiler
+a function's parameters look like is asked once a call, not once a node. A clone that `cut` fails on is of no use any
+more. It is C, built at first use by the compiler
 that Triton needs and cached by Triton; without it (`config.native_relaunch`) all nodes are read through `driver`.
 """
 
@@ -41,7 +43,7 @@ static struct {
     int (*nodes)(Handle, Handle *, size_t *), (*kind)(Handle, int *), (*kernel)(Handle, KernelParams *);
     int (*edges)(Handle, Handle *, Handle *, EdgeData *, size_t *);
     int (*name)(const char **, Handle), (*parameter)(Handle, size_t, size_t *, size_t *);
-    int (*function)(Handle *, Handle);
+    int (*function)(Handle *, Handle), (*in_clone)(Handle *, Handle, Handle), (*destroy)(Handle);
 } cu;
 
 static PyObject *fail(const char *what, int code) {
@@ -51,14 +53,25 @@ static PyObject *handle_of(Handle handle) { return PyLong_FromVoidPtr(handle); }
 
 /* ---- structure ---- */
 
+/* Of PyMem_Free's memory; NULL with a Python error. */
+static Handle *nodes_of(Handle graph, size_t *count) {
+    Handle *node;
+    int code;
+    *count = 0;
+    if ((code = cu.nodes(graph, NULL, count))) { fail("cuGraphGetNodes", code); return NULL; }
+    if (!(node = PyMem_Calloc(*count ? *count : 1, sizeof *node))) { PyErr_NoMemory(); return NULL; }
+    if (*count && (code = cu.nodes(graph, node, count))) {
+        fail("cuGraphGetNodes", code);
+        PyMem_Free(node);
+        return NULL;
+    }
+    return node;
+}
 static int read_nodes(Handle graph, PyObject *handles, PyObject *kinds) {
-    size_t count = 0;
-    Handle *node = NULL;
-    int code = cu.nodes(graph, NULL, &count), result = -1;
-    if (code) { fail("cuGraphGetNodes", code); return -1; }
-    if (!count) return 0;
-    if (!(node = PyMem_Calloc(count, sizeof *node))) { PyErr_NoMemory(); return -1; }
-    if ((code = cu.nodes(graph, node, &count))) { fail("cuGraphGetNodes", code); goto done; }
+    size_t count;
+    Handle *node = nodes_of(graph, &count);
+    int code, result = -1;
+    if (!node) return -1;
     for (size_t i = 0; i < count; i++) {
         int kind = 0, bad;
         PyObject *handle, *number;
@@ -225,9 +238,38 @@ static PyObject *py_kernels(PyObject *module, PyObject *arg) {
     return result;
 }
 
+/* ---- cut ---- */
+
+/* Keeps the node's clone and notes its handle, or destroys it. */
+static int cut_node(Handle node, Handle clone, PyObject *wanted, PyObject *found) {
+    Handle there = NULL;
+    PyObject *handle = handle_of(node), *other = NULL;
+    int code, kept = handle ? PySet_Contains(wanted, handle) : -1, bad = kept < 0;
+    if (!bad && (code = cu.in_clone(&there, node, clone))) { bad = 1; fail("cuGraphNodeFindInClone", code); }
+    if (!bad && kept) bad = !(other = handle_of(there)) || PyDict_SetItem(found, handle, other);
+    if (!bad && !kept && (code = cu.destroy(there))) { bad = 1; fail("cuGraphDestroyNode", code); }
+    Py_XDECREF(handle);
+    Py_XDECREF(other);
+    return bad ? -1 : 0;
+}
+static PyObject *py_cut(PyObject *module, PyObject *args) {
+    unsigned long long graph, clone;
+    PyObject *wanted, *found;
+    size_t count;
+    Handle *node;
+    if (!PyArg_ParseTuple(args, "KKO!:cut", &graph, &clone, &PySet_Type, &wanted)) return NULL;
+    if (!(node = nodes_of((Handle)(uintptr_t)graph, &count))) return NULL;
+    found = PyDict_New();
+    for (size_t i = 0; found && i < count; i++)
+        if (cut_node(node[i], (Handle)(uintptr_t)clone, wanted, found)) Py_CLEAR(found);
+    PyMem_Free(node);
+    return found;
+}
+
 static PyMethodDef methods[] = {
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
     {"kernels", py_kernels, METH_O, "kernels(nodes): what each of these kernel nodes launches"},
+    {"cut", py_cut, METH_VARARGS, "cut(graph, clone, wanted): takes the other nodes out of the clone"},
     {NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torch_overlay_graph", NULL, -1, methods};
 
@@ -237,7 +279,8 @@ PyMODINIT_FUNC PyInit_torch_overlay_graph(void) {
         {(void **)&cu.nodes, "cuGraphGetNodes"}, {(void **)&cu.edges, "cuGraphGetEdges_v2"},
         {(void **)&cu.kind, "cuGraphNodeGetType"}, {(void **)&cu.kernel, "cuGraphKernelNodeGetParams_v2"},
         {(void **)&cu.name, "cuFuncGetName"}, {(void **)&cu.parameter, "cuFuncGetParamInfo"},
-        {(void **)&cu.function, "cuKernelGetFunction"}};
+        {(void **)&cu.function, "cuKernelGetFunction"}, {(void **)&cu.in_clone, "cuGraphNodeFindInClone"},
+        {(void **)&cu.destroy, "cuGraphDestroyNode"}};
     if (!driver) { PyErr_SetString(PyExc_ImportError, "@driver@ can't be loaded"); return NULL; }
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         if (!(*want[i].slot = dlsym(driver, want[i].name)))

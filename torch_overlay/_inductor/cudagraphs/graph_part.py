@@ -28,16 +28,8 @@ class Part:
     def __init__(self, graph: int, nodes: Iterable[int], owner: Any, driver: Driver | None = None) -> None:
         self.driver, self.owner = driver or Driver(), owner
         self.executable = self.clone = 0
-        wanted = set(nodes)
-        self.clone = self.driver.clone(graph)
+        self.clone, self.handle_of = self.driver.part(graph, set(nodes))
         try:
-            self.handle_of = {}
-            for node in self.driver.nodes(graph):
-                found = self.driver.in_clone(node, self.clone)
-                if node in wanted:
-                    self.handle_of[node] = found
-                else:
-                    self.driver.destroy(found)
             self.instantiate()
         except BaseException:
             self.reset()
