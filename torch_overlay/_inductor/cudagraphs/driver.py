@@ -13,7 +13,7 @@ from torch_overlay._inductor.cudagraphs import graph_native
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from torch_overlay._inductor.cudagraphs.template import CopyNode
 
@@ -187,12 +187,12 @@ class Driver:
     def clone(self, graph: int) -> int:
         return int(self.call("cuGraphClone", self.api.CUgraph(graph)))
 
-    def part(self, graph: int, wanted: Collection[int]) -> tuple[int, dict[int, int]]:
+    def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
         """A clone that has these nodes alone, and their handles in it."""
         if self.fast is not None:
             clone = self.clone(graph)
             try:
-                return clone, self.fast.cut(graph, clone, set(wanted))
+                return clone, self.fast.cut(graph, clone, wanted)
             except RuntimeError:  # what follows tells it in full
                 self.destroy_graph(clone)
         clone, handles = self.clone(graph), {}
