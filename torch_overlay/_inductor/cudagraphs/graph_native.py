@@ -6,8 +6,8 @@
 
 `kernels` has None for a node that it can't describe; `graph` then reads that one through `driver`, which says why. What
 a function's parameters look like is asked once a call, not once a node. A clone that `cut` fails on is of no use any
-more. It is C, built at first use by the compiler
-that Triton needs and cached by Triton; without it (`config.native_relaunch`) all nodes are read through `driver`.
+more. It is C, built at first use by the compiler that Triton needs and cached by Triton; without it
+(`config.native_relaunch`) all nodes are read through `driver`.
 """
 
 from __future__ import annotations
