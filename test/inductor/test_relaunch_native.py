@@ -38,7 +38,7 @@ import relaunch_driver
 
 
 MiB = 1 << 20
-BLOCK, GAP = 8 * MiB, 64 << 10
+BLOCK, GAP = 12 * MiB, 64 << 10
 INVALID, OUT_OF_MEMORY = 1, 2
 
 driver: relaunch_driver.Driver
@@ -144,13 +144,13 @@ class RangeTests(DriverCase):
         self.drop(second, b)
 
     def test_all_of_an_allocation_maps_one_small_block(self):
-        made, (address,) = self.fill(19 * MiB)
+        made, (address,) = self.fill(3 * BLOCK - 5 * MiB)
         low = self.module.bounds(made)[0]
         (handle, size, *_) = driver.calls("create")[0]
         self.assertEqual(int(size), BLOCK)
         maps = [(int(at, 16) - low, int(size), int(offset), h) for at, size, offset, h in driver.calls("map")]
-        self.assertEqual(maps, [(at, BLOCK, 0, handle) for at in range(0, 24 * MiB, BLOCK)])
-        self.assertEqual(driver.calls("access"), [[hex(low), str(24 * MiB), "device", "0"]])
+        self.assertEqual(maps, [(at, BLOCK, 0, handle) for at in range(0, 3 * BLOCK, BLOCK)])
+        self.assertEqual(driver.calls("access"), [[hex(low), str(3 * BLOCK), "device", "0"]])
         self.drop(made, [address])
 
     def test_many_small_allocations_need_few_calls(self):
@@ -162,7 +162,7 @@ class RangeTests(DriverCase):
         self.assertEqual(len(driver.calls("unmap")), 1)
 
     def test_mapping_ahead_ends_with_the_range(self):
-        made, addresses = self.fill(6 * MiB, 6 * MiB, 9 * MiB, bytes=3 * BLOCK)
+        made, addresses = self.fill(BLOCK - 2 * MiB, BLOCK - 2 * MiB, BLOCK + MiB, bytes=3 * BLOCK)
         self.assertNotIn(None, addresses)
         self.assertEqual(len(driver.calls("map")), 3)
         self.drop(made, addresses)
@@ -208,9 +208,9 @@ class RangeTests(DriverCase):
         self.drop(made, addresses)
 
     def test_range_that_is_too_small_refuses(self):
-        made, addresses = self.fill(6 * MiB, 6 * MiB, 6 * MiB, bytes=2 * BLOCK)
+        made, addresses = self.fill(*3 * [BLOCK - 2 * MiB], bytes=2 * BLOCK)
         self.assertEqual([address is None for address in addresses], [False, False, True])
-        self.assertEqual(self.module.error(made), f"the range is too small, for an allocation of {6 * MiB} bytes")
+        self.assertEqual(self.module.error(made), f"the range is too small, for an allocation of {10 * MiB} bytes")
         self.drop(made, addresses[:2])
 
     def test_addresses_outlive_the_mapping_until_torch_lets_go(self):
@@ -284,20 +284,21 @@ class RangeTests(DriverCase):
         self.module.release(made)
 
     def test_failed_mapping_leaves_nothing_behind(self):
+        size = 3 * BLOCK - 5 * MiB
         for name, skip in (("cuMemMap", 0), ("cuMemMap", 2), ("cuMemSetAccess", 0)):
             made = self.module.reserve(0, 1 << 40)
             self.module.use(made)
             driver.fail(name, OUT_OF_MEMORY, skip)
-            self.assertEqual(self.allocate(20 * MiB), [None])
+            self.assertEqual(self.allocate(size), [None])
             self.assertEqual(driver.left()[1], 0)
             self.assertEqual(
                 self.module.error(made),
-                f"CUDA driver error in {name}: out of memory (2), for an allocation of {20 * MiB} bytes",
+                f"CUDA driver error in {name}: out of memory (2), for an allocation of {size} bytes",
             )
-            (address,) = self.allocate(20 * MiB)
+            (address,) = self.allocate(size)
             self.assertIsNotNone(address)
             self.module.use(None)
-            self.assertEqual(self.module.allocations(made), [(address, 20 * MiB)])
+            self.assertEqual(self.module.allocations(made), [(address, size)])
             self.drop(made, [address])
 
     def test_failed_reservation_says_which_call_failed(self):
@@ -312,7 +313,7 @@ class RangeTests(DriverCase):
     def test_place_that_the_driver_does_not_give(self):
         driver.library.stub_refuse_wishes()
         made, addresses = self.fill(100)
-        self.assertEqual(driver.calls("reserve")[0][1], str(4 << 40))
+        self.assertEqual(driver.calls("reserve")[0][1], str(-(-(4 << 40) // BLOCK) * BLOCK))
         self.drop(made, addresses)
 
     def test_addresses_below_four_gib_are_refused(self):
@@ -321,13 +322,15 @@ class RangeTests(DriverCase):
             self.module.reserve(0, 1 << 40)
 
     def test_smaller_reservation_is_tried(self):
-        driver.library.stub_reserve_at_most(1 << 38)
+        driver.library.stub_reserve_at_most((1 << 38) + BLOCK)
         made, addresses = self.fill(100, bytes=1 << 30)
-        self.assertEqual(driver.calls("reserve")[0][1], str(1 << 38))
+        size = int(driver.calls("reserve")[0][1])
+        self.assertTrue(1 << 38 <= size <= (1 << 38) + BLOCK, size)
+        self.assertEqual(size % BLOCK, 0)
         self.drop(made, addresses)
 
     def test_driver_that_unmaps_one_mapping_a_call(self):
-        made, addresses = self.fill(20 * MiB, 100)
+        made, addresses = self.fill(3 * BLOCK - 5 * MiB, 100)
         driver.library.stub_unmap_one_by_one()
         self.drop(made, addresses)
         self.assertEqual([int(size) for _, size in driver.calls("unmap")], 3 * [BLOCK])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MIB = float(1 << 20)
+CYCLES = 2000  # of the device in a microsecond, and rather more than fewer
 # side -> variables of the environment, compiled with graphs?
 SIDES: dict[str, tuple[dict[str, str], bool]] = {
     "off": ({"TORCH_OVERLAY_CUDAGRAPHS": "off"}, False),
@@ -47,12 +48,15 @@ SIDES: dict[str, tuple[dict[str, str], bool]] = {
 }
 
 
-def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9) -> float:
-    """Microseconds a step, many of them in a row, between two events on the device. Median of the rounds."""
+def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9, busy: float = 0.0) -> float:
+    """Microseconds a step, many of them in a row, between two events on the device. Median of the rounds. The device is
+    kept `busy` for so many microseconds before the first step begins."""
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(int(busy * CYCLES))
         begin.record()
         for _ in range(calls):
             step()
@@ -60,6 +64,12 @@ def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9) -> float
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / calls * 1e3)
     return statistics.median(times)
+
+
+def queued_time(step: Callable[[], Any], host: float, calls: int = 5) -> float:
+    """Like `gpu_time`, with the steps launched while the device is busy with something else: no step waits for a host
+    that needs `host` microseconds for one. The queue takes about a thousand launches; more wait for the host anyway."""
+    return gpu_time(step, calls, rounds=5, busy=2 * calls * host + 500)
 
 
 def host_time(step: Callable[[], Any], layer: list[float], calls: int = 60) -> tuple[float, float]:
@@ -76,16 +86,16 @@ def host_time(step: Callable[[], Any], layer: list[float], calls: int = 60) -> t
     return statistics.median(whole) * 1e6, statistics.median(inside) * 1e6
 
 
-def graph_layer(side: str) -> tuple[Any, str, str] | None:
-    """Whose method the side calls for each launch, and another one to make a graph; None where it has no such layer."""
+def graph_layer(side: str) -> tuple[Any, str] | None:
+    """Whose method the side calls for each launch, and to make a graph; None where it has no such layer."""
     if side in ("trees", "stock"):
         from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
-        return CUDAGraphTreeManager, "run", "record_function"
+        return CUDAGraphTreeManager, "run"
     if side in ("relaunch", "python"):
         from torch_overlay._inductor.cudagraphs.runner import Runner
 
-        return Runner, "__call__", "_capture"
+        return Runner, "__call__"
     return None
 
 
@@ -95,7 +105,7 @@ def timed_layer(side: str) -> list[float]:
     depth = threading.local()
     if (layer := graph_layer(side)) is None:
         return cell
-    owner, name, _ = layer
+    owner, name = layer
     original = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -137,14 +147,13 @@ def peak_of_device() -> Iterator[list[int]]:
         peak[0] = max(peak[0], device_used())
 
 
-def watched_captures(side: str) -> list[float]:
-    """MiB of the device that making each graph took beyond the graph: at its peak, without what the executable keeps. A
-    pool that stays is none of that."""
+def watched_captures(step: Callable[[], Any]) -> list[float]:
+    """MiB of the device that making each of relaunch's graphs takes beyond the graph: at its peak, without what the
+    executable keeps. They are made once more for that, since whoever watches the device delays what uses it."""
+    from torch_overlay._inductor.cudagraphs import runner
+
     found: list[float] = []
-    if (layer := graph_layer(side)) is None:
-        return found
-    owner, _, name = layer
-    original = getattr(owner, name)
+    original = runner.Runner._capture
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         before, reserved = device_used(), torch.cuda.memory_reserved()
@@ -159,7 +168,14 @@ def watched_captures(side: str) -> list[float]:
         found.append((peak[0] - before - kept) / MIB)
         return result
 
-    setattr(owner, name, watched)
+    runner.forget_all()
+    settled()
+    runner.Runner._capture = watched  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        runner.Runner._capture = original  # type: ignore[method-assign]
     return found
 
 
@@ -233,7 +249,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
     torch.zeros(1, device="cuda")
     base = settled()
     graphs = SIDES[side][1]
-    layer, beside = timed_layer(side), watched_captures(side)
+    layer = timed_layer(side)
 
     def compile(fn: Any) -> Any:
         return torch.compile(fn, mode="reduce-overhead" if graphs else None)
@@ -263,8 +279,8 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             torch.cuda.synchronize()
             settling.append(time.perf_counter() - start)
         result = {"first call s": first, "graph MiB": (settled() - before) / MIB}
-        if beside:
-            result |= {"warm up s": warm_up, "capture MiB": max(beside)}
+        if graph_layer(side) is not None:
+            result["warm up s"] = warm_up
         gc.enable()
         for _ in range(10):
             work.step()
@@ -282,6 +298,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
         }
         result["gpu us"] = gpu_time(work.step)
         result["host us"], result["layer us"] = host_time(work.step, layer)
+        result["queued us"] = queued_time(work.step, result["host us"])
         result["capture s"] = max(0.0, sum(settling) - 5 * max(result["gpu us"], result["host us"]) / 1e6)
         if side in ("relaunch", "python"):
             for name in ("nodes_patched", "relaunches"):
@@ -293,6 +310,8 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             result |= limit_of_relaunch()
             if work.optimizer is None and (bare := launch_in_place(work.step, layer)) is not None:
                 result["bare layer us"] = bare
+            if made := watched_captures(work.step):
+                result["capture MiB"] = max(made)
     if work.note:
         result["note"] = work.note
     return result

@@ -134,6 +134,7 @@ class Capture:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes = holes
         self.input_at: dict[int, int] = {}  # address -> position
+        self.extents: dict[int, int] = {}  # position -> bytes
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = _Placing(plan, recording, self.placed)
@@ -167,14 +168,13 @@ class Capture:
             recipes, sizes, code.saved_outputs, made, gradients=code.is_backward, holes=self.holes
         )
         among = self.observer.scratch | self.placed  # the allocator's segments are larger
+        others = self.input_at.keys() | set(addresses)
         scratch = [
-            (address, among.get(address, size))
-            for address, size in self.recording.segments()
-            if address not in self.input_at and address not in addresses
+            (address, among.get(address, size)) for address, size in self.recording.segments() if address not in others
         ]
         layout = Layout(positions, storages, moved, tuple(s for _, s in scratch))
-        extents = [(inputs[k], view_of(self.inputs[k]).extent) for k in positions]
-        regions = [*extents, *zip(addresses, sizes, strict=True), *scratch]
+        given = [(inputs[k], self.extents[k]) for k in positions]
+        regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
         segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         learned = self.observer.plan(self.astray, self.plan)
@@ -200,9 +200,10 @@ class Capture:
             raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Refusal("device", f"input {position} is on {value.device}")
-        made = self.recording.place(view_of(value), self.alignments[position])
+        made = self.recording.place(view := view_of(value), self.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
+            self.extents[position] = view.extent
             self.observer.lives.begin(made)
         return made
 
@@ -272,7 +273,7 @@ class Capture:
     def _recipes(self, outputs: list[Any], stand_ins: list[Any]) -> tuple[list[Recipe], list[int]]:
         """How to make the outputs, and the addresses of the storages that they need."""
         recipes: list[Recipe] = []
-        addresses: list[int] = []
+        addresses: dict[int, int] = {}  # in the order of their numbers
         inputs = {id(v): k for k, v in reversed(list(enumerate(stand_ins))) if isinstance(v, torch.Tensor)}
         seen: dict[int, int] = {}
         for number, out in enumerate(outputs):
@@ -285,9 +286,9 @@ class Capture:
             else:
                 seen[id(out)] = number
                 recipes.append(self._recipe(number, out, addresses))
-        return recipes, addresses
+        return recipes, list(addresses)
 
-    def _recipe(self, number: int, out: torch.Tensor, addresses: list[int]) -> Recipe:
+    def _recipe(self, number: int, out: torch.Tensor, addresses: dict[int, int]) -> Recipe:
         if out.layout is not torch.strided or type(out) not in (torch.Tensor, torch.nn.Parameter):
             raise Refusal("output", f"output {number} is not a plain tensor: {type(out).__name__}, {out.layout}")
         address = out.untyped_storage().data_ptr()
@@ -300,9 +301,7 @@ class Capture:
             if out.device != self.recording.device:
                 raise Refusal("output", f"output {number} is on {out.device}")
             return Given(out)
-        if address not in addresses:
-            addresses.append(address)
-        return OfStorage(addresses.index(address), view_of(out, offset))
+        return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
 
 
 def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -385,6 +384,7 @@ def _proven(
     layout = first.layout
     storages = [inputs[k].untyped_storage() for k in layout.inputs]
     addresses = [storage.data_ptr() for storage in storages]
+    holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
     returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
     return Proven(
         layout,
@@ -392,7 +392,7 @@ def _proven(
         edges,
         first.places,
         tuple(a.either(b) for a, b in zip(first.lives, second.lives, strict=True)),
-        holders=tuple(map(addresses.index, addresses)),
+        holders=tuple([holders[address] for address in addresses]),
         held=tuple(storage.nbytes() for storage in storages),
         static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
         stages=code.is_backward and not first.recording.fixed,

@@ -31,10 +31,10 @@ large enough, and cuts it. What is small would break up the blocks that only wha
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, cast, TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -42,7 +42,7 @@ from torch_overlay._inductor.cudagraphs.liveness import aligned
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 # Note [Chunks]
 CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
@@ -64,9 +64,12 @@ class View:
     @functools.cached_property
     def extent(self) -> int:
         """Bytes from the first element to behind the last one."""
-        if 0 in self.size:
-            return 0
-        return (sum((n - 1) * s for n, s in zip(self.size, self.stride)) + 1) * self.dtype.itemsize
+        last = 0
+        for n, stride in zip(self.size, self.stride):
+            if not n:
+                return 0
+            last += (n - 1) * stride
+        return (last + 1) * self.dtype.itemsize
 
 
 def view_of(tensor: torch.Tensor, offset: int = 0) -> View:
@@ -162,19 +165,26 @@ class Layout:
         wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
         return tuple(sorted(wanted, key=lambda k: -sizes[k]))
 
-    def outputs_of(self, storage: int) -> list[int]:
-        return [i for i, r in enumerate(self.recipes) if isinstance(r, OfStorage) and r.storage == storage]
+    @functools.cached_property
+    def _outputs_by_storage(self) -> Mapping[int, Sequence[int]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for i, recipe in enumerate(self.recipes):
+            if isinstance(recipe, OfStorage):
+                found[recipe.storage].append(i)
+        return found
+
+    def outputs_of(self, storage: int) -> Sequence[int]:
+        return self._outputs_by_storage.get(storage, ())
 
     def primary(self, storage: int) -> View | None:
         """What the storage is allocated as: a chunk, or the output that is large enough, if there is one."""
         size, dtype = self.storages[storage].size, self.storages[storage].dtype
         if dtype is not None:
             return View((size // dtype.itemsize,), (1,), dtype)
-        for recipe in self.recipes:
-            if not isinstance(recipe, OfStorage) or recipe.storage != storage:
-                continue
-            if not recipe.view.offset and recipe.view.extent >= size:
-                return recipe.view
+        for output in self.outputs_of(storage):
+            view = cast("OfStorage", self.recipes[output]).view
+            if not view.offset and view.extent >= size:
+                return view
         return None
 
     def allocation(self, storage: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -215,18 +225,19 @@ def place(
             types[recipe.storage].add(recipe.view.dtype)
         elif isinstance(recipe, Repeated) and isinstance(first := recipes[recipe.output], OfStorage):
             users[first.storage].append(output)
+    needs = list(map(aligned, sizes))
     ours = [i for i, outputs in enumerate(users) if saved.issuperset(outputs)]
     slab = set(ours if len(ours) > 1 else ())
     members: list[list[int]] = []
-    if (total := sum(aligned(sizes[i]) for i in slab)) >= 2 * CHUNK:
-        slab = _small(ours, sizes, types, total // 64)
+    if (total := sum(needs[i] for i in slab)) >= 2 * CHUNK:
+        slab = _small(ours, needs, types, total // 64)
         rest = set(ours) - slab
-        filled = _fill(in_order(rest), sizes, types, holes, max(HOLE, total // HOLES))
+        filled = _fill(in_order(rest), needs, types, holes, max(HOLE, total // HOLES))
         members = [chunk for chunk in filled if len(chunk) > 1]
-        members += _chunks(in_order(rest.difference(*filled)), sizes, types, CHUNK)
+        members += _chunks(in_order(rest.difference(*filled)), needs, types, CHUNK)
     if gradients:
         little = {i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1}
-        members += _chunks(in_order(little.difference(ours)), sizes, types, LITTLE_CHUNK)
+        members += _chunks(in_order(little.difference(ours)), needs, types, LITTLE_CHUNK)
     chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
     storages: list[Storage] = []
     places: list[tuple[int, int]] = []
@@ -236,7 +247,7 @@ def place(
         if i in slab:
             places.append((len(storages), 0))
             storages.append(Storage(size, True, offset))
-            offset += aligned(size)
+            offset += needs[i]
         elif (number := chunk_of.get(i)) is None:
             places.append((len(storages), 0))
             storages.append(Storage(size))
@@ -244,10 +255,10 @@ def place(
             if number not in at:
                 (dtype,) = types[i]
                 at[number] = len(storages), 0
-                storages.append(Storage(sum(aligned(sizes[j]) for j in members[number]), dtype=dtype))
+                storages.append(Storage(sum(needs[j] for j in members[number]), dtype=dtype))
             storage, used = at[number]
             places.append((storage, used))
-            at[number] = storage, used + aligned(size)
+            at[number] = storage, used + needs[i]
     return tuple(_placed(recipe, places) for recipe in recipes), tuple(storages), tuple(places)
 
 
@@ -255,14 +266,15 @@ def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
     if not isinstance(recipe, OfStorage):
         return recipe
     storage, offset = places[recipe.storage]
-    return OfStorage(storage, dataclasses.replace(recipe.view, offset=recipe.view.offset + offset))
+    view = recipe.view
+    return OfStorage(storage, View(view.size, view.stride, view.dtype, view.offset + offset) if offset else view)
 
 
-def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
+def _small(ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
     """The smallest storages, together so much at most; and those that are looked at in several ways."""
     found, total = {i for i in ours if len(types[i]) != 1}, 0
-    for i in sorted(ours, key=sizes.__getitem__):
-        total += aligned(sizes[i])
+    for i in sorted(ours, key=needs.__getitem__):
+        total += needs[i]
         if total > most:
             break
         found.add(i)
@@ -270,7 +282,7 @@ def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.
 
 
 def _fill(
-    ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], holes: Sequence[int], least: int
+    ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], holes: Sequence[int], least: int
 ) -> list[list[int]]:
     """For each hole, the largest first, the neighbours of one type that fill most of it, and at least so much. What is
     in none remains."""
@@ -287,9 +299,12 @@ def _fill(
         for row in rows.values():
             first = size = 0  # of a window that ends with each of the row in turn, and holds nothing that is taken
             for last, i in enumerate(row):
-                size += aligned(sizes[i])
-                while size > hole or (i in taken and first <= last):
-                    size -= aligned(sizes[row[first]])
+                if i in taken:
+                    first, size = last + 1, 0
+                    continue
+                size += needs[i]
+                while size > hole:
+                    size -= needs[row[first]]
                     first += 1
                 if size > best:
                     best, members = size, row[first : last + 1]
@@ -299,16 +314,16 @@ def _fill(
     return found
 
 
-def _chunks(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], full: int) -> list[list[int]]:
+def _chunks(ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], full: int) -> list[list[int]]:
     """Storages that become one, of about `full` bytes each. One by itself stays what it is."""
     chunks: list[list[int]] = []
     filled: dict[torch.dtype, tuple[list[int], int]] = {}
     for i in ours:
         (dtype,) = types[i]
         chunk, size = filled.get(dtype, ([], 0))
-        if not chunk or size + aligned(sizes[i]) > full:
+        if not chunk or size + needs[i] > full:
             chunks.append(chunk := [])
             size = 0
         chunk.append(i)
-        filled[dtype] = chunk, size + aligned(sizes[i])
+        filled[dtype] = chunk, size + needs[i]
     return [chunk for chunk in chunks if len(chunk) > 1]

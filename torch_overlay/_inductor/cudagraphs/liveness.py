@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 ALIGNMENT = 512  # as the caching allocator aligns
 SLAB = (10 << 20) - ALIGNMENT  # Note [Slabs]
@@ -120,6 +120,10 @@ class Order:
         end = self.lives[first].freed
         return end is not None and self.lives[second].made >= end and not self.holders[second] & ~self.after[first]
 
+    def clear(self, a: int, b: int) -> bool:
+        """May the two lie at the same place?"""
+        return self.follows(a, b) or self.follows(b, a)
+
     def span(self, allocation: int) -> tuple[int, int] | None:
         """The first and the last position at which it may be touched; None for memory that nobody looks at."""
         touching = self.touching[allocation]
@@ -133,13 +137,17 @@ class Order:
         places: dict[int, tuple[int, int]] = {}
         for a in sorted(used, key=lambda a: (-self.lives[a].size, self.lives[a].made)):
             size = aligned(self.lives[a].size)
-            clear = {b for b in places if self.follows(a, b) or self.follows(b, a)}
-            found = [(slab.fit(size, clear), number) for number, slab in enumerate(slabs)]
-            ways = [(max(0, at + size - slabs[k].size), k, at) for at, k in found if at is not None]
-            if not ways:
-                ways.append((size, len(slabs), 0))
+            best: tuple[int, int, int] | None = None  # bytes that the slab grows by, its number, and the offset
+            for number, slab in enumerate(slabs):
+                if (at := slab.fit(size, a, self.clear)) is not None:
+                    way = max(0, at + size - slab.size), number, at
+                    best = way if best is None else min(best, way)
+                    if not way[0]:
+                        break
+            if best is None:
+                best = size, len(slabs), 0
                 slabs.append(_Slab(max(SLAB, size)))
-            _, number, at = min(ways)
+            _, number, at = best
             slabs[number].put(a, at, size)
             places[a] = number, at
         return _with_least_behind_first(places, [slab.size for slab in slabs])
@@ -164,16 +172,15 @@ class _Slab:
         self.limit, self.size = limit, 0
         self.taken: list[tuple[int, int, int]] = []  # (offset, end, allocation), by offset
 
-    def fit(self, size: int, clear: Collection[int]) -> int | None:
-        """The first offset at which so many bytes are free, but for what is clear."""
-        at = 0
-        for start, end, allocation in self.taken:
-            if allocation in clear:
-                continue
-            if at + size <= start:
+    def fit(self, size: int, allocation: int, clear: Callable[[int, int], bool]) -> int | None:
+        """The first offset at which so many bytes are free, but for what the allocation is clear of."""
+        at, last = 0, self.limit - size
+        for start, end, other in self.taken:
+            if at + size <= start or at > last:
                 break
-            at = max(at, end)
-        return at if at + size <= self.limit else None
+            if end > at and not clear(allocation, other):
+                at = end
+        return at if at <= last else None
 
     def put(self, allocation: int, at: int, size: int) -> None:
         bisect.insort(self.taken, (at, at + size, allocation))

@@ -33,7 +33,7 @@ from torch_overlay._inductor.cudagraphs.layout import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch_overlay._inductor.cudagraphs.relaunch import Relaunch
 
@@ -58,7 +58,8 @@ def bind(relaunch: Relaunch) -> Any:
         return None
     layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
     types: dict[torch.dtype, int] = {}
-    recipes = [_recipe(relaunch, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
+    own = {number: i for i, number in enumerate(layout.own)}
+    recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
     simple = None not in recipes
     size = layout.scratch_size
     return make(
@@ -89,7 +90,9 @@ def bind(relaunch: Relaunch) -> Any:
     )
 
 
-def _recipe(relaunch: Relaunch, output: int, recipe: Recipe, types: dict[torch.dtype, int]) -> tuple[Any, ...] | None:
+def _recipe(
+    relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
+) -> tuple[Any, ...] | None:
     """(kind, number, object, size, stride, offset), as the C source has it; None if that is beyond it."""
     layout = relaunch.layout
     match recipe:
@@ -107,7 +110,7 @@ def _recipe(relaunch: Relaunch, output: int, recipe: Recipe, types: dict[torch.d
                 raise ValueError(f"output {output} lies between elements of the slab, for {view.dtype}")
             return SAVED, types.setdefault(view.dtype, len(types)), None, view.size, view.stride, offset
         case OfStorage(number, view):
-            made, primary = layout.own.index(number), relaunch.primary(number)
+            made, primary = own[number], relaunch.primary(number)
             if view == primary and layout.outputs_of(number)[0] == output:
                 return WHOLE, made, None, None, None, None
             if primary is not None and primary.dtype == view.dtype and not view.offset % view.dtype.itemsize:

@@ -23,7 +23,7 @@ ARENA = 4 << 40
 # Note [Addresses of captures] in `native`, 5 and 6.
 LOWEST = 1 << 32
 WISH = 0x2C15A600000
-BLOCK, AHEAD = 8 << 20, 4
+BLOCK, AHEAD = 12 << 20, 4
 GAP, ADDRESS_ALIGNMENT = 64 << 10, 512
 ALIGNMENT = 64
 OUT_OF_MEMORY = 2

@@ -25,7 +25,7 @@ HEAD = r"""
 #define ARENA ((size_t)4 << 40)
 #define LOWEST ((Address)1 << 32)     /* Note [Addresses of captures], 5 and 6 */
 #define WISH ((Address)0x2c15a600000)
-#define BLOCK ((size_t)8 << 20)
+#define BLOCK ((size_t)12 << 20)
 #define AHEAD 4
 #define GAP ((size_t)64 << 10)
 #define ALIGNMENT 512

@@ -18,6 +18,7 @@ not even that is copied, and copied back if the region writes it: compiled code 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -323,10 +324,10 @@ class Runner:
         counters["torch_overlay"]["cudagraph_captures"] += 1
         nodes = sum(launcher.nodes for launcher in launchers)
         counters["torch_overlay"]["cudagraph_nodes"] += nodes
-        message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
-        policy.log.info(
-            message, self.code.name, nodes, len(launchers), arrangement.describe(), arrangement.layout.names()
-        )
+        if policy.log.isEnabledFor(logging.INFO):
+            message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
+            what = arrangement.describe(), arrangement.layout.names()
+            policy.log.info(message, self.code.name, nodes, len(launchers), *what)
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:

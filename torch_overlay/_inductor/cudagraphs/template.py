@@ -401,11 +401,21 @@ class _Scan:
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
             raise _Found("scalar", 0, message)
+        if len(value_a) == 8 and (place := self._pointer(value_a, value_b)) is not None:
+            self.pointers[value_a, value_b, kind] = place
+            return [Word(node, number, 0, *place)]
         self.at, self.packed = (node, number), len(value_a) > 8
         proven = self._proven(self._windows(value_a, value_b), kind)
-        if len(value_a) == 8 and 0 in proven and proven[0][0] != FIXED:
-            self.pointers[value_a, value_b, kind] = proven[0]
         return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
+
+    def _pointer(self, value_a: bytes, value_b: bytes) -> tuple[int, int] | None:
+        """(region, delta) of a parameter that is a pointer and nothing else, which most of them are."""
+        word_a = int.from_bytes(value_a, "little")
+        if word_a >> 32 not in self.upper:
+            return None
+        others = self.b.places(int.from_bytes(value_b, "little"))
+        common = [place for place in self.a.places(word_a) if place in others]
+        return common[0] if len(common) == 1 and common[0][0] != FIXED else None
 
     def _proven(self, windows: Sequence[tuple[int, int, int]], kind: str) -> dict[int, tuple[int, int]]:
         """(region, delta) by offset."""
@@ -425,15 +435,13 @@ class _Scan:
 
     def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
         """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
-        halves = len(value_a) // 4
+        halves, upper = len(value_a) // 4, self.upper
         a, b = struct.unpack_from(f"<{halves}I", value_a), struct.unpack_from(f"<{halves}I", value_b)
-        starts = set()
-        for i, (half_a, half_b) in enumerate(zip(a, b)):
-            if half_a != half_b:
-                starts |= {i - 1, i}
-            elif half_a in self.upper:
-                starts.add(i - 1)
-        inside = sorted(i for i in starts if 0 <= i < halves - 1)
+        starts = {i - 1 for i, half in enumerate(a) if half in upper}
+        if value_a != value_b:
+            differ = [i for i, half in enumerate(b) if half != a[i]]
+            starts.update(differ, [i - 1 for i in differ])
+        inside = sorted([i for i in starts if 0 <= i < halves - 1])
         return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in inside]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
