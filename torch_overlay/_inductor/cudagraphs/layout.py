@@ -230,7 +230,7 @@ def place(
     slab = set(ours if len(ours) > 1 else ())
     members: list[list[int]] = []
     if (total := sum(needs[i] for i in slab)) >= 2 * CHUNK:
-        slab = _small(ours, needs, types, total // 64)
+        slab = _small(ours, sizes, types, total // 64)
         rest = set(ours) - slab
         filled = _fill(in_order(rest), needs, types, holes, max(HOLE, total // HOLES))
         members = [chunk for chunk in filled if len(chunk) > 1]
@@ -270,11 +270,11 @@ def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
     return OfStorage(storage, View(view.size, view.stride, view.dtype, view.offset + offset) if offset else view)
 
 
-def _small(ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
+def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
     """The smallest storages, together so much at most; and those that are looked at in several ways."""
     found, total = {i for i in ours if len(types[i]) != 1}, 0
-    for i in sorted(ours, key=needs.__getitem__):
-        total += needs[i]
+    for i in sorted(ours, key=sizes.__getitem__):
+        total += aligned(sizes[i])
         if total > most:
             break
         found.add(i)
