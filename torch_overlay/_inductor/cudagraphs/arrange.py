@@ -152,11 +152,12 @@ def _slab_regions(layout: Layout, slabs: int) -> list[int]:
 
 def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
     """With the words of these nodes, each by its region's new place."""
-    words = [word for node in nodes for word in proven.words.get(node.index, ())]
-    moved = [(word, places[word.region]) for word in words]
-    return Template(
-        regions, tuple(nodes), tuple([Word(w.node, w.parameter, w.offset, r, d + w.delta) for w, (r, d) in moved])
-    )
+    words = [
+        Word(w.node, w.parameter, w.offset, places[w.region][0], places[w.region][1] + w.delta)
+        for node in nodes
+        for w in proven.words.get(node.index, ())
+    ]
+    return Template(regions, tuple(nodes), tuple(words))
 
 
 def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:
