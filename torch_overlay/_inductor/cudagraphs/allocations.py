@@ -101,11 +101,12 @@ class Lives:
         self.now += 1
         if self._maybe:
             waiting, self._maybe[:] = list(self._maybe), []
-            is_gone, storages = self._is_gone, self._storages
-            stay = [address for address in waiting if not is_gone(storages[address].cdata)]
-            self._maybe += stay
-            if len(stay) < len(waiting):
-                self.freed |= dict.fromkeys(set(waiting).difference(stay), self.now)
+            is_gone, storages, stays = self._is_gone, self._storages, self._maybe.append
+            for address in waiting:
+                if is_gone(storages[address].cdata):
+                    self.freed[address] = self.now
+                else:
+                    stays(address)
 
     def note(self, address: int) -> None:
         """Memory of the operator that has just run, which gave nothing of it away."""

@@ -152,11 +152,11 @@ def _slab_regions(layout: Layout, slabs: int) -> list[int]:
 
 def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
     """With the words of these nodes, each by its region's new place."""
-    words = [
-        Word(w.node, w.parameter, w.offset, places[w.region][0], places[w.region][1] + w.delta)
-        for node in nodes
-        for w in proven.words.get(node.index, ())
-    ]
+    words = []
+    for node in nodes:
+        for index, parameter, offset, region, delta in proven.words.get(node.index, ()):
+            new, moved = places[region]
+            words.append(Word(index, parameter, offset, new, moved + delta))
     return Template(regions, tuple(nodes), tuple(words))
 
 

@@ -134,7 +134,6 @@ class Capture:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes = holes
         self.input_at: dict[int, int] = {}  # address -> position
-        self.extents: dict[int, int] = {}  # position -> bytes
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = _Placing(plan, recording, self.placed)
@@ -168,12 +167,11 @@ class Capture:
             recipes, sizes, code.saved_outputs, made, gradients=code.is_backward, holes=self.holes
         )
         among = self.observer.scratch | self.placed  # the allocator's segments are larger
+        allocated = dict(self.recording.segments())
         others = self.input_at.keys() | set(addresses)
-        scratch = [
-            (address, among.get(address, size)) for address, size in self.recording.segments() if address not in others
-        ]
+        scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
         layout = Layout(positions, storages, moved, tuple(s for _, s in scratch))
-        given = [(inputs[k], self.extents[k]) for k in positions]
+        given = [(inputs[k], allocated[inputs[k]]) for k in positions]
         regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
         segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
@@ -200,10 +198,9 @@ class Capture:
             raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Refusal("device", f"input {position} is on {value.device}")
-        made = self.recording.place(view := view_of(value), self.alignments[position])
+        made = self.recording.place(view_of(value), self.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
-            self.extents[position] = view.extent
             self.observer.lives.begin(made)
         return made
 

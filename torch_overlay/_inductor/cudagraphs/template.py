@@ -401,33 +401,31 @@ class _Scan:
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
             raise _Found("scalar", 0, message)
-        if len(value_a) == 8 and (place := self._pointer(value_a, value_b)) is not None:
-            self.pointers[value_a, value_b, kind] = place
-            return [Word(node, number, 0, *place)]
+        if len(value_a) == 8:  # a pointer and nothing else, as most are
+            common = self._common(int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little"))
+            if len(common) == 1 and common[0][0] != FIXED:
+                self.pointers[value_a, value_b, kind] = common[0]
+                return [Word(node, number, 0, *common[0])]
         self.at, self.packed = (node, number), len(value_a) > 8
         proven = self._proven(self._windows(value_a, value_b), kind)
         return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
 
-    def _pointer(self, value_a: bytes, value_b: bytes) -> tuple[int, int] | None:
-        """(region, delta) of a parameter that is a pointer and nothing else, which most of them are."""
-        word_a = int.from_bytes(value_a, "little")
-        if word_a >> 32 not in self.upper:
-            return None
-        others = self.b.places(int.from_bytes(value_b, "little"))
-        common = [place for place in self.a.places(word_a) if place in others]
-        return common[0] if len(common) == 1 and common[0][0] != FIXED else None
+    def _common(self, word_a: int, word_b: int) -> list[tuple[int, int]]:
+        """Every (region, delta) that both words stand for, each in its capture."""
+        if word_a >> 32 not in self.upper or word_a == word_b:
+            return []
+        others = self.b.places(word_b)
+        return [place for place in self.a.places(word_a) if place in others]
 
     def _proven(self, windows: Sequence[tuple[int, int, int]], kind: str) -> dict[int, tuple[int, int]]:
         """(region, delta) by offset."""
         proven: dict[int, tuple[int, int]] = {}
         for offset, word_a, word_b in windows:
-            if word_a >> 32 in self.upper and word_a != word_b and (places := self.a.places(word_a)):
-                others = self.b.places(word_b)
-                common = [place for place in places if place in others]
-                if len(common) > 1 or (common and offset - 4 in proven):
-                    raise _Found("ambiguous", offset, f"{self.a.describe(word_a)} can be read in two ways")
-                if common:
-                    proven[offset] = common[0]
+            common = self._common(word_a, word_b)
+            if len(common) > 1 or (common and offset - 4 in proven):
+                raise _Found("ambiguous", offset, f"{self.a.describe(word_a)} can be read in two ways")
+            if common:
+                proven[offset] = common[0]
         for offset, word_a, word_b in windows:
             if offset not in proven and offset - 4 not in proven and offset + 4 not in proven:
                 self._unproven(offset, word_a, word_b, kind)
