@@ -46,6 +46,9 @@ cudagraph_templates: int = 64
 # Every relaunch is compared with the compiled code, run on copies of the inputs. Slow; for tests and bug reports.
 cudagraph_verify: bool = Config(default=False, env_name_default="TORCH_OVERLAY_CUDAGRAPH_VERIFY")
 
+# In inference, neighbours in a graph that are known to be independent run side by side, where the device has room.
+cudagraph_concurrency: bool = Config(default=True, env_name_default="TORCH_OVERLAY_CUDAGRAPH_CONCURRENCY")
+
 # Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python
 # of the same behaviour.
 native_relaunch: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_RELAUNCH")

@@ -935,6 +935,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.memory_plan_reuse",
+        impl="torch_overlay._inductor.cudagraphs.policy:memory_plan_reuse",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="657686446e2a361f",
+        why="Two kernels don't run side by side if one writes into the buffer that the other one has read.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._inductor.cudagraph_trees:reset_cudagraph_trees",
         impl="torch_overlay._inductor.cudagraphs.policy:reset",
         kind="wrap",

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_overlay._inductor.cudagraphs.concurrency import relaxed
 from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, prove
 
 
@@ -128,6 +129,9 @@ class Recording:
     def covers(self, address: int) -> bool:
         return self.low <= address < self.high
 
+    def count(self) -> int:
+        return len(self.operations)
+
     def segments(self) -> list[tuple[int, int]]:
         return list(self.taken)
 
@@ -181,7 +185,7 @@ class Recording:
                 index=i,
                 handle=i,
                 name=str(operation[0]),
-                func=0,
+                func=1 + i,
                 kern=0,
                 ctx=0,
                 grid=(1, 1, 1),
@@ -299,6 +303,8 @@ class FakeDevice:
         self.generator = Generator()
         self.launchers: list[Launcher] = []
         self.arrangements: list[Any] = []
+        self.concurrent = True
+        self.relaxed = 0  # graphs in which something runs side by side
 
     def current(self) -> int:
         self.asked += 1
@@ -347,14 +353,23 @@ class FakeDevice:
 
     def finish(self, first: Any, second: Any, namespace: Any, arrange: Any) -> tuple[Any, list[Launcher]]:
         graph = first.recording.graph(first.segments)
-        arrangement = arrange(prove(graph, second.recording.graph(second.segments)), graph.edges)
+        template = prove(graph, second.recording.graph(second.segments))
+        operations = first.recording.operations
+        inputs = len(first.layout.inputs)
+        known = {"segments": first.segments, "inputs": inputs, "letters": letters_of(operations)}
+        known |= {"products": first.products, "results": first.results, "is_device_memory": bool}
+        known |= {"room": lambda node: 1 << 20, "extent": lambda node: None}
+        edges = None if first.products is None else relaxed(template, graph.edges, **known)
+        self.relaxed += edges is not None
+        edges = graph.edges if edges is None else tuple(edges)
+        arrangement = arrange(template, edges)
         self.arrangements.append(arrangement)
         parts = [(stage.nodes, stage.template) for stage in arrangement.stages]
-        operations = first.recording.operations
-        made = [
-            self.launcher([operations[i] for i in nodes], renumbered(template, nodes))
-            for nodes, template in parts or [(range(len(operations)), arrangement.template)]
-        ]
+        at = {node: i for i, node in enumerate(some_order(len(operations), edges))}
+        made = []
+        for nodes, template in parts or [(range(len(operations)), arrangement.template)]:
+            nodes = sorted(nodes, key=at.__getitem__)
+            made.append(self.launcher([operations[i] for i in nodes], renumbered(template, nodes)))
         self.launchers += made
         return arrangement, made
 
@@ -362,11 +377,45 @@ class FakeDevice:
         return NativeLauncher(operations, template, self.native) if self.native else Launcher(operations, template)
 
 
+def letters_of(operations: Any) -> dict[int, str]:
+    """What operators do with their operands and results, by the function handles that their nodes have."""
+    found = {}
+    for i, (func, spec, arguments, results, _) in enumerate(operations):
+        schema = getattr(func, "_schema", None)
+        if schema is None or any(isinstance(a, StorageSlot) for a in arguments):
+            continue
+        args, kwargs = tree_unflatten(arguments, spec)
+        declared = {argument.name: argument for argument in schema.arguments}
+        letters = ""
+        for argument, value in [*zip(schema.arguments, args), *((declared[name], v) for name, v in kwargs.items())]:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            letters += ("w" if written else "r") * sum(isinstance(leaf, Slot) for leaf in tree_flatten(value)[0])
+        found[1 + i] = letters + "w" * sum(isinstance(result, Slot) for result in results)
+    return found
+
+
+def some_order(nodes: int, edges: Any) -> list[int]:
+    """One that the edges allow: what could come later comes as late as it can."""
+    before: dict[int, set[int]] = {node: set() for node in range(nodes)}
+    after: dict[int, set[int]] = {node: set() for node in range(nodes)}
+    for u, v in edges:
+        before[v].add(u)
+        after[u].add(v)
+    order: list[int] = []
+    while len(order) < nodes:
+        last = min(node for node in after if not after[node])
+        order.append(last)
+        del after[last]
+        for u in before[last]:
+            after[u].discard(last)
+    return order[::-1]
+
+
 def renumbered(template: Any, nodes: Any) -> Any:
     """Operations of a launcher are counted from 0."""
     at = {node: i for i, node in enumerate(nodes)}
     return dataclasses.replace(
         template,
-        nodes=tuple(dataclasses.replace(n, index=at[n.index]) for n in template.nodes),
+        nodes=tuple(sorted((dataclasses.replace(n, index=at[n.index]) for n in template.nodes), key=lambda n: n.index)),
         words=tuple(w._replace(node=at[w.node]) for w in template.words),
     )

@@ -119,6 +119,15 @@ class FakeApi:
         assert isinstance(graph, self.real.CUgraph)
         return self.ok([self.real.CUgraphNode(n) for n in self.kind][:count], len(self.kind))
 
+    def cuStreamGetCaptureInfo(self, stream):
+        active = self.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        none = self.real.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return (
+            self.ok(active, 1, self.real.CUgraph(0x77), [], [], 0)
+            if int(stream)
+            else self.ok(none, 0, None, None, None, 0)
+        )
+
     def cuGraphGetEdges(self, graph, count):
         assert isinstance(graph, self.real.CUgraph)
         before, after, data = [], [], []
@@ -175,9 +184,11 @@ class FakeApi:
         return self.ok()
 
     def cuGraphRemoveDependencies(self, graph, before, after, data, count):
-        assert data is None and len(before) == len(after) == count
-        for u, v in zip(before, after):
-            self.edge_list.remove((int(u), int(v), "plain"))
+        assert len(before) == len(after) == count and (data is None or len(data) == count)
+        names = {kind: name for name, kind in self.EDGE_KINDS.items()}
+        for i, (u, v) in enumerate(zip(before, after)):
+            kind = names[data[i].type, data[i].to_port, data[i].from_port] if data else "plain"
+            self.edge_list.remove((int(u), int(v), kind))
         return self.ok()
 
     def cuGraphDestroyNode(self, node):
@@ -253,6 +264,17 @@ class TestRead(GraphTest):
         blob = bytes(range(128))
         self.api.kernel(7, packed=u64(0xAAAA) + u32(5, 0) + blob)
         self.assertEqual(self.read().nodes[0].parameters, ((0, u64(0xAAAA)), (8, u32(5)), (16, blob)))
+
+    def test_nodes_are_counted(self):
+        self.assertEqual(self.driver.count(0x77), 0)
+        self.api.declare(7, "add", 8)
+        self.api.kernel(7, u64(1))
+        self.api.kernel(7, u64(2))
+        self.assertEqual(self.driver.count(0x77), 2)
+
+    def test_graph_that_a_stream_is_captured_into(self):
+        self.assertEqual(self.driver.captured_into(0x99), 0x77)
+        self.assertEqual(self.driver.captured_into(0), 0)
 
     def test_kernel_without_parameters(self):
         self.api.declare(7, "nothing")
@@ -499,6 +521,26 @@ class TestTidy(GraphTest):
         self.api.memset(0x1000)
         self.assertEqual(self.tidy().kept, ("graph with memory allocation nodes",))
         self.assertEqual(self.api.kind[max(self.api.kind)], cu.MEMSET)
+
+    def test_edges_are_set(self):
+        a = self.api.kernel(7, u64(1))
+        b = self.api.kernel(7, u64(2), after=[a])
+        c = self.api.kernel(7, u64(3), after=[b])
+        self.assertTrue(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertEqual([e[:2] for e in self.api.edge_list], [(a, c), (a, b)])
+
+    def test_programmatic_edges_stay_or_go(self):
+        a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
+        self.api.edge_list += [(a, b, "programmatic"), (b, c, "programmatic")]
+        self.assertTrue(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertEqual(self.api.edge_list, [(a, b, "programmatic"), (a, c, "plain")])
+
+    def test_edges_that_order_nothing_are_left_alone(self):
+        a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
+        before = self.api.edge_list[:] + [(a, b, "launch order"), (b, c, "plain")]
+        self.api.edge_list[:] = before
+        self.assertFalse(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertEqual(self.api.edge_list, before)
 
     def test_tidied_captures_are_proven(self):
         captured = []

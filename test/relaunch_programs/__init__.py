@@ -9,6 +9,7 @@
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
 - kernels: of the user's own, of templates, of operators that allocate
+- concurrency: kernels that run side by side, and the memory that they share
 - composition: several compiled functions, graph breaks, threads, streams
 - environment: what is around the call: streams, captures, pools, memory that runs out
 - lifetime: exceptions, resets, deletion, exit
@@ -20,6 +21,7 @@
 from relaunch_programs import (  # noqa: F401  (they register their programs)
     attention,
     composition,
+    concurrency,
     distributed,
     environment,
     kernels,

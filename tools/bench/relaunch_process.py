@@ -43,9 +43,13 @@ SIDES: dict[str, tuple[dict[str, str], bool]] = {
     "trees": ({"TORCH_OVERLAY_CUDAGRAPHS": "trees"}, True),
     "stock": ({"TORCH_OVERLAY_DISABLE": "1"}, True),
     "relaunch": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"}, True),
+    "chain": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_CONCURRENCY": "0"}, True),
     "python": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_NATIVE_RELAUNCH": "0"}, True),
     "replay": ({"TORCH_OVERLAY_CUDAGRAPHS": "off"}, False),
 }
+
+
+RELAUNCH = ("relaunch", "chain", "python")  # chain: with nothing side by side
 
 
 def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9, busy: float = 0.0) -> float:
@@ -92,7 +96,7 @@ def graph_layer(side: str) -> tuple[Any, str] | None:
         from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
         return CUDAGraphTreeManager, "run"
-    if side in ("relaunch", "python"):
+    if side in RELAUNCH:
         from torch_overlay._inductor.cudagraphs.runner import Runner
 
         return Runner, "__call__"
@@ -300,7 +304,7 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
         result["host us"], result["layer us"] = host_time(work.step, layer)
         result["queued us"] = queued_time(work.step, result["host us"])
         result["capture s"] = max(0.0, sum(settling) - 5 * max(result["gpu us"], result["host us"]) / 1e6)
-        if side in ("relaunch", "python"):
+        if side in RELAUNCH:
             for name in ("nodes_patched", "relaunches"):
                 key = f"cudagraph_{name}"
                 if key in counts:

@@ -27,6 +27,7 @@ FEATURES = {
     "cudagraphs": "who makes CUDA graphs of compiled code: relaunch, trees or off",
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
+    "cudagraph_concurrency": "independent kernels of a graph run side by side",
     "native_relaunch": "relaunched graphs are patched in C",
 }
 

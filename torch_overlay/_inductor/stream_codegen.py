@@ -733,9 +733,12 @@ def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name:
     return not emitter.may_write_in_place(scheduler.mutation_real_name.get(name, name), node)
 
 
+def has_streams(wrapper: Any) -> bool:
+    return any(isinstance(line, BeginRegion) for line in wrapper.lines)
+
+
 def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_inference: bool) -> None:
-    planned = any(isinstance(line, BeginRegion) for line in wrapper.lines)
-    if not planned:
+    if not has_streams(wrapper):
         return original(wrapper, is_inference)
     original(wrapper, False)  # pooling memory planning shares blocks between streams
     wrapper.lines = switch_streams(share_memory(wrapper.lines))

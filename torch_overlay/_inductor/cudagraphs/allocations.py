@@ -62,6 +62,14 @@ class Observer:
         self.last[address] = ("allocation", self.count)
         self.count += 1
 
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one."""
+        return func(*args, **kwargs)
+
+    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+        """Of an operator: the sizes of new storages, by address."""
+        self.last |= dict.fromkeys(made, ("operator", number))
+
     def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
         """`base`, and what is known of the storages at these addresses. An unknown one has to be looked for."""
         found = [self.last.get(address) for address in addresses]
@@ -193,11 +201,11 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
         if not _makes(func):
-            return self.run(number, lambda: func(*args, **kwargs), False)
+            return self.run(number, lambda: self.observer.operator(func, args, kwargs), False)
         given = storages((args, kwargs))
-        result = self.run(number, lambda: func(*args, **kwargs), True)
-        for address in storages(result).keys() - given.keys():
-            self.observer.last[address] = ("operator", number)
+        result = self.run(number, lambda: self.observer.operator(func, args, kwargs), True)
+        made = storages(result)
+        self.observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
         return result
 
 

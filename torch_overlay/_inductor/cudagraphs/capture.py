@@ -35,10 +35,12 @@ from torch_overlay._inductor.cudagraphs.allocations import (
     observed,
     Observer,
     Plan,
+    storages,
     tensors as tensors_in,
     Watch,
 )
 from torch_overlay._inductor.cudagraphs.arrange import arrange, Arrangement, Proven
+from torch_overlay._inductor.cudagraphs.concurrency import is_product, Product
 from torch_overlay._inductor.cudagraphs.layout import (
     Empty,
     Given,
@@ -59,7 +61,7 @@ from torch_overlay._inductor.stream_runtime import Spec
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.cudagraphs.liveness import Life
     from torch_overlay._inductor.cudagraphs.policy import Code
@@ -82,17 +84,35 @@ class Captured:
     recording: Any
     places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
     lives: list[Life]  # of all regions
+    products: list[Product] | None  # None: what uses memory was not noted
+    results: list[tuple[int, int]]  # (address, bytes) of what operators returned
 
 
 class _Placing(Observer):
     """In a capture, allocations of generated code stand at addresses of their own. Those that are planned for are
     outputs, all others are scratch."""
 
-    def __init__(self, plan: Plan, recording: Any, placed: dict[int, int]) -> None:
+    def __init__(self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
         super().__init__()
         self.plan_, self.recording, self.placed = plan, recording, placed
         self.lives = Lives()
         self.scratch: dict[int, int] = {}
+        self.products: list[Product] | None = [] if with_uses else None
+        self.results: list[tuple[int, int]] = []
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.products is None or not is_product(func):
+            return func(*args, **kwargs)
+        first = self.recording.count()
+        result = func(*args, **kwargs)
+        writes = storages(result)
+        reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
+        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
+        return result
+
+    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+        super().note_results(number, made)
+        self.results += made.items()
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         self.lives.tick()
@@ -120,7 +140,7 @@ class _Group:
 
 class Capture:
     """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned, `holes`
-    which blocks the device's allocator has free."""
+    which blocks the device's allocator has free, `with_uses` whether what operators use is to be noted."""
 
     def __init__(
         self,
@@ -130,13 +150,14 @@ class Capture:
         plan: Plan,
         recording: Any,
         holes: Sequence[int] = (),
+        with_uses: bool = False,
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
-        self.holes = holes
+        self.holes, self.with_uses = holes, with_uses
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = _Placing(plan, recording, self.placed)
+        self.observer = _Placing(plan, recording, self.placed, with_uses)
         self.group = _Group()
 
     def run(self, code: Code) -> Captured:
@@ -144,8 +165,9 @@ class Capture:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The program is to hold the only references: when it drops one, nothing of it will look there again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
-            watching = self.plan.watch or self.plan.operators or self.plan.detail
-            watch = Watch(self.observer, self._operator) if watching else contextlib.nullcontext()
+            run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
+            watching = self.with_uses or run is not _run
+            watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
                 with observed(namespace_of(self.model), self.observer), watch:
@@ -177,7 +199,9 @@ class Capture:
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         learned = self.observer.plan(self.astray, self.plan)
         noted = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
-        return Captured(layout, segments, learned, self.recording, _places(layout, parts), noted)
+        places = _places(layout, parts)
+        observer = self.observer
+        return Captured(layout, segments, learned, self.recording, places, noted, observer.products, observer.results)
 
     def _check_kept(self) -> None:
         """Addresses that somebody holds on to will mean nothing: a cache, or a generator of random numbers that the
@@ -301,6 +325,10 @@ class Capture:
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
 
 
+def _run(number: int, call: Callable[[], Any], makes: bool) -> Any:
+    return call()
+
+
 def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """(region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
     own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
@@ -330,8 +358,10 @@ def capture_region(
         open_recordings.append(device.record(gap))
         return open_recordings[-1]
 
-    def take(recording: Any) -> Captured:
-        return Capture(model, inputs, alignments, plan, recording, holes).run(code)
+    with_uses = device.concurrent and not code.is_training
+
+    def take(recording: Any, with_uses: bool = False) -> Captured:
+        return Capture(model, inputs, alignments, plan, recording, holes, with_uses).run(code)
 
     def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
         if first.layout != second.layout or first.places != second.places:
@@ -347,13 +377,13 @@ def capture_region(
     holes = device.holes() if code.saved_outputs else []
     open_recordings: list[Any] = []
     try:
-        first = take(record(1))
+        first = take(record(1), with_uses)
         for _ in range(ATTEMPTS - 1):
             if first.plan == plan:
                 break
             plan = first.plan
             first.recording.discard()
-            first = take(record(1))
+            first = take(record(1), with_uses)
         try:
             return prove(first, take(record(2)))
         except Refusal as refusal:
@@ -363,7 +393,7 @@ def capture_region(
         elsewhere = record(3)  # while theirs are taken: the same number must not be an address again
         for recording in coincided:
             recording.discard()
-        return prove(take(elsewhere), take(record(5)))
+        return prove(take(elsewhere, with_uses), take(record(5)))
     finally:
         for recording in open_recordings:
             recording.close()

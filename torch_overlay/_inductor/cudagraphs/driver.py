@@ -13,7 +13,7 @@ from torch_overlay._inductor.cudagraphs import graph_native
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch_overlay._inductor.cudagraphs.template import CopyNode
 
@@ -38,6 +38,7 @@ KIND_NAMES = {
     UNKNOWN: "unknown kind",
 }
 INVALID_VALUE = 1
+PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
 MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
 
 
@@ -57,6 +58,11 @@ class Structure(NamedTuple):
     nodes: list[int]
     kinds: list[int]  # of the nodes, in the same order
     edges: list[Edge]
+
+
+def kind_of(data: Any) -> tuple[int, int, int]:
+    """Of an edge."""
+    return int(data.type), int(data.from_port), int(data.to_port)
 
 
 class Driver:
@@ -94,14 +100,30 @@ class Driver:
         count = self.call("cuGraphGetNodes", handle, 0)[1]
         return [int(n) for n in self.call("cuGraphGetNodes", handle, count)[0]] if count else []
 
+    def count(self, graph: int) -> int:
+        """Of nodes."""
+        if self.fast is not None:
+            try:
+                return self.fast.count(graph)
+            except RuntimeError:  # what follows tells it in full
+                pass
+        return int(self.call("cuGraphGetNodes", self.api.CUgraph(graph), 0)[1])
+
+    def captured_into(self, stream: int) -> int:
+        """The graph that a stream is captured into; 0 if it isn't."""
+        return int(self.call("cuStreamGetCaptureInfo", self.api.CUstream(stream))[2] or 0)
+
     def edges(self, graph: int) -> list[Edge]:
+        return [Edge(u, v, kind_of(data) == PLAIN) for (u, v), data in self.edge_data(graph).items()]
+
+    def edge_data(self, graph: int) -> dict[tuple[int, int], Any]:
+        """What kind of dependency each edge is, by its nodes."""
         handle = self.api.CUgraph(graph)
         count = self.call("cuGraphGetEdges", handle, 0)[-1]
         if not count:
-            return []
+            return {}
         before, after, data, _ = self.call("cuGraphGetEdges", handle, count)
-        plain = [not (d.type or d.from_port or d.to_port) for d in data]
-        return [Edge(int(u), int(v), p) for u, v, p in zip(before, after, plain, strict=True)]
+        return {(int(u), int(v)): d for u, v, d in zip(before, after, data, strict=True)}
 
     def kind(self, node: int) -> int:
         try:
@@ -171,13 +193,19 @@ class Driver:
     def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
         self._change_edges("cuGraphAddDependencies", graph, edges)
 
-    def remove_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
-        self._change_edges("cuGraphRemoveDependencies", graph, edges)
+    def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
+        """`data` of at least these edges, if they aren't all plain."""
+        self._change_edges("cuGraphRemoveDependencies", graph, edges, data and [data[edge] for edge in edges])
 
-    def _change_edges(self, function: str, graph: int, edges: list[tuple[int, int]]) -> None:
+    def _change_edges(self, function: str, graph: int, edges: list[tuple[int, int]], data: Any = None) -> None:
         if edges:
             before, after = ([self.api.CUgraphNode(n) for n in column] for column in zip(*edges))
-            self.call(function, self.api.CUgraph(graph), before, after, None, len(edges))
+            self.call(function, self.api.CUgraph(graph), before, after, data, len(edges))
+
+    def blocks_at_once(self, func: int, threads: int, shared_bytes: int) -> int:
+        """How many blocks of a kernel one multiprocessor holds."""
+        function = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(self.call(function, self.api.CUfunction(func), threads, shared_bytes))
 
     def destroy(self, node: int) -> None:
         self.call("cuGraphDestroyNode", self.api.CUgraphNode(node))

@@ -37,7 +37,7 @@ from torch_overlay._inductor.cudagraphs.template import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,22 @@ def read(
     number = {node: index for index, node in enumerate(graph_nodes)}
     edges = tuple(sorted([(number[before], number[after]) for before, after, _ in graph_edges]))
     return CapturedGraph(nodes=tuple(nodes), edges=edges, segments=tuple(segments), low=low, high=high)
+
+
+def set_edges(
+    graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver | None = None
+) -> bool:
+    """Gives a graph these edges, as numbers of nodes. Programmatic ones among them stay what they are: the end of one
+    waits for its beginning by itself. False: there are some that don't order their nodes, and nothing is changed."""
+    driver, handle = driver or Driver(), _handle(graph)
+    old = driver.edge_data(handle)
+    if not all(cu.kind_of(data) in (cu.PLAIN, cu.PROGRAMMATIC) for data in old.values()):
+        return False
+    new = {(handles[u], handles[v]): None for u, v in edges}
+    kept = {edge for edge, data in old.items() if edge in new and cu.kind_of(data) != cu.PLAIN}
+    driver.remove_edges(handle, [edge for edge in old if edge not in kept], old)
+    driver.add_edges(handle, [edge for edge in new if edge not in kept])
+    return True
 
 
 def is_device_memory(address: int, *, driver: Driver | None = None) -> bool:

@@ -2,6 +2,7 @@
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
     kernels(nodes)      [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))] of kernel nodes
+    count(graph)            how many nodes there are
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; the others leave the clone
 
 `kernels` has None for a node that it can't describe; `graph` then reads that one through `driver`, which says why. What
@@ -266,7 +267,18 @@ static PyObject *py_cut(PyObject *module, PyObject *args) {
     return found;
 }
 
+/* ---- count ---- */
+
+static PyObject *py_count(PyObject *module, PyObject *arg) {
+    Handle graph = PyLong_AsVoidPtr(arg);
+    size_t count = 0;
+    int code;
+    if (PyErr_Occurred()) return NULL;
+    return (code = cu.nodes(graph, NULL, &count)) ? fail("cuGraphGetNodes", code) : PyLong_FromSize_t(count);
+}
+
 static PyMethodDef methods[] = {
+    {"count", py_count, METH_O, "count(graph): of nodes"},
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
     {"kernels", py_kernels, METH_O, "kernels(nodes): what each of these kernel nodes launches"},
     {"cut", py_cut, METH_VARARGS, "cut(graph, clone, wanted): takes the other nodes out of the clone"},

@@ -11,13 +11,17 @@ null; `graph.tidy` checks the layout that the driver reports against `Launch.arg
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.compiler import ASTSource
 
 from torch_overlay._inductor.cudagraphs.graph_edit import Launch
+
+
+if TYPE_CHECKING:
+    from torch_overlay._inductor.cudagraphs.template import KernelNode
 
 
 BLOCK = 1024
@@ -98,6 +102,9 @@ def source(kind: str, element_size: int, aligned: bool) -> ASTSource:
 
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 _alive: list[Any] = []  # a function handle is good for as long as its compiled kernel
+LETTERS = {"fill": "wss" + "hh", "copy": "wrs" + "hh"}  # as `signatures.parameters_of` has them
+COUNT = 2  # the parameter
+letters: dict[int, str] = {}  # by function handle
 
 
 @functools.cache
@@ -107,7 +114,13 @@ def _function(kind: str, element_size: int, aligned: bool, device: int) -> int:
         raise RuntimeError(f"Triton gave the {kind} kernel memory of its own: {compiled.metadata}")
     compiled._init_handles()
     _alive.append(compiled)
+    letters[compiled.function] = LETTERS[kind]
     return compiled.function
+
+
+def extent(node: KernelNode) -> int | None:
+    """How many bytes each pointer of one of these kernels stands for, at most; None for any other kernel."""
+    return 4 * int.from_bytes(node.parameters[COUNT][1], "little") if node.func in letters else None
 
 
 def _device() -> int:

@@ -56,6 +56,10 @@ class Code:
     is_backward: bool = False
     source: str = ""  # the first line of the user's program that is part of it
 
+    @property
+    def is_training(self) -> bool:
+        return self.is_backward or bool(self.saved_outputs)
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -258,6 +262,21 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
         message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
         refuse(Code(_compiled_frame(), device=0), "cpp-wrapper", message)
     return changed
+
+
+def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
+    """Seam: each buffer of an inference graph gets memory of its own. Where a kernel writes what another one has read,
+    the two can't run side by side, and a capture packs them by itself, into as little."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    from torch_overlay._inductor.stream_codegen import has_streams
+
+    asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
+    if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
+        with inductor_config.patch(allow_buffer_reuse=False):
+            return original(wrapper)
+    return original(wrapper)
 
 
 def cudagraphify(

@@ -43,15 +43,17 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_overlay import config
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import copies, graph as graphs, native
+from torch_overlay._inductor.cudagraphs import concurrency, copies, graph as graphs, native, plain_kernels
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
 from torch_overlay._inductor.cudagraphs.graph_part import Part
 from torch_overlay._inductor.cudagraphs.layout import CHUNK
 from torch_overlay._inductor.cudagraphs.prepare import prepare
-from torch_overlay._inductor.cudagraphs.signatures import signatures_of
-from torch_overlay._inductor.cudagraphs.template import CapturedGraph, prove, Refusal, Template
+from torch_overlay._inductor.cudagraphs.signatures import parameters_of, signatures_of
+from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, prove, Refusal, Template
 
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Cuda:
     def __init__(self, index: int) -> None:
         self.index = index
         self.device = torch.device("cuda", index)
+        self.concurrent = config.cudagraph_concurrency
         self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self.current: Callable[[], int] = torch._C._cuda_getDevice
@@ -182,7 +185,8 @@ class Cuda:
                 signatures=signatures_of(namespace),
             )
             second.recording.discard()
-            arrangement = arrange(template, read[0].edges)
+            edges = self._run_side_by_side(graph, read[0], first, template, namespace)
+            arrangement = arrange(template, edges)
             _held = copies.settle(arrangement.template, self._bytes)  # until the executables are made
             if arrangement.stages:
                 try:
@@ -196,6 +200,48 @@ class Cuda:
             graph.instantiate()
             _upload(graph)
             return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
+
+    def _run_side_by_side(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        read: CapturedGraph,
+        captured: Captured,
+        template: Template,
+        namespace: Mapping[str, Any],
+    ) -> tuple[tuple[int, int], ...]:
+        """The edges of the graph, some of which are taken away."""
+        if captured.products is None:
+            return read.edges
+        driver = Driver()
+        edges = concurrency.relaxed(
+            template,
+            read.edges,
+            segments=captured.segments,
+            inputs=len(captured.layout.inputs),
+            letters=parameters_of(namespace) | plain_kernels.letters,
+            products=captured.products,
+            results=captured.results,
+            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=driver)),
+            room=self._room(driver),
+            extent=plain_kernels.extent,
+        )
+        if edges is None or not graphs.set_edges(graph, [node.handle for node in read.nodes], edges, driver=driver):
+            return read.edges
+        return tuple(edges)
+
+    def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
+        """How many blocks of a kernel this device runs at once."""
+        multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
+        at_once = functools.cache(driver.blocks_at_once)
+
+        def room(node: KernelNode) -> int:
+            x, y, z = node.block
+            try:
+                return multiprocessors * max(at_once(node.func, x * y * z, node.shared_bytes), 1)
+            except DriverError:
+                return multiprocessors
+
+        return room
 
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
@@ -241,6 +287,7 @@ class Recording:
         self._ignored: set[int] = set()
         self._pools: list[Any] = []  # ids
         self._active: Any = None
+        self._capturing: tuple[Driver, int] | None = None  # the graph, while it is captured
         self.fixed: list[int] = []  # addresses of words of 8 bytes, outside of the space, that stay with the graph
         live_recordings.add(self)
 
@@ -299,6 +346,14 @@ class Recording:
         with self._selected(pool):
             yield made
         made += [address for address, _ in self.space.allocations(before)]
+
+    def count(self) -> int:
+        """How many nodes the graph has by now."""
+        if self._capturing is None:
+            driver = Driver()
+            self._capturing = driver, driver.captured_into(_streams(self.device.index).get(0).cuda_stream)
+        driver, graph = self._capturing
+        return driver.count(graph)
 
     def clear_stack(self) -> None:
         """Note [What a word can hide] of `template`: what a launcher leaves uninitialised is to be of this capture."""

@@ -7,6 +7,7 @@ reason for another capture. Kernels are told apart by their function handle, sin
 
 from __future__ import annotations
 
+import re
 from typing import Any, TYPE_CHECKING
 
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 POINTER, SCALAR, UNKNOWN = "p", "s", "?"
+READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't know
+ONLY_READ = re.compile(r"in_ptr\d+")
+# Kernels that Inductor writes itself: they load and store at their parameters, and look for addresses nowhere else.
+WRITTEN_BY_INDUCTOR = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION")
 SCRATCH = POINTER * 2  # Triton's global and profile scratch, behind the declared parameters
 
 
@@ -30,10 +35,44 @@ def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     return found
 
 
+def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Function handle -> a letter per parameter, of Inductor's own kernels: a pointer is read, or it may be written."""
+    found: dict[int, str] = {}
+    for value in list(namespace.values()):
+        if getattr(getattr(value, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
+            continue
+        letters = _reads_and_writes(value)
+        for launcher in getattr(value, "launchers", None) or ():
+            binary = _binary(launcher)
+            declared = _letters(binary)
+            # Triton's scratch memories are behind the parameters that have names.
+            if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
+                whole = letters + HIDDEN * (len(declared) - len(letters))
+                found.update(dict.fromkeys(_handles(binary), whole))
+    return found
+
+
+UNNAMED = str.maketrans({READ: POINTER, WRITE: POINTER})
+
+
+def _reads_and_writes(kernel: Any) -> str:
+    """As Inductor names parameters, only these are read, unless they are listed as mutated."""
+    letters = ""
+    constants = kernel.triton_meta.get("constants", {})
+    for position, (name, kind) in enumerate(kernel.triton_meta["signature"].items()):
+        if kind == "constexpr" or name in constants or (position,) in constants:
+            continue
+        if not str(kind).startswith("*"):
+            letters += SCALAR
+        else:
+            letters += READ if ONLY_READ.fullmatch(name) and name not in kernel.mutated_arg_names else WRITE
+    return letters
+
+
 def _binary(launcher: Any) -> Any:
     """The kernel object behind a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
-    runner = getattr(launcher, "__globals__", {}).get("runner")
-    return getattr(launcher, "bin", None) or getattr(runner, "__self__", None)
+    scope = getattr(launcher, "__globals__", {})
+    return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)
 
 
 def _handles(binary: Any) -> Iterator[int]:
