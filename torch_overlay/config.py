@@ -53,8 +53,8 @@ cudagraph_concurrency: bool = Config(default=True, env_name_default="TORCH_OVERL
 # of the same behaviour.
 native_relaunch: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_RELAUNCH")
 
-# These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. The one
-# exception are collectives, which our graphs need split off; code that a cache has with them inside is refused.
+# These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. Two decide
+# about code that asks for CUDA graphs, too: `_inductor.cache_key` adds them for that.
 _cache_config_ignore_prefix = ["cudagraph", "native_relaunch"]
 
 

@@ -115,6 +115,20 @@ class TestCacheKey(TestCase):
 
         self.for_both(check)
 
+    def test_whose_graphs_the_code_is_for(self) -> None:
+        """Collectives, buffers and donations are arranged for the graphs that were asked for."""
+
+        def check(key) -> None:
+            options = ({}, {"cudagraphs": "trees"}, {"cudagraphs": "off"}, {"cudagraph_concurrency": False})
+            for asked, count in ((True, 4), (False, 1)):
+                keys = set()
+                for changed in options:
+                    with torch._inductor.config.patch({"triton.cudagraphs": asked}), config.patch(**changed):
+                        keys.add(key(graph()))
+                self.assertEqual(len(keys), count)
+
+        self.for_both(check)
+
     def test_the_version_and_the_source_of_the_overlay(self) -> None:
         def check(key) -> None:
             before = key(graph())
@@ -129,11 +143,11 @@ class TestCacheKey(TestCase):
         # The real cache on disk: compiled, missed with another configuration, found with the first one again.
         from torch._dynamo.utils import counters
 
-        def run() -> tuple[int, int]:
+        def run(mode: str | None = None) -> tuple[int, int]:
             torch._dynamo.reset()
             counters.clear()
             with torch._inductor.config.patch(fx_graph_cache=True):
-                compiled = torch.compile(double_plus_one)
+                compiled = torch.compile(double_plus_one, mode=mode)
                 self.assertEqual(compiled(torch.ones(4)), torch.full((4,), 3.0))
             aot, fx = counters["aot_autograd"], counters["inductor"]
             return aot["autograd_cache_hit"] + fx["fxgraph_cache_hit"], aot["autograd_cache_miss"]
@@ -143,6 +157,11 @@ class TestCacheKey(TestCase):
         with config.patch(streams=not config.streams):
             self.assertEqual(run()[0], 0)
         self.assertGreater(run()[0], 0)
+        self.assertEqual(run("reduce-overhead")[0], 0)
+        with config.patch(cudagraphs="trees"):
+            self.assertGreater(run()[0], 0)
+            self.assertEqual(run("reduce-overhead")[0], 0)
+        self.assertGreater(run("reduce-overhead")[0], 0)
 
     @form.overlay_only
     def test_stock_and_overlay_do_not_share_entries(self) -> None:

@@ -161,7 +161,7 @@ class TestOfCalls(RefusalTestCase):
         self.assertEqual(policy.refusals(), [])
 
     def test_collective_that_was_not_split_off(self):
-        """As in code that a cache keeps from a compilation for trees."""
+        """As in a backward that is compiled when trees are chosen, of a forward that was not."""
         run = self.runner("x * n if n else torch.ops._c10d_functional.all_reduce(x, 'sum', '0')")
         for _ in range(3):
             run([torch.randn(4), 2])

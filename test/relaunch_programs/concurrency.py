@@ -81,7 +81,7 @@ class Branches(nn.Module):
         return torch.relu(self.norm(torch.cat([torch.relu(b(x)) for b in self.branches], 1)) + x)
 
 
-@program("convolutions of one tensor, and kernels between them", launches=10)
+@program("convolutions of one tensor, and kernels between them", launches=10, loose=40)
 def convolutions_side_by_side(k: Kit) -> None:
     model = k.module(nn.Sequential(*(Branches() for _ in range(3)))).eval()
     f = k.compile(lambda x: model(x))

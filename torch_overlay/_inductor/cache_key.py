@@ -67,6 +67,15 @@ def config_digest() -> str:
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()[:16]
 
 
+def graphs() -> tuple[object, ...]:
+    """Code that asks for CUDA graphs is cut, gets its memory, and frees it by whose graphs they are."""
+    import torch._inductor.config as inductor_config
+
+    from torch_overlay import config
+
+    return (config.cudagraphs, config.cudagraph_concurrency) if inductor_config.triton.cudagraphs else ()
+
+
 def offload_room() -> tuple[int, ...]:
     """`activation_offload = "auto"` plans by what the device has free, here in GiB."""
     import torch
@@ -82,7 +91,7 @@ def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple
     """Everything of ours that the code compiled for a graph depends on. Upstream adds the version of torch."""
     from torch_overlay.version import __version__, source_digest
 
-    own = (__version__, source_digest(), config_digest(), *offload_room())
+    own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room())
     if gm is None:
         return own
     return (*own, placement(gm), stream_objects() if is_dynamo_graph else ())
