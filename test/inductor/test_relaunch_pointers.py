@@ -91,10 +91,14 @@ class TestPointers(TestCase):
 
     def native_aligned(self):
         """By a call that is never made."""
-        names = "empty reinterpret outputs replay raw_alloc raw_delete nbytes current stream_of is_capturing"
+        names = (
+            "empty reinterpret outputs replay raw_alloc raw_delete nbytes is_ordinary current stream_of is_capturing"
+        )
         nothing = dict.fromkeys([*names.split(), "misaligned", "counters", "group", "counter", "slab", "scratch"])
         lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, index=0)
+        call = self.native.Exec(0, (), (), 0).call(
+            **nothing, **lists, direct=False, most=0, functions=(0, 0, 0), index=0
+        )
         return call.aligned
 
     def test_what_is_exchanged_under_the_same_object_is_seen(self):

@@ -48,10 +48,14 @@ Allocations lie 64 KiB times the gap apart, and are aligned as the caching alloc
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+import os
 import struct
 from typing import Any, TYPE_CHECKING
+
+import torch
 
 from torch_overlay import config
 from torch_overlay._inductor.cudagraphs import native_fallback, pointers
@@ -67,6 +71,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRIVER = "libcuda.so.1"
+TORCH_FUNCTIONS = (
+    "aoti_torch_get_current_cuda_stream",
+    "aoti_torch_cuda_caching_allocator_raw_alloc",
+    "aoti_torch_cuda_caching_allocator_raw_delete",
+)
 
 
 def build(driver: str = DRIVER) -> Any:
@@ -106,6 +115,25 @@ def _native() -> Any:
 @functools.cache
 def _python() -> Any:
     return fallback()
+
+
+@functools.cache
+def torch_functions() -> tuple[int, ...]:
+    """Addresses of functions that torch has for C: the current stream of a device, memory of its allocator, and the end
+    of that. Its Python functions do the same, and take a microsecond longer."""
+    try:
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so"))
+        functions = [getattr(library, name) for name in TORCH_FUNCTIONS]
+    except (OSError, AttributeError) as error:
+        log.info("relaunches ask torch's Python functions for memory (%s)", error)
+        return (0,) * len(TORCH_FUNCTIONS)
+    return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
+
+
+def kept() -> int:
+    """Bytes of scratch memory that stay between launches: Note [Scratch that stays] of `native_call`."""
+    module = _native() if _native.cache_info().currsize else None
+    return module.kept() if module is not None else 0
 
 
 KERNEL, FILL, COPY = range(3)

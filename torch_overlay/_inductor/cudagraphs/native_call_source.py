@@ -19,11 +19,10 @@ typedef struct {
     PyObject *empty, *reinterpret, *outputs;    /* outputs: makes what `recipe` can't, or None */
     PyObject *replay;                           /* keeps the executable; not called if the driver launches */
     int direct;
-    PyObject *raw_alloc, *raw_delete, *nbytes;  /* of the scratch; None: `empty` */
+    Scratch raw;                                /* of the scratch, if that is no tensor: raw_alloc is not None */
     PyObject *current, *index, *stream_of, *is_capturing;
     PyObject *misaligned, *counters, *group, *counter;
     PyThread_type_lock lock;                    /* patching and launching are one step */
-    long device;
     unsigned long long launches, patched;
     int bound;                                  /* a call has given every region of the blocks a base */
     const void *counted[5];                     /* where the counter was: to be fetched, never to be read */
@@ -37,12 +36,13 @@ static void call_dealloc(Call *self) {
         Recipe *each = &self->recipe[i];
         Py_XDECREF(each->object); Py_XDECREF(each->size); Py_XDECREF(each->stride); Py_XDECREF(each->offset);
     }
+    scratch_clear(&self->raw);
     PyMem_Free(self->recipe); PyMem_Free(self->input); PyMem_Free(self->order);
     Py_XDECREF(self->blocks); Py_XDECREF(self->allocations); Py_XDECREF(self->slab); Py_XDECREF(self->types);
     Py_XDECREF(self->scratch); Py_XDECREF(self->empty); Py_XDECREF(self->reinterpret); Py_XDECREF(self->outputs);
-    Py_XDECREF(self->replay); Py_XDECREF(self->raw_alloc); Py_XDECREF(self->raw_delete); Py_XDECREF(self->nbytes);
-    Py_XDECREF(self->current); Py_XDECREF(self->index); Py_XDECREF(self->stream_of); Py_XDECREF(self->is_capturing);
-    Py_XDECREF(self->misaligned); Py_XDECREF(self->counters); Py_XDECREF(self->group); Py_XDECREF(self->counter);
+    Py_XDECREF(self->replay); Py_XDECREF(self->current); Py_XDECREF(self->index); Py_XDECREF(self->stream_of);
+    Py_XDECREF(self->is_capturing); Py_XDECREF(self->misaligned); Py_XDECREF(self->counters); Py_XDECREF(self->group);
+    Py_XDECREF(self->counter);
     if (self->lock) PyThread_free_lock(self->lock);
     type->tp_free(self);
     Py_DECREF(type);
@@ -88,17 +88,21 @@ static int read_order(Call *self, PyObject *order) {
 }
 static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"positions", "masks", "allocations", "slab", "types", "scratch", "order",
-        "recipes", "empty", "reinterpret", "outputs", "replay", "direct", "raw_alloc", "raw_delete", "nbytes",
-        "current", "index", "stream_of", "is_capturing", "misaligned", "counters", "group", "counter", NULL};
+        "recipes", "empty", "reinterpret", "outputs", "replay", "direct", "raw", "current", "index", "stream_of",
+        "is_capturing", "misaligned", "counters", "group", "counter", NULL};
+    Scratch *raw;
     PyObject *positions, *masks, *order, *recipes;
+    unsigned long long stream, alloc, release;
+    Py_ssize_t most;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOpOOOOOOOOOOO", names, &PyTuple_Type, &positions,
-            &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types,
-            &self->scratch, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret,
-            &self->outputs, &self->replay, &self->direct, &self->raw_alloc, &self->raw_delete, &self->nbytes,
-            &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters,
-            &self->group, &self->counter)) {
+    raw = &self->raw;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOOOn(KKK))OOOOOOOO", names, &PyTuple_Type,
+            &positions, &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab,
+            &PyTuple_Type, &self->types, &self->scratch, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty,
+            &self->reinterpret, &self->outputs, &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete,
+            &raw->nbytes, &raw->is_ordinary, &most, &stream, &alloc, &release, &self->current, &self->index,
+            &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters, &self->group, &self->counter)) {
         /* What was parsed is borrowed. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -107,9 +111,9 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     self->blocks = (Blocks *)Py_NewRef(blocks);
     Py_INCREF(self->allocations); Py_INCREF(self->slab); Py_INCREF(self->types); Py_INCREF(self->scratch);
     Py_INCREF(self->empty); Py_INCREF(self->reinterpret); Py_INCREF(self->outputs); Py_INCREF(self->replay);
-    Py_INCREF(self->raw_alloc); Py_INCREF(self->raw_delete); Py_INCREF(self->nbytes); Py_INCREF(self->current);
-    Py_INCREF(self->index); Py_INCREF(self->stream_of); Py_INCREF(self->is_capturing); Py_INCREF(self->misaligned);
-    Py_INCREF(self->counters); Py_INCREF(self->group); Py_INCREF(self->counter);
+    Py_INCREF(self->current); Py_INCREF(self->index); Py_INCREF(self->stream_of); Py_INCREF(self->is_capturing);
+    Py_INCREF(self->misaligned); Py_INCREF(self->counters); Py_INCREF(self->group); Py_INCREF(self->counter);
+    Py_INCREF(raw->raw_alloc); Py_INCREF(raw->raw_delete); Py_INCREF(raw->nbytes); Py_INCREF(raw->is_ordinary);
     self->inputs = PyTuple_GET_SIZE(positions);
     self->recipes = PyTuple_GET_SIZE(recipes);
     if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
@@ -126,7 +130,12 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         if (each->position < 0) { PyErr_SetString(PyExc_ValueError, "a negative position"); goto failed; }
         if (each->position >= self->least) self->least = each->position + 1;
     }
-    self->device = PyLong_AsLong(self->index);
+    raw->device = PyLong_AsLong(self->index);
+    raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
+    raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
+    raw->torch.release = (int (*)(Handle))(uintptr_t)release;
+    raw->size = raw->raw_alloc != Py_None ? PyLong_AsSize_t(raw->nbytes) : 0;
+    raw->most = most > 0 ? (size_t)most : 0;
     if (PyErr_Occurred() || read_order(self, order) || read_recipes(self, recipes)) goto failed;
     return (PyObject *)self;
 failed:
@@ -135,8 +144,9 @@ failed:
 }
 
 static int current_stream(Call *self, Handle *stream) {
-    PyObject *answer = PyObject_CallOneArg(self->stream_of, self->index);
-    if (!answer) return -1;
+    PyObject *answer;
+    if (self->raw.torch.stream && !self->raw.torch.stream((int)self->raw.device, stream)) return 0;
+    if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
     *stream = PyLong_AsVoidPtr(answer);
     Py_DECREF(answer);
     return PyErr_Occurred() ? -1 : 0;
@@ -152,7 +162,7 @@ static int is_time(Call *self, Handle now, Handle *stream) {
         if (!(answer = PyObject_CallNoArgs(self->current))) return -1;
         device = PyLong_AsLong(answer);
         Py_DECREF(answer);
-        if (device != self->device) return PyErr_Occurred() ? -1 : 0;
+        if (device != self->raw.device) return PyErr_Occurred() ? -1 : 0;
         if (have_context(self->blocks, now)) return -1;
     }
     if (self->stream_of != Py_None)
@@ -183,22 +193,16 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     }
     return !bad;
 }
-typedef struct { PyObject *made, *slab, *scratch; } Memory; /* scratch: a tensor, or the address of raw memory */
+typedef struct { PyObject *made, *slab, *scratch; Taken taken; } Memory; /* the scratch is a tensor, or was taken */
 
 static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
-    PyObject *number, *args[2];
-    if (self->raw_alloc == Py_None) {
+    if (self->raw.raw_alloc == Py_None) {
         memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
         return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
     }
-    if (!(number = PyLong_FromVoidPtr(stream))) return -1;
-    args[0] = self->nbytes;
-    args[1] = number;
-    memory->scratch = PyObject_Vectorcall(self->raw_alloc, args, 2, NULL);
-    Py_DECREF(number);
-    if (!memory->scratch) return -1;
-    *base = PyLong_AsUnsignedLongLong(memory->scratch);
-    return PyErr_Occurred() ? -1 : 0;
+    if (take_scratch(&self->raw, stream, &memory->taken)) return -1;
+    *base = (uint64_t)(uintptr_t)memory->taken.address;
+    return 0;
 }
 static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
@@ -220,18 +224,27 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
     }
     return 0;
 }
-static int free_scratch(Call *self, Memory *memory) {
-    PyObject *scratch = memory->scratch, *done = NULL, *type = NULL, *value = NULL, *trace = NULL;
-    if (!scratch) return 0;
-    memory->scratch = NULL;
-    if (self->raw_alloc == Py_None) { Py_DECREF(scratch); return 0; }
+static int free_scratch(Call *self, Handle stream, Memory *memory, int often) {
+    Py_CLEAR(memory->scratch);
+    return leave_scratch(&self->raw, stream, &memory->taken, often);
+}
+static void free_memory(Call *self, Handle stream, Memory *memory) {
+    free_scratch(self, stream, memory, 0);
+    Py_CLEAR(memory->made);
+    Py_CLEAR(memory->slab);
+}
+/* Where there is no memory, scratch that stays for other launches is given back, and then there may be. */
+static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
+    PyObject *type, *value, *trace;
+    if (!allocate_memory(self, stream, memory, base)) return 0;
     PyErr_Fetch(&type, &value, &trace);
-    done = PyObject_CallOneArg(self->raw_delete, scratch);
-    Py_DECREF(scratch);
-    if (type) { PyErr_Clear(); PyErr_Restore(type, value, trace); } /* the first error is the one to tell */
-    if (!done) return -1;
-    Py_DECREF(done);
-    return 0;
+    free_memory(self, stream, memory);
+    if (!PyErr_GivenExceptionMatches(type, PyExc_RuntimeError) || !give_back()) {
+        PyErr_Restore(type, value, trace);
+        return -1;
+    }
+    Py_DECREF(type); Py_XDECREF(value); Py_XDECREF(trace);
+    return allocate_memory(self, stream, memory, base);
 }
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
     Blocks *blocks = self->blocks;
@@ -357,7 +370,7 @@ static void fetch_counter(Call *self) {
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
-    Memory memory = {NULL, NULL, NULL};
+    Memory memory = {NULL, NULL, NULL, {NULL, NULL}};
     PyObject *result = NULL;
     Handle stream = NULL, now;
     int code;
@@ -379,16 +392,14 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
         else if (!code) PyErr_SetNone(self->misaligned);
         goto done;
     }
-    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
-        && !free_scratch(self, &memory)
+    if (!find_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
+        && !free_scratch(self, stream, &memory, self->launches >= OFTEN)
         && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
         && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
-    free_scratch(self, &memory);
 done:
     if (base != few) PyMem_Free(base);
-    Py_XDECREF(memory.made);
-    Py_XDECREF(memory.slab);
+    free_memory(self, stream, &memory);
     return result;
 }
 static PyObject *call_attempt(Call *self, PyObject *inputs) { return run(self, inputs, NULL, 1); }

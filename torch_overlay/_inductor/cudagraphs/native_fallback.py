@@ -247,6 +247,13 @@ class Module:
     def error(self, range: int) -> str | None:
         return self._range(range).error
 
+    def kept(self) -> int:
+        """Bytes of scratch memory that stay between launches: what launches in Python need is freed behind each."""
+        return 0
+
+    def give_back(self) -> int:
+        return 0
+
     def counts(self) -> dict[str, int]:
         with self.lock:
             held = sum(arena.held for arena in self.arenas)

@@ -1,5 +1,5 @@
-"""The C source of `native`, of four parts: the aliased allocator, addresses of tensors, the patching of executables,
-and whole calls. `native` tells their story.
+"""The C source of `native`, of five parts: the aliased allocator, addresses of tensors, the patching of executables,
+scratch memory, and whole calls. `native` tells their story.
 
 cuda.h is not needed, and nothing links against the driver: it is opened when the module is imported. `@driver@` stands
 for its name.
@@ -9,6 +9,7 @@ from torch_overlay._inductor.cudagraphs import (
     native_call_source,
     native_memory_source,
     native_patch_source,
+    native_scratch_source,
     pointers,
 )
 
@@ -133,6 +134,8 @@ static PyMethodDef methods[] = {
     {"context", py_context, METH_NOARGS, "context(): the current context"},
     {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
+    {"give_back", py_give_back, METH_NOARGS, "give_back(): scratch memory that stays between launches; bytes"},
+    {"kept", py_kept, METH_NOARGS, "kept(): bytes of such memory"},
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torch_overlay_relaunch", NULL, -1, methods};
@@ -172,6 +175,7 @@ SOURCE = "\n".join(
         native_memory_source.SOURCE,
         pointers.SOURCE,
         native_patch_source.SOURCE,
+        native_scratch_source.SOURCE,
         native_call_source.SOURCE,
         MODULE,
     )

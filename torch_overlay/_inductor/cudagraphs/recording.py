@@ -113,6 +113,7 @@ class Cuda:
         self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
         self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
+        self.functions = native.torch_functions()
 
     def allocated(self) -> tuple[int, int]:
         """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
@@ -135,6 +136,14 @@ class Cuda:
                 free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
                 found += [size for size in free if size <= most]
         return found
+
+    def is_ordinary(self, address: int) -> bool:
+        """Is this memory of the allocator in no pool of the caller's?"""
+        return any(
+            segment["segment_pool_id"] == (0, 0)
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            if segment["device"] == self.index and 0 <= address - segment["address"] < segment["total_size"]
+        )
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)

@@ -9,7 +9,8 @@ Note [A relaunch]
 3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
    launches of one executable, and a patch concerns later launches alone.
 4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
-   freed as soon as that is done: whoever gets the memory next comes later on that stream.
+   freed as soon as that is done: whoever gets the memory next comes later on that stream. A little of it stays:
+   Note [Scratch that stays] of `native_call`.
 5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
@@ -63,10 +64,17 @@ class Relaunch:
     attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
 
     def __init__(
-        self, device: Any, layout: Layout, launcher: Any, static: Sequence[int], alignments: Sequence[int]
+        self,
+        device: Any,
+        layout: Layout,
+        launcher: Any,
+        static: Sequence[int],
+        alignments: Sequence[int],
+        kept_scratch: int = 0,
     ) -> None:
+        """`kept_scratch`: bytes, of `native_call`, Note [Scratch that stays]."""
         self.device, self.layout, self.launcher = device, layout, launcher
-        self.alignments = alignments
+        self.alignments, self.kept_scratch = alignments, kept_scratch
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.static = [k for k in static if k in self.region]
         self.addresses: list[int] = []  # of static inputs, by position

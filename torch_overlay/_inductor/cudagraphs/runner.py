@@ -81,6 +81,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
+        self.kept_scratch = 0 if code.is_training else config.cudagraph_kept_scratch_mib << 20
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.Lock()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
@@ -304,7 +305,8 @@ class Runner:
             arrangement, launchers = capture.capture_region(
                 self.device, self.model, inputs, alignments, state.plan, self.code
             )
-            made = split.launchable(self.device, arrangement, launchers, self.code.static_inputs, alignments)
+            static = self.code.static_inputs
+            made = split.launchable(self.device, arrangement, launchers, static, alignments, self.kept_scratch)
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
@@ -406,13 +408,14 @@ def forget_all() -> None:
 
 def live() -> dict[str, int]:
     """What the process holds for relaunches, by kind."""
-    from torch_overlay._inductor.cudagraphs import recording
+    from torch_overlay._inductor.cudagraphs import native, recording
 
     return {
         "runners": sum(bool(runner.states) for runner in list(live_runners)),
         "templates": len(relaunch.live),
         "execs": len(recording.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
+        "kept scratch": native.kept(),
     }
 
 

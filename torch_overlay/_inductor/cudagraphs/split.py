@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 
 
 def launchable(
-    device: Any, arrangement: Arrangement, launchers: Sequence[Any], static: Sequence[int], alignments: Sequence[int]
+    device: Any,
+    arrangement: Arrangement,
+    launchers: Sequence[Any],
+    static: Sequence[int],
+    alignments: Sequence[int],
+    kept_scratch: int = 0,
 ) -> Relaunch | Split:
     if arrangement.stages:
         return Split(device, arrangement, launchers, static, alignments)
     (launcher,) = launchers
-    return Relaunch(device, arrangement.layout, launcher, static, alignments)
+    return Relaunch(device, arrangement.layout, launcher, static, alignments, kept_scratch)
 
 
 class Split:
