@@ -91,14 +91,11 @@ class TestPointers(TestCase):
 
     def native_aligned(self):
         """By a call that is never made."""
-        names = (
-            "empty reinterpret outputs replay raw_alloc raw_delete nbytes is_ordinary current stream_of is_capturing"
-        )
-        nothing = dict.fromkeys([*names.split(), "misaligned", "counters", "group", "counter", "slab", "scratch"])
+        names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
+        nothing = dict.fromkeys([*names.split(), "slab", "scratch"])
         lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        call = self.native.Exec(0, (), (), 0).call(
-            **nothing, **lists, direct=False, most=0, functions=(0, 0, 0), index=0
-        )
+        raw = (None, None, 0, None, 0, (0, 0, 0))
+        call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, raw=raw, index=0)
         return call.aligned
 
     def test_what_is_exchanged_under_the_same_object_is_seen(self):
