@@ -10,6 +10,7 @@
 - shapes: many sizes
 - kernels: of the user's own, of templates, of operators that allocate
 - concurrency: kernels that run side by side, and the memory that they share
+- scratch: memory that stays allocated between launches
 - composition: several compiled functions, graph breaks, threads, streams
 - environment: what is around the call: streams, captures, pools, memory that runs out
 - lifetime: exceptions, resets, deletion, exit
@@ -31,6 +32,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     outputs,
     parameters,
     rng,
+    scratch,
     shapes,
     training,
 )

@@ -28,6 +28,7 @@ FEATURES = {
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
     "cudagraph_concurrency": "independent kernels of a graph run side by side",
+    "cudagraph_kept_scratch_mib": "scratch memory stays allocated between launches of graphs, up to so many MiB",
     "native_relaunch": "relaunched graphs are patched in C",
 }
 

@@ -1,0 +1,144 @@
+"""Scratch memory that stays allocated between the launches of graphs that are launched often."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from relaunch_programs._program import Kit, program
+from relaunch_programs.composition import in_threads, thread_kits
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OFTEN = 24  # calls: warm-up, capture, and more launches than it takes for scratch to stay
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Products whose factors are all scratch."""
+    y = torch.tanh(x @ x.t() / 8)
+    z = torch.softmax(y @ y.t(), -1)
+    return (z @ y) @ x + x
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Much more of it."""
+    y = torch.cat([x, x.sin(), x.cos(), x * 2], 1)
+    return torch.tanh(y @ y.t() / 16).cumsum(0) @ x / x.shape[0]
+
+
+@program("one function's scratch is where another one's was, of another size", launches=3 * (OFTEN - 2))
+def scratch_of_several_functions(k: Kit) -> None:
+    functions = [k.compile(chain), k.compile(wide), k.compile(lambda x: chain(wide(x)))]
+    held = []
+    for i in k.steps(OFTEN + 6):
+        x = k.randn(96, 96)
+        held.append([f(x) for f in (functions if i % 2 else functions[::-1])])
+    k.see("outputs", held)
+
+
+@program("scratch stays, and the function that it is for is dropped while another one goes on", launches=60)
+def scratch_outlives_a_function(k: Kit) -> None:
+    kept = k.compile(chain)
+    for _ in range(3):
+        f = k.compile(lambda x: wide(x) + 1)
+        for i in k.steps(OFTEN):
+            x = k.randn(64, 64)
+            k.see("outputs", (f(x), kept(x) if i > 4 else None))
+        del f
+    for _ in k.steps(4):
+        k.see("alone", kept(k.randn(64, 64)))
+
+
+@program("launches on several streams, without an order between them, and scratch that stays", launches=60)
+def scratch_of_several_streams(k: Kit) -> None:
+    f = k.compile(chain)
+    streams = [k.stream() for _ in range(6)]
+    for _ in k.steps(OFTEN):
+        inputs = [k.randn(128, 128) for _ in streams]
+        outputs = []
+        for stream, x in zip(streams, inputs):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                outputs.append(f(x))
+        for stream in filter(None, streams):
+            torch.cuda.current_stream().wait_stream(stream)
+        k.see("outputs", outputs)
+
+
+@program("threads launch on one stream, and take the same scratch", launches=60)
+def scratch_of_two_threads(k: Kit) -> None:
+    functions = [k.compile(chain), k.compile(wide)]
+    for f in functions:
+        for _ in k.steps(2):
+            f(k.randn(96, 96))
+    kits = thread_kits(k, 3)
+
+    def body(number: int, kit: Kit) -> Callable[[], None]:
+        def run() -> None:
+            for i in kit.steps(3 * OFTEN):
+                kit.see("outputs", functions[(i + number) % 2](kit.randn(96, 96)))
+
+        return run
+
+    in_threads(k, *(body(number, kit) for number, kit in enumerate(kits)))
+    for kit in kits:
+        k.seen += kit.seen
+
+
+@program("scratch lies in a pool that the caller has selected, and that goes", launches=2 * OFTEN)
+def scratch_in_a_pool_that_goes(k: Kit) -> None:
+    f = k.compile(chain)
+    for number in range(3):
+        pool = torch.cuda.MemPool() if k.gpu else None
+        with torch.cuda.use_mem_pool(pool) if pool is not None else contextlib.nullcontext():
+            for _ in k.steps(OFTEN):
+                k.see("inside", f(k.randn(96, 96)))
+        k.synchronize()
+        for _ in k.steps(OFTEN if number == 1 else 2):
+            k.see("outside", f(k.randn(96, 96)))
+        del pool
+
+
+@program("what stays is no more than the option says", launches=OFTEN - 2, config={"cudagraph_kept_scratch_mib": 0})
+def scratch_that_is_not_to_stay(k: Kit) -> None:
+    f = k.compile(chain)
+    x = k.randn(96, 96)
+    for i in k.steps(OFTEN + 4):
+        before = allocated(k)
+        y = f(x)
+        k.synchronize()
+        added = allocated(k) - before - y.untyped_storage().nbytes()
+        k.see("kept", added if k.graphs and i > 4 else 0)
+        del y
+
+
+@program("scratch stays, and no call adds to it", launches=OFTEN - 2)
+def scratch_does_not_grow(k: Kit) -> None:
+    f, g = k.compile(chain), k.compile(wide)
+    x = k.randn(96, 96)
+    for _ in k.steps(OFTEN + 4):
+        f(x), g(x)
+    k.synchronize()
+    before = allocated(k)
+    for _ in range(OFTEN):
+        f(x), g(x)
+    k.synchronize()
+    k.see("added", allocated(k) - before if k.graphs else 0)
+
+
+def allocated(k: Kit) -> Any:
+    return torch.cuda.memory_allocated() if k.gpu else 0
+
+
+@program("the process exits while scratch stays", launches=OFTEN, alone=True)
+def exit_with_scratch(k: Kit) -> None:
+    f, g = k.compile(chain), k.compile(wide)
+    for _ in k.steps(OFTEN):
+        x = k.randn(96, 96)
+        k.see("outputs", (f(x), g(x)))
+    k.outlives((f, g))
