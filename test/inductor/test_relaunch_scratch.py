@@ -179,6 +179,11 @@ class TestScratchThatStays(ScratchTests):
             self.memory.stream = stream
             self.launch(run, 2)
         self.assertEqual(sorted(self.memory.streams[a] for a in self.memory.held), [7, 8, 9, 10])
+        self.module.give_back()
+        for stream in range(11, 14):
+            self.memory.stream = stream
+            self.launch(run, 2)
+        self.assertEqual(sorted(self.memory.streams[a] for a in self.memory.held), [11, 12, 13])
 
     def test_as_much_stays_as_the_option_says(self):
         for mib, bytes in ((64, 64 << 20), (0, 0)):

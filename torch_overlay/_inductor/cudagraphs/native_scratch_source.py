@@ -87,10 +87,9 @@ static void scratch_clear(Scratch *self) {
 static Kept *find_kept(Scratch *self, Handle stream) {
     Kept *one, **place = NULL;
     for (size_t i = 0; i < STREAMS; i++) {
-        if (!(one = self->kept[i])) { place = &self->kept[i]; continue; }
-        if (one->stream != stream) continue;
-        if (!one->unwanted) return one;
-        let_go(place = &self->kept[i]);
+        if ((one = self->kept[i]) && one->unwanted) let_go(&self->kept[i]);
+        if (!(one = self->kept[i])) place = &self->kept[i];
+        else if (one->stream == stream) return one;
     }
     if (!place) return NULL;
     for (one = kept; one; one = one->next)
