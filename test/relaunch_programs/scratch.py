@@ -136,7 +136,7 @@ def allocated(k: Kit) -> Any:
 
 
 @program("the process exits while scratch stays", launches=OFTEN, alone=True)
-def exit_with_scratch(k: Kit) -> None:
+def scratch_stays_at_exit(k: Kit) -> None:
     f, g = k.compile(chain), k.compile(wide)
     for _ in k.steps(OFTEN):
         x = k.randn(96, 96)
