@@ -222,7 +222,7 @@ def describe() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "gpu": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "commit": ask("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": ask("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "command": sys.argv,
     }
 

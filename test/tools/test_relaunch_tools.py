@@ -205,6 +205,30 @@ class TestBench(unittest.TestCase):
         process.stop()
         self.assertIsNotNone(process.process.returncode)
 
+    def test_layer_and_bare_launches_take_turns(self) -> None:
+        from torch_overlay._inductor.cudagraphs import runner
+
+        calls: list[str] = []
+        relaunched = mock.Mock()
+        relaunched.launcher.replay = lambda: calls.append("bare")
+
+        class Runner:
+            states = {(): mock.Mock(relaunch=relaunched)}
+
+            def __call__(self, inputs: list[int]) -> int:
+                calls.append("layer")
+                return inputs[0]
+
+        region, layer, seen = Runner(), [0.0], []
+        with mock.patch.object(runner, "Runner", Runner), mock.patch.object(torch.cuda, "synchronize"):
+            found = relaunch_process.layer_and_bare(lambda: seen.append(region([5])), layer, rounds=2)
+            self.assertEqual(len(found or ()), 2)
+            self.assertEqual(calls, ["layer", *["bare"] * 12, *["layer"] * 24, *["bare"] * 12])
+            self.assertEqual(set(seen), {5})
+            Runner.states = {(): mock.Mock(relaunch=None)}
+            self.assertIsNone(relaunch_process.layer_and_bare(lambda: region([5]), layer))
+            self.assertEqual(region([6]), 6)
+
     def test_every_side_says_what_the_overlay_does(self) -> None:
         modes = {side: env.get("TORCH_OVERLAY_CUDAGRAPHS") for side, (env, _) in relaunch_process.SIDES.items()}
         self.assertEqual(modes["stock"], None)

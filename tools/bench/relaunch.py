@@ -20,7 +20,8 @@ reads one, and hands out nothing: it is the limit.
     graph      MiB of the device that the graphs keep;  at capture: the most that making one of relaunch's takes beyond
                what it keeps
     nodes      of all templates;  patched: nodes a step;  bare: gpu and host µs of launching relaunch's own graphs
-    bare layer    host µs of such a launch in the place of the graph layer, with the rest of the step around it
+    bare layer    host µs of such a launch in the place of the graph layer, with the rest of the step around it; the two
+               take turns, a few steps each
 
 After the table come the limits that a release must hold. A JSON line for each row goes to stdout before the table and,
 with --out, to DIR/relaunch.jsonl; DIR/measurements.jsonl has a line for each process, and --read makes the table from

@@ -216,10 +216,11 @@ def limit_of_relaunch() -> dict[str, float]:
     return {"bare host us": host_time(launch, [0.0])[0], "bare gpu us": gpu_time(launch)}
 
 
-def launch_in_place(step: Callable[[], Any], layer: list[float]) -> float | None:
-    """Microseconds of bare launches where the graph layer stands, with the same work between them: what compiled code,
-    guards and the interpreter leave in the host's caches is a large part of either. The outputs are an earlier step's.
-    """
+def layer_and_bare(step: Callable[[], Any], layer: list[float], rounds: int = 9) -> tuple[float, float] | None:
+    """Microseconds of the graph layer, and of bare launches where it stands, with the same work between them: what
+    compiled code, guards and the interpreter leave in the host's caches is a large part of either. They take turns, for
+    a host may be twice as fast a moment later. A bare launch leaves an earlier step's outputs. None if there is a
+    region without a graph, or one with several."""
     from torch_overlay._inductor.cudagraphs.runner import Runner
 
     timed, outputs = Runner.__call__, {}
@@ -237,13 +238,17 @@ def launch_in_place(step: Callable[[], Any], layer: list[float]) -> float | None
         inputs.clear()
         return result
 
+    times: dict[Any, list[float]] = {timed: [], launch: []}
     try:
         Runner.__call__ = note  # type: ignore[method-assign]
         step()
         if any(len(r.states) != 1 or next(iter(r.states.values())).relaunch is None for r in outputs):
             return None
-        Runner.__call__ = launch  # type: ignore[method-assign]
-        return host_time(step, layer)[1]
+        for number in range(rounds):
+            for call in (timed, launch) if number % 2 else (launch, timed):
+                Runner.__call__ = call  # type: ignore[method-assign]
+                times[call].append(host_time(step, layer, calls=12)[1])
+        return statistics.median(times[timed]), statistics.median(times[launch])
     finally:
         Runner.__call__ = timed  # type: ignore[method-assign]
 
@@ -312,8 +317,8 @@ def measure(row: str, side: str, warm: bool) -> dict[str, Any]:
             result["nodes"] = counts.get("cudagraph_nodes", 0)
             result["refusals"] = counts.get("cudagraph_refusals", 0)
             result |= limit_of_relaunch()
-            if work.optimizer is None and (bare := launch_in_place(work.step, layer)) is not None:
-                result["bare layer us"] = bare
+            if work.optimizer is None and (found := layer_and_bare(work.step, layer)) is not None:
+                result["layer us"], result["bare layer us"] = found
             if made := watched_captures(work.step):
                 result["capture MiB"] = max(made)
     if work.note:

@@ -156,7 +156,7 @@ def describe() -> dict[str, Any]:
     return {
         "hardware": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
         "torch, cuda, triton": versions,
-        "commit": ask("git", "-C", str(HERE), "rev-parse", "--short", "HEAD"),
+        "commit": ask("git", "-C", str(HERE), "describe", "--always", "--dirty"),
         "command": " ".join(sys.argv),
     }
 
