@@ -49,8 +49,8 @@ cudagraph_verify: bool = Config(default=False, env_name_default="TORCH_OVERLAY_C
 # In inference, neighbours in a graph that are known to be independent run side by side, where the device has room.
 cudagraph_concurrency: bool = Config(default=True, env_name_default="TORCH_OVERLAY_CUDAGRAPH_CONCURRENCY")
 
-# Inference graphs that are launched often leave this much scratch memory allocated on a device between launches, in
-# MiB, for each other, since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
+# Inference graphs leave this much scratch memory allocated on a device between their launches, in MiB, for each other,
+# since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
 cudagraph_kept_scratch_mib: int = 64
 
 # Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python

@@ -30,7 +30,7 @@ from relaunch_fakes import NativeLauncher
 from test_relaunch import Native
 
 
-OFTEN = 16
+AGAIN = 2  # the launch behind which scratch stays
 SIZE = 512  # of a region's scratch: a multiple of the alignment
 
 
@@ -100,19 +100,19 @@ class ScratchTests(Native):
             x = torch.randn(rows, 32)
             self.assertEqual(run([x])[0], x * 2 + x)
 
-    def often(self, rows=4, **kwargs):
+    def launched(self, rows=4, **kwargs):
         """A region that was launched until its scratch stays."""
         run = self.runner(source(rows), **kwargs)
-        self.launch(run, OFTEN + 1, rows)
-        self.assertEqual(self.counted("relaunches"), OFTEN)
+        self.launch(run, AGAIN + 1, rows)
+        self.assertEqual(self.counted("relaunches"), AGAIN)
         torch._dynamo.utils.counters.clear()
         return run
 
 
 class TestScratchThatStays(ScratchTests):
-    def test_scratch_stays_when_a_graph_is_launched_often(self):
+    def test_scratch_stays_when_a_graph_is_launched_again(self):
         run = self.runner(source())
-        self.launch(run, OFTEN)
+        self.launch(run, AGAIN)
         self.assertEqual((self.module.kept(), self.memory.bytes), (0, 0))
         self.launch(run)
         self.assertEqual((self.module.kept(), self.memory.bytes), (SIZE, SIZE))
@@ -121,16 +121,16 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual((self.memory.allocations, self.memory.bytes, len(self.asked)), (before, SIZE, 1))
 
     def test_it_goes_with_its_graph(self):
-        run = self.often()
+        run = self.launched()
         runner.forget_all()
         self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
-        self.launch(run, OFTEN + 3)
+        self.launch(run, AGAIN + 3)
         del run
         gc.collect()
         self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
 
     def test_graphs_share_what_stays_on_a_stream(self):
-        first, second = self.often(), self.often()
+        first, second = self.launched(), self.launched()
         self.assertEqual(self.memory.bytes, SIZE)
         before = self.memory.allocations
         for _ in range(3):
@@ -147,8 +147,8 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual(self.memory.held, {})
 
     def test_larger_scratch_takes_the_place_of_smaller(self):
-        small = self.often()
-        large = self.often(rows=8)
+        small = self.launched()
+        large = self.launched(rows=8)
         self.assertEqual((self.module.kept(), self.memory.bytes), (2 * SIZE, 2 * SIZE))
         before = self.memory.allocations
         self.launch(small, 3)
@@ -162,7 +162,7 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual(self.memory.held, {})
 
     def test_each_stream_has_its_own(self):
-        run = self.often()
+        run = self.launched()
         for stream in (8, 7, 8, 7):
             self.memory.stream = stream
             self.launch(run, 2)
@@ -174,7 +174,7 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual(self.memory.allocations, before)
 
     def test_a_graph_on_many_streams_keeps_memory_on_four(self):
-        run = self.often()
+        run = self.launched()
         for stream in range(7, 14):
             self.memory.stream = stream
             self.launch(run, 2)
@@ -191,9 +191,9 @@ class TestScratchThatStays(ScratchTests):
                 self.assertEqual(self.runner(source()).kept_scratch, bytes)
         small, large = self.runner(source()), self.runner(source(8))
         small.kept_scratch = large.kept_scratch = 2 * SIZE - 1
-        self.launch(large, OFTEN + 3, rows=8)
+        self.launch(large, AGAIN + 3, rows=8)
         self.assertEqual(self.module.kept(), 0)
-        self.launch(small, OFTEN + 3)
+        self.launch(small, AGAIN + 3)
         self.assertEqual(self.module.kept(), SIZE)
         self.memory.stream = 8
         self.launch(small, 3)
@@ -202,24 +202,24 @@ class TestScratchThatStays(ScratchTests):
 
     def test_nothing_stays_of_training(self):
         run = self.runner(source(), saved=[0])
-        self.launch(run, OFTEN + 3)
+        self.launch(run, AGAIN + 3)
         self.assertEqual(self.module.kept(), 0)
 
     def test_memory_of_a_pool_of_the_callers_does_not_stay(self):
         self.ordinary = False
         run = self.runner(source())
-        self.launch(run, OFTEN + 5)
+        self.launch(run, AGAIN + 5)
         self.assertEqual((self.module.kept(), self.memory.held, len(self.asked)), (0, {}, 1))
 
     def test_question_that_fails_costs_nobody_a_result(self):
         self.device.is_ordinary = mock.Mock(side_effect=RuntimeError("no snapshot"))
         run = self.runner(source())
         with mock.patch.object(sys, "unraisablehook") as told:
-            self.launch(run, OFTEN + 5)
+            self.launch(run, AGAIN + 5)
         self.assertEqual((self.module.kept(), self.memory.held, told.call_count), (0, {}, 1))
 
     def test_error_leaves_what_stays(self):
-        run = self.often()
+        run = self.launched()
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)
             with self.assertRaisesRegex(RuntimeError, name):
@@ -229,14 +229,15 @@ class TestScratchThatStays(ScratchTests):
 
     def test_launch_that_fails_keeps_nothing(self):
         run = self.runner(source())
-        self.launch(run, OFTEN)
+        self.launch(run, AGAIN)
         relaunch_driver.driver().fail("cuGraphLaunch", 2)
         with self.assertRaisesRegex(RuntimeError, "cuGraphLaunch"):
             self.launch(run)
         self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
 
     def test_launch_that_finds_no_memory_gets_what_stays(self):
-        first, second = self.often(), self.runner(source())
+        first, second = self.launched(), self.runner(source())
+        second.kept_scratch = 0
         self.launch(second, 2)
         self.memory.most, self.memory.stream = 1, 8
         self.launch(second)
@@ -249,7 +250,7 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual(self.module.kept(), SIZE)
 
     def test_launch_that_finds_no_memory_for_outputs_gets_what_stays(self):
-        run, empty, full = self.often(), self.device.empty, []
+        run, empty, full = self.launched(), self.device.empty, []
 
         def may_be_full(*args):
             if self.memory.held and full:
@@ -258,6 +259,7 @@ class TestScratchThatStays(ScratchTests):
 
         self.device.empty = may_be_full
         other = self.runner(source())
+        other.kept_scratch = 0
         self.launch(other, 3)
         full.append(True)
         self.launch(other)
@@ -267,7 +269,7 @@ class TestScratchThatStays(ScratchTests):
         self.launch(run)
 
     def test_error_of_another_kind_is_told_at_once(self):
-        run, other = self.often(), self.runner(source())
+        run, other = self.launched(), self.runner(source())
         self.launch(other, 2)
         self.memory.stream = 8
         with mock.patch.object(self.memory, "held", None), self.assertRaises(TypeError):
@@ -278,7 +280,7 @@ class TestScratchThatStays(ScratchTests):
         self.launch(run)
 
     def test_memory_in_use_is_given_back_behind_the_launch(self):
-        run, seen = self.often(), []
+        run, seen = self.launched(), []
         original = NativeLauncher._run
 
         def give_back(launcher):
@@ -295,7 +297,7 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
 
     def test_graph_that_goes_while_another_thread_launches_it(self):
-        run, original, inside, go = self.often(), NativeLauncher._run, threading.Event(), threading.Event()
+        run, original, inside, go = self.launched(), NativeLauncher._run, threading.Event(), threading.Event()
 
         def wait(launcher):
             inside.set()
@@ -318,7 +320,7 @@ class TestScratchThatStays(ScratchTests):
         made.cache_info.return_value.currsize = 1
         with mock.patch.object(native, "_native", made):
             self.assertEqual(native.kept(), 0)
-            run = self.often()  # noqa: F841
+            run = self.launched()  # noqa: F841
             self.assertEqual(runner.live()["kept scratch"], SIZE)
             made.cache_info.return_value.currsize = 0  # nobody has built it
             self.assertEqual(native.kept(), 0)
@@ -360,17 +362,20 @@ class TestFunctionsOfTorch(ScratchTests):
         return 0
 
     def test_torchs_python_is_not_called(self):
-        run = self.runner(source())
-        self.launch(run, 5)
-        self.assertEqual(self.calls, 4 * ["stream", "alloc", "release"])
-        self.launch(run, OFTEN)
-        self.assertEqual(self.module.kept(), SIZE)
+        for kept, calls in ((0, 4 * ["stream", "alloc", "release"]), (SIZE, ["stream", "alloc", "release", "stream"])):
+            run = self.runner(source())
+            run.kept_scratch = kept
+            self.calls.clear()
+            self.launch(run, 5)
+            self.assertEqual(self.calls, calls + ["alloc", "stream", "stream"] * bool(kept))
+            self.assertEqual(self.module.kept(), kept)
         for function in (self.device.stream_of, self.device.raw_alloc, self.device.raw_delete):
             function.assert_not_called()
 
     def test_python_is_asked_where_they_fail(self):
         self.fail = {"stream", "alloc", "release"}
         run = self.runner(source())
+        run.kept_scratch = 0
         self.launch(run, 3)
         for function in (self.device.stream_of, self.device.raw_alloc, self.device.raw_delete):
             self.assertEqual(function.call_count, 2)

@@ -1,4 +1,4 @@
-"""Scratch memory that stays allocated between the launches of graphs that are launched often."""
+"""Scratch memory that stays allocated between the launches of graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relaunch_programs.composition import in_threads, thread_kits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OFTEN = 24  # calls: warm-up, capture, and more launches than it takes for scratch to stay
+OFTEN = 24  # calls
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:

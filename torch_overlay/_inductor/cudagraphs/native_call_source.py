@@ -224,9 +224,9 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
     }
     return 0;
 }
-static int free_scratch(Call *self, Handle stream, Memory *memory, int often) {
+static int free_scratch(Call *self, Handle stream, Memory *memory, int again) {
     Py_CLEAR(memory->scratch);
-    return leave_scratch(&self->raw, stream, &memory->taken, often);
+    return leave_scratch(&self->raw, stream, &memory->taken, again);
 }
 static void free_memory(Call *self, Handle stream, Memory *memory) {
     free_scratch(self, stream, memory, 0);
@@ -393,7 +393,7 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
         goto done;
     }
     if (!find_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
-        && !free_scratch(self, stream, &memory, self->launches >= OFTEN)
+        && !free_scratch(self, stream, &memory, self->launches >= AGAIN)
         && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
         && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);

@@ -4,7 +4,7 @@
 SOURCE = r"""
 /* ---- scratch memory: the interpreter's lock guards all of it ---- */
 
-#define OFTEN 16                  /* launches of a graph before its scratch stays */
+#define AGAIN 2                   /* the launch of a graph behind which its scratch stays */
 #define STREAMS 4                 /* on which scratch stays for one graph */
 
 /* Torch's C functions: 0, and the answer by reference. NULL: its Python functions are called. */
@@ -157,13 +157,13 @@ static int stays(Scratch *self, Handle stream, Handle address) {
     return 1;
 }
 /* Behind a launch, or after it has failed. 0, or -1 and an error; one that is set is the one to tell. */
-static int leave_scratch(Scratch *self, Handle stream, Taken *taken, int often) {
+static int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again) {
     PyObject *type, *value, *trace;
     Taken was = *taken;
     int code = 0;
     *taken = (Taken){NULL, NULL};
     if (was.kept) { was.kept->users--; settle(was.kept); return 0; }
-    if (!was.address || (often && self->most && stays(self, stream, was.address))) return 0;
+    if (!was.address || (again && self->most && stays(self, stream, was.address))) return 0;
     PyErr_Fetch(&type, &value, &trace);
     code = release_raw(self->torch.release, self->raw_delete, was.address);
     if (type) { PyErr_Clear(); PyErr_Restore(type, value, trace); }
