@@ -5,6 +5,7 @@ The device is that of `relaunch_fakes`; its raw memory is counted here, and pois
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from hypothesis import given, HealthCheck, settings, strategies as st
 from torch._dynamo.test_case import run_tests
 
 
@@ -324,6 +326,59 @@ class TestScratchThatStays(ScratchTests):
             self.assertEqual(runner.live()["kept scratch"], SIZE)
             made.cache_info.return_value.currsize = 0  # nobody has built it
             self.assertEqual(native.kept(), 0)
+
+
+class TestAnyOrder(ScratchTests):
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def test_what_stays_is_what_is_allocated(self, data):
+        """Graphs of several sizes come, go, and are launched on several streams; memory is given back, runs out, or is
+        a pool's; launches fail."""
+        rows, most = (1, 4, 8, 20), 30 * 128
+        graphs: list[tuple[int, object]] = []
+        self.ordinary = True
+        for _ in range(data.draw(st.integers(1, 40))):
+            kind = data.draw(st.sampled_from(["launch"] * 6 + ["new", "go", "give back", "full", "fail", "pool"]))
+            if kind == "new" or not graphs:
+                size = data.draw(st.sampled_from(rows))
+                run = self.runner(source(size))
+                run.kept_scratch = most
+                self.launch(run, 2, size)
+                graphs.append((size, run))
+                del run
+                continue
+            number = data.draw(st.integers(0, len(graphs) - 1))
+            size, run = graphs[number]
+            self.memory.stream = data.draw(st.integers(7, 12))
+            if kind == "launch":
+                self.launch(run, data.draw(st.integers(1, 3)), size)
+            elif kind == "go":
+                del graphs[number], run
+                gc.collect()
+            elif kind == "give back":
+                held = self.memory.bytes
+                self.assertEqual(self.module.give_back(), held)
+            elif kind == "full":
+                self.memory.most = 0
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    self.launch(run, 1, size)
+                self.memory.most = None
+            elif kind == "fail":
+                relaunch_driver.driver().fail("cuGraphLaunch", 2)
+                with self.assertRaisesRegex(RuntimeError, "cuGraphLaunch"):
+                    self.launch(run, 1, size)
+            else:
+                self.ordinary = not self.ordinary
+            run = None
+            self.assertEqual(self.module.kept(), self.memory.bytes)
+            self.assertLessEqual(self.memory.bytes, most)
+            streams = [self.memory.streams[address] for address in self.memory.held]
+            self.assertEqual(len(streams), len(set(streams)))
+        graphs.clear()
+        run = None
+        runner.forget_all()
+        gc.collect()
+        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
 
 
 class TestFunctionsOfTorch(ScratchTests):
