@@ -326,6 +326,11 @@ class TestScratchThatStays(ScratchTests):
             self.assertEqual(runner.live()["kept scratch"], SIZE)
             made.cache_info.return_value.currsize = 0  # nobody has built it
             self.assertEqual(native.kept(), 0)
+            native.give_back()
+            self.assertEqual(self.module.kept(), SIZE)
+            made.cache_info.return_value.currsize = 1
+            native.give_back()
+            self.assertEqual(self.module.kept(), 0)
 
 
 class TestAnyOrder(ScratchTests):

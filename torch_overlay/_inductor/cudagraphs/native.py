@@ -136,6 +136,13 @@ def kept() -> int:
     return module.kept() if module is not None else 0
 
 
+def give_back() -> None:
+    """Frees that memory: what launches are using, as soon as they have."""
+    module = _native() if _native.cache_info().currsize else None
+    if module is not None:
+        module.give_back()
+
+
 KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap wants it.
 PARAMETERS_AT = 128

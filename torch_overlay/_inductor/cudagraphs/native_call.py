@@ -20,8 +20,8 @@ layers 2.5 us of 23, on a machine with an H200), so an inference graph that is l
 scratch allocated for the next launch on the same stream, of whatever graph. There is one block for a stream, of the
 largest scratch that asked for it, and all blocks of a device together take no more than
 `config.cudagraph_kept_scratch_mib`; what doesn't fit is freed behind each launch. A block goes with the last graph that
-used it, and when a launch finds no memory. Memory of a pool that the caller has selected isn't kept, for it is to go
-with that pool.
+used it, at `torch._dynamo.reset()`, and when a launch finds no memory. Memory of a pool that the caller has selected
+isn't kept, for it is to go with that pool.
 
 Launches that use a block follow each other on its stream, as launches do that allocate it one after the other. A
 launch lets other threads in before it has reached the stream, so a block counts who is about to use it, and isn't given

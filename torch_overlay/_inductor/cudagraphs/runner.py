@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
 from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import capture, copies, policy, relaunch, seeds, split
+from torch_overlay._inductor.cudagraphs import capture, copies, native, policy, relaunch, seeds, split
 from torch_overlay._inductor.cudagraphs.allocations import (
     namespace_of,
     observed,
@@ -404,11 +404,12 @@ def refusals() -> list[str]:
 def forget_all() -> None:
     for runner in list(live_runners):
         runner.forget()
+    native.give_back()
 
 
 def live() -> dict[str, int]:
     """What the process holds for relaunches, by kind."""
-    from torch_overlay._inductor.cudagraphs import native, recording
+    from torch_overlay._inductor.cudagraphs import recording
 
     return {
         "runners": sum(bool(runner.states) for runner in list(live_runners)),
