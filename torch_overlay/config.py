@@ -51,7 +51,7 @@ cudagraph_concurrency: bool = Config(default=True, env_name_default="TORCH_OVERL
 
 # Inference graphs leave this much scratch memory allocated on a device between their launches, in MiB, for each other,
 # since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
-cudagraph_kept_scratch_mib: int = 64
+cudagraph_kept_scratch_mib: float = 64
 
 # Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python
 # of the same behaviour.

@@ -188,7 +188,7 @@ class TestScratchThatStays(ScratchTests):
         self.assertEqual(sorted(self.memory.streams[a] for a in self.memory.held), [11, 12, 13])
 
     def test_as_much_stays_as_the_option_says(self):
-        for mib, bytes in ((64, 64 << 20), (0, 0)):
+        for mib, bytes in ((64, 64 << 20), (0.5, 1 << 19), (0, 0)):
             with config.patch(cudagraph_kept_scratch_mib=mib):
                 self.assertEqual(self.runner(source()).kept_scratch, bytes)
         small, large = self.runner(source()), self.runner(source(8))

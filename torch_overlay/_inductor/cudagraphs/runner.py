@@ -81,7 +81,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
-        self.kept_scratch = 0 if code.is_training else config.cudagraph_kept_scratch_mib << 20
+        self.kept_scratch = 0 if code.is_training else int(config.cudagraph_kept_scratch_mib * (1 << 20))
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.Lock()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
