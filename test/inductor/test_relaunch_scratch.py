@@ -102,9 +102,9 @@ class ScratchTests(Native):
             x = torch.randn(rows, 32)
             self.assertEqual(run([x])[0], x * 2 + x)
 
-    def launched(self, rows=4, **kwargs):
+    def launched(self, rows=4):
         """A region that was launched until its scratch stays."""
-        run = self.runner(source(rows), **kwargs)
+        run = self.runner(source(rows))
         self.launch(run, AGAIN + 1, rows)
         self.assertEqual(self.counted("relaunches"), AGAIN)
         torch._dynamo.utils.counters.clear()

@@ -112,6 +112,11 @@ def _native() -> Any:
         return None
 
 
+def _built() -> Any:
+    """The C module if somebody has asked for it, and it could be built; else None."""
+    return _native() if _native.cache_info().currsize else None
+
+
 @functools.cache
 def _python() -> Any:
     return fallback()
@@ -132,13 +137,13 @@ def torch_functions() -> tuple[int, ...]:
 
 def kept() -> int:
     """Bytes of scratch memory that stay between launches: Note [Scratch that stays] of `native_call`."""
-    module = _native() if _native.cache_info().currsize else None
+    module = _built()
     return module.kept() if module is not None else 0
 
 
 def give_back() -> None:
     """Frees that memory: what launches are using, as soon as they have."""
-    module = _native() if _native.cache_info().currsize else None
+    module = _built()
     if module is not None:
         module.give_back()
 

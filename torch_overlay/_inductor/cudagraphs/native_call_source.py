@@ -93,15 +93,15 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Scratch *raw;
     PyObject *positions, *masks, *order, *recipes;
     unsigned long long stream, alloc, release;
-    Py_ssize_t most;
+    Py_ssize_t size, most;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
     raw = &self->raw;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOOOn(KKK))OOOOOOOO", names, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOnOn(KKK))OOOOOOOO", names, &PyTuple_Type,
             &positions, &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab,
             &PyTuple_Type, &self->types, &self->scratch, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty,
             &self->reinterpret, &self->outputs, &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete,
-            &raw->nbytes, &raw->is_ordinary, &most, &stream, &alloc, &release, &self->current, &self->index,
+            &size, &raw->is_ordinary, &most, &stream, &alloc, &release, &self->current, &self->index,
             &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters, &self->group, &self->counter)) {
         /* What was parsed is borrowed. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
@@ -113,7 +113,7 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Py_INCREF(self->empty); Py_INCREF(self->reinterpret); Py_INCREF(self->outputs); Py_INCREF(self->replay);
     Py_INCREF(self->current); Py_INCREF(self->index); Py_INCREF(self->stream_of); Py_INCREF(self->is_capturing);
     Py_INCREF(self->misaligned); Py_INCREF(self->counters); Py_INCREF(self->group); Py_INCREF(self->counter);
-    Py_INCREF(raw->raw_alloc); Py_INCREF(raw->raw_delete); Py_INCREF(raw->nbytes); Py_INCREF(raw->is_ordinary);
+    Py_INCREF(raw->raw_alloc); Py_INCREF(raw->raw_delete); Py_INCREF(raw->is_ordinary);
     self->inputs = PyTuple_GET_SIZE(positions);
     self->recipes = PyTuple_GET_SIZE(recipes);
     if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
@@ -134,8 +134,8 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
     raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     raw->torch.release = (int (*)(Handle))(uintptr_t)release;
-    raw->size = raw->raw_alloc != Py_None ? PyLong_AsSize_t(raw->nbytes) : 0;
-    raw->most = most > 0 ? (size_t)most : 0;
+    raw->size = (size_t)size;
+    raw->most = most >= size ? (size_t)most : 0;
     if (PyErr_Occurred() || read_order(self, order) || read_recipes(self, recipes)) goto failed;
     return (PyObject *)self;
 failed:

@@ -24,11 +24,11 @@ static Kept *kept;                /* what has memory */
 
 /* Of one graph. */
 typedef struct {
-    PyObject *raw_alloc, *raw_delete, *nbytes;
+    PyObject *raw_alloc, *raw_delete;
     PyObject *is_ordinary;        /* may what lies at an address stay? */
     Torch torch;
     long device;
-    size_t size, most;            /* most: bytes that may stay on the device, 0 for none */
+    size_t size, most;            /* most: bytes that may stay on the device; 0: none of this graph's */
     Kept *kept[STREAMS];
 } Scratch;
 
@@ -81,7 +81,7 @@ static size_t give_back(void) {
 }
 static void scratch_clear(Scratch *self) {
     for (size_t i = 0; i < STREAMS; i++) let_go(&self->kept[i]);
-    Py_CLEAR(self->raw_alloc); Py_CLEAR(self->raw_delete); Py_CLEAR(self->nbytes); Py_CLEAR(self->is_ordinary);
+    Py_CLEAR(self->raw_alloc); Py_CLEAR(self->raw_delete); Py_CLEAR(self->is_ordinary);
 }
 /* What stays for this graph on the stream, or NULL. */
 static Kept *find_kept(Scratch *self, Handle stream) {
@@ -101,7 +101,7 @@ static Kept *find_kept(Scratch *self, Handle stream) {
 }
 /* 0, or -1 and an error. */
 static int take_scratch(Scratch *self, Handle stream, Taken *taken) {
-    PyObject *number, *made, *args[2];
+    PyObject *made;
     if (self->most && (taken->kept = find_kept(self, stream))) {
         taken->kept->users++;
         taken->address = taken->kept->address;
@@ -109,12 +109,8 @@ static int take_scratch(Scratch *self, Handle stream, Taken *taken) {
     }
     if (self->torch.alloc && !self->torch.alloc(self->size, &taken->address)) return 0;
     taken->address = NULL;
-    if (!(number = PyLong_FromVoidPtr(stream))) return -1;
-    args[0] = self->nbytes;
-    args[1] = number;
-    made = PyObject_Vectorcall(self->raw_alloc, args, 2, NULL);
-    Py_DECREF(number);
-    if (!made) return -1;
+    if (!(made = PyObject_CallFunction(self->raw_alloc, "nN", (Py_ssize_t)self->size, PyLong_FromVoidPtr(stream))))
+        return -1;
     taken->address = PyLong_AsVoidPtr(made);
     Py_DECREF(made);
     return PyErr_Occurred() ? -1 : 0;
