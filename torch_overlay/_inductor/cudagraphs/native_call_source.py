@@ -51,7 +51,7 @@ static int read_recipes(Call *self, PyObject *recipes) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), types = PyTuple_GET_SIZE(self->types);
     for (Py_ssize_t i = 0; i < self->recipes; i++) {
         Recipe *each = &self->recipe[i];
-        Py_ssize_t n, ends[] = {1, i, self->least, made, made, types, 1};
+        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, made, made, types, 1};
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i), "inOOOO", &each->kind, &n, &each->object, &each->size,
                               &each->stride, &each->offset)) {
             memset(each, 0, sizeof *each);
@@ -63,6 +63,7 @@ static int read_recipes(Call *self, PyObject *recipes) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
         }
+        if (each->kind == SAME && n >= self->least) self->least = n + 1;  /* what is no region may come after them */
     }
     return 0;
 }
