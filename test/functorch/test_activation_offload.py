@@ -1010,12 +1010,12 @@ class TestGraphs(TestCase):
     def test_slab_is_a_part_of_the_key_by_its_address_and_number(self) -> None:
         with host_slabs():
             slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
-            key_of = runner._key_of([0], [1])
+            key_of = runner.keys.key_of([0], [1])
             keys = [key_of([3, slab]) for slab in slabs]
             self.assertEqual([key[1][0] for key in keys], [slab.data_ptr() for slab in slabs])
             self.assertEqual(keys[0], key_of([3, slabs[0]]))
             self.assertNotEqual(*keys)
-            self.assertEqual(key_of([3, torch.tensor([1, 2])]), (3, (1, 2)))
+            self.assertEqual(key_of([3, torch.tensor([1, 2])]), (3, (torch.int64, 1, 2)))
             # Another slab, which has come to lie at the same address.
             found = offload_runtime.slab_of(slabs[0])
             assert found is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import sys
 import threading
 import unittest
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import capture, policy, runner
+from torch_overlay._inductor.cudagraphs import capture, keys, policy, runner
 from torch_overlay._inductor.cudagraphs.allocations import Plan
 from torch_overlay._inductor.cudagraphs.policy import Code
 from torch_overlay._inductor.cudagraphs.runner import Runner
@@ -40,6 +41,12 @@ from relaunch_fakes import FakeDevice, Generator, is_tensor, NativeLauncher
 def is_region(value):
     """On the fake device all tensors are its own but those that a test marks."""
     return is_tensor(value) and not getattr(value, "on_host", False)
+
+
+def host(value, dtype=torch.float64):
+    made = torch.tensor(value, dtype=dtype)
+    made.on_host = True
+    return made
 
 
 class RelaunchTestCase(TestCase):
@@ -275,6 +282,87 @@ def region(args):
             s.on_host = True
             self.assertEqual(run([x, s])[0], x * value)
         self.assertEqual(self.counted("captures"), 2)
+
+    SCALED = """
+def region(args):
+    x, s = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float64)
+    torch.mul(x, 1 / s if s else math.copysign(math.inf, s), out=buf0)
+    return (buf0, s)
+"""
+
+    def check_floats(self, values, captures, place=lambda value: value, **options):
+        run = self.runner(self.SCALED.replace("/ s", "/ float(s)"), math=math, **options)
+        for value in values * 3:
+            x = torch.rand(4, dtype=torch.float64) + 1
+            want = x * (1 / value if value else math.copysign(math.inf, value))
+            got, same = run([x, place(value)])
+            self.assertTrue(torch.equal(got.view(torch.int64), want.view(torch.int64)), value)
+            self.assertEqual(keys.exact(float(same)), keys.exact(value))
+        self.assertEqual(policy.refusals(), [])
+        self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
+        self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
+
+    def test_zero_and_minus_zero_are_two_numbers(self):
+        self.check_floats([0.0, -0.0, 2.0], 3)
+
+    def test_zero_and_minus_zero_are_two_numbers_in_host_memory(self):
+        self.check_floats([0.0, -0.0, 2.0], 3, host)
+
+    def test_zero_and_minus_zero_are_two_numbers_in_a_vector_in_host_memory(self):
+        self.check_floats([0.0, -0.0, 2.0], 3, lambda value: host([value], torch.float32))
+
+    def test_nan_is_itself(self):
+        self.check_floats([math.nan, -math.nan, float("nan")], 2)
+
+    def test_nan_is_itself_in_host_memory(self):
+        self.check_floats([math.nan], 1, host)
+
+    def test_nan_is_itself_for_verify(self):
+        self.check_floats([math.nan, -0.0], 2, verify=True)
+
+    def test_number_of_another_type_is_another_number(self):
+        source = "def region(args):\n    x, n = args\n    args.clear()\n    return (torch.neg(x), n)\n"
+        run = self.runner(source)
+        values = [True, 1, 1.0, 1 + 0j, 2**53, 2.0**53, 2**53 + 1, (1, 0.0), (1, -0.0), (True, 0.0), [1, (0.0,)], None]
+        for value in values * 3:
+            x = torch.randn(4)
+            out, same = run([x, value])
+            self.assertEqual((repr(same), out), (repr(value), -x))
+        self.assertEqual((self.counted("captures"), len(run.states)), (len(values), len(values)))
+
+    def test_complex_numbers_differ_in_each_part(self):
+        values = [complex(a, b) for a in (0.0, -0.0) for b in (0.0, -0.0, math.nan)]
+        self.assertEqual(len({keys.exact(value) for value in values}), 6)
+        self.assertEqual(keys.exact(complex(0.0, math.nan)), keys.exact(complex(0.0, float("nan"))))
+
+    def test_tensor_in_host_memory_differs_by_type_and_bits(self):
+        made = [torch.tensor(v, dtype=t) for t in (torch.float32, torch.bfloat16) for v in (0.0, -0.0, 1.0, math.nan)]
+        made += [torch.tensor(1), torch.tensor(True), torch.tensor(2**53 + 1), torch.tensor(2.0**53), torch.tensor(1j)]
+        made += [torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), torch.tensor([0, 1]), torch.tensor([])]
+        self.assertEqual(len({keys.host_value(t) for t in made}), len(made))
+        self.assertEqual([keys.host_value(t.clone()) for t in made], [keys.host_value(t) for t in made])
+
+    def test_tensor_in_host_memory_that_has_grown_has_no_graph(self):
+        """Its address says nothing of its values."""
+        run = self.runner("""
+def region(args):
+    x, s = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.mul(x, s.sum().item(), out=buf0)
+    return (buf0,)
+""")
+        grown = host([0.0] * 9)
+        for n in range(4):
+            for s in (host([2.0, 3.0]), grown.fill_(n)):
+                s.on_host = True
+                x = torch.randn(4)
+                self.assertEqual(run([x, s])[0], x * s.sum())
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+        self.assertEqual(self.counted("refusals"), 1)
+        self.assertIn("[host-tensor]: input 1 is a tensor of 9 values in host memory", policy.refusals()[0])
 
     def test_large_tensor_in_host_memory_is_refused(self):
         run = self.runner(ADD)

@@ -86,7 +86,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             self.call(run, place)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual((self.to_host, self.to_device), (0, 0), "seeds that are where they belong are not copied")
-        self.assertEqual(list(run.states), [(5, (7,))], "what is no seed is a part of the key")
+        self.assertEqual(list(run.states), [(5, (torch.int64, 7))], "what is no seed is a part of the key")
 
     def test_first_backward_after_a_forward_that_was_launched(self):
         run = self.region()
@@ -119,7 +119,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         run = self.region()
         for n, other in ((5, 7), (5, 8), (6, 7), (5, 7), (5, 8), (6, 7), (5, 7)):
             self.call(run, torch.tensor, n, other)
-        self.assertEqual(list(run.states), [(5, (8,)), (6, (7,)), (5, (7,))])
+        self.assertEqual(list(run.states), [(5, (torch.int64, 8)), (6, (torch.int64, 7)), (5, (torch.int64, 7))])
         self.assertEqual(self.counted("captures"), 3)
 
     def test_region_without_other_numbers_has_one_state(self):

@@ -188,6 +188,16 @@ def learning_rate(k: Kit) -> None:
         k.see("p", p)
 
 
+@program("0.0 and -0.0 share a graph, and a NaN never finds its own", launches=2, refusals=True)
+def signed_zeros(k: Kit) -> None:
+    f, g = (k.compile(lambda x, s: (x / s, x * s)) for _ in range(2))
+    for i in k.steps(24):
+        value = [0.0, -0.0, float("nan"), 2.0][i % 4]
+        x = k.randn(64).abs() + 1
+        k.see("host tensor", f(x, torch.tensor(value)))
+        k.see("Python number", g(x, value))
+
+
 @program("inputs in containers, and None", launches=6)
 def containers(k: Kit) -> None:
     def fn(d, pair, nothing=None):

@@ -38,6 +38,7 @@ from typing import Any, cast, TYPE_CHECKING, TypeAlias
 
 import torch
 
+from torch_overlay._inductor.cudagraphs.keys import exact
 from torch_overlay._inductor.cudagraphs.liveness import aligned
 
 
@@ -86,7 +87,7 @@ class Given:
         if isinstance(self.value, torch.Tensor):
             same_place = self.value.data_ptr() == other.value.data_ptr() and self.value.device == other.value.device
             return same_place and view_of(self.value) == view_of(other.value)
-        return self.value is other.value or bool(self.value == other.value)
+        return self.value is other.value or bool(exact(self.value) == exact(other.value))
 
     def __hash__(self) -> int:
         return hash(type(self.value))

@@ -4,9 +4,9 @@
     call 2   it is captured (`capture`), and the graph is launched
     call n   the graph is launched (`relaunch`)
 
-A key is made of the inputs that are no tensors of the device: sizes, numbers, scalars in host memory, the address of a
-slab of saved activations (`offload_runtime`). Each key has a state of its own; the least recently used is dropped when
-there are too many. Seeds of attention are in no key, wherever they are: Note [Seeds of attention] of `seeds`.
+A key is made of the inputs that are no tensors of the device (`keys`). Each key has a state of its own; the least
+recently used is dropped when there are too many. Seeds of attention are in no key, wherever they are: Note [Seeds of
+attention] of `seeds`.
 
 Note [Alignment of inputs]
 Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
@@ -29,8 +29,7 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor import offload_runtime
-from torch_overlay._inductor.cudagraphs import capture, copies, native, policy, relaunch, seeds, split
+from torch_overlay._inductor.cudagraphs import capture, copies, keys, native, policy, relaunch, seeds, split
 from torch_overlay._inductor.cudagraphs.allocations import (
     namespace_of,
     observed,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 FULL = capture.ALIGNMENT
 LEAST = 16
 LARGE = 1 << 20  # bytes of an input whose end matters
-LARGEST_HOST_TENSOR = 8  # the values become a part of the key
 FAILURES = 3  # captures of a key that may fail for another reason than a refusal
 
 live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
@@ -85,7 +83,9 @@ class Runner:
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.Lock()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
-        self.keyed: tuple[int, ...] = ()  # positions of what is in a key
+        self.keyed: tuple[int, ...] = ()  # positions of what is in a key: numbers, then scalars
+        self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
+        self.has_large = False  # tensors in host memory, and somebody knows
         self.seeds: frozenset[int] = frozenset()  # positions
         self.captures = 0
         self.warm_ups = 0  # since the last capture
@@ -145,15 +145,8 @@ class Runner:
         others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
         scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
         numbers = [k for k in others if k not in scalars]
-        large = [k for k in scalars if inputs[k].numel() > LARGEST_HOST_TENSOR]
-        if large := [k for k in large if not offload_runtime.is_slab(inputs[k])]:
-            message = f"input {large[0]} is a tensor of {inputs[large[0]].numel()} values in host memory"
-            policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
-            self.states[()] = refused = State()
-            refused.refused = True
-            return lambda inputs: ()
-        self.keyed = (*numbers, *scalars)
-        return _key_of(numbers, scalars)
+        self.keyed, self.scalars = (*numbers, *scalars), frozenset(scalars)
+        return keys.key_of(numbers, scalars)
 
     def _place_seeds(self, inputs: list[Any]) -> None:
         """Those of a forward that ran as compiled are in host memory."""
@@ -174,9 +167,10 @@ class Runner:
                 return
             self.states.clear()
             self.states[tuple(key[i] for i in kept)] = state
-            scalars = [self.keyed[i] for i in kept if isinstance(key[i], tuple)]
             self.keyed = tuple(self.keyed[i] for i in kept)
-            self.key_of = _key_of([k for k in self.keyed if k not in scalars], scalars)
+            self.scalars = self.scalars.intersection(self.keyed)
+            numbers, scalars = ([k for k in self.keyed if (k in self.scalars) is among] for among in (False, True))
+            self.key_of = keys.key_of(numbers, scalars)
 
     def forget(self) -> None:
         """Gives up all graphs; the next call begins anew."""
@@ -208,6 +202,8 @@ class Runner:
         if self.device.is_capturing():
             return self.plain(inputs)  # a part of the caller's graph
         state = self._state(key)
+        if state is not None and not state.refused and keys.LARGE in key:
+            self._refuse_host_tensor(state, inputs)
         if state is None or state.refused:
             return self.plain(inputs)
         if threading.get_ident() not in state.warm_in:
@@ -235,6 +231,14 @@ class Runner:
                 if k in self.code.mutated_inputs:
                     copy_back(original, clone)
             return result
+
+    def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
+        state.refused = True
+        if not self.has_large:
+            self.has_large = True
+            k = next(k for k in self.keyed if k in self.scalars and keys.host_value(inputs[k]) is keys.LARGE)
+            message = f"input {k} is a tensor of {inputs[k].numel()} values in host memory"
+            policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
@@ -365,21 +369,6 @@ def address_of(value: Any) -> int:
 def alignment_of(address: int) -> int:
     """The power of two that the address is a multiple of, as far as anybody looks."""
     return min(address & -address, FULL) if address else FULL
-
-
-def _key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    if not numbers and not scalars:
-        return lambda inputs: ()
-    if not scalars:
-        return lambda inputs: tuple([inputs[k] for k in numbers])
-    return lambda inputs: (*[inputs[k] for k in numbers], *[_host_value(inputs[k]) for k in scalars])
-
-
-def _host_value(tensor: torch.Tensor) -> Any:
-    """A number in host memory is a part of the key, for the graph holds it. Of a slab, it holds the address."""
-    if tensor.numel() > LARGEST_HOST_TENSOR:
-        return offload_runtime.identity(tensor)
-    return tuple(tensor.flatten().tolist())
 
 
 def clone_flat(tensor: torch.Tensor) -> torch.Tensor:

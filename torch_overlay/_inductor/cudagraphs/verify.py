@@ -12,6 +12,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.cudagraphs import capture
+from torch_overlay._inductor.cudagraphs.keys import exact
 from torch_overlay._inductor.cudagraphs.layout import OfInput, OfStorage, Repeated, SameInput
 from torch_overlay._inductor.cudagraphs.seeds import may_be_seed
 
@@ -127,7 +128,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def describe_difference(want: Any, got: Any) -> str | None:
     """None if they agree."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
-        return None if want is got or want == got else f"{got!r} instead of {want!r}"
+        return None if want is got or exact(want) == exact(got) else f"{got!r} instead of {want!r}"
     for attribute in ("dtype", "device", "shape"):
         if getattr(want, attribute) != getattr(got, attribute):
             return f"{attribute} {getattr(got, attribute)} instead of {getattr(want, attribute)}"

@@ -1,0 +1,57 @@
+"""The key of a call: what a graph holds of the inputs that are no tensors of the device.
+
+A graph holds a number for ever, so two calls share one only if no program could tell their numbers apart. Values are
+compared by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself. Integers, which most
+keys are made of, stand for themselves.
+
+A small tensor in host memory is its values, a slab of saved activations (`offload_runtime`) its address.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor import offload_runtime
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+LARGEST_HOST_TENSOR = 8  # the values become a part of the key
+LARGE = object()  # in a key: a tensor in host memory of more values, so there can be no graph
+
+bits_of = struct.Struct("<d").pack
+
+
+def exact(value: Any) -> Any:
+    """Equals that of another value if both are of one type and have the same bits."""
+    kind = type(value)
+    if kind is int:
+        return value
+    if isinstance(value, float):
+        return kind, bits_of(value)
+    if isinstance(value, complex):
+        return kind, bits_of(value.real), bits_of(value.imag)
+    if isinstance(value, (tuple, list)):
+        return kind, tuple(map(exact, value))
+    return kind, value
+
+
+def key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """Makes a key of the inputs at these positions; `scalars` are tensors in host memory."""
+    if not numbers and not scalars:
+        return lambda inputs: ()
+    if not scalars:
+        return lambda inputs: tuple([v if type(v := inputs[k]) is int else exact(v) for k in numbers])
+    return lambda inputs: (*[exact(inputs[k]) for k in numbers], *[host_value(inputs[k]) for k in scalars])
+
+
+def host_value(tensor: torch.Tensor) -> Any:
+    if not tensor.dim():
+        return tensor.dtype, exact(tensor.item())
+    if tensor.numel() > LARGEST_HOST_TENSOR:
+        return offload_runtime.identity(tensor) if offload_runtime.is_slab(tensor) else LARGE
+    return (tensor.dtype, *map(exact, tensor.flatten().tolist()))
