@@ -376,6 +376,110 @@ def region(args):
         )
 
 
+class TestCopyOnWrite(RelaunchTestCase):
+    """A tensor of torch._lazy_clone lies where its base does, until somebody asks for memory to write to."""
+
+    ACCUMULATE = """
+def region(args):
+    x, y = args
+    args.clear()
+    x.add_(y)
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, x)
+"""
+
+    def check(self, place, *, static=(), calls=6, verify=False):
+        """`place` makes an input, and what shares its memory and is to stay as it is."""
+        run = self.runner(self.ACCUMULATE, mutated=[0], static=static, verify=verify)
+        for _ in range(calls):
+            x, other = place()
+            kept, y = other.clone(), torch.randn(4)
+            wanted = x.clone() + y
+            self.assertTrue(torch._C._is_cow_tensor(x))
+            out, same = run([x, y])
+            self.assertIs(same, x)
+            self.assertEqual((x, out, other), (wanted, -wanted, kept))
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, calls - 1))
+
+    def test_written_clone_leaves_its_base(self):
+        def place():
+            base = torch.randn(4)
+            return torch._lazy_clone(base), base
+
+        self.check(place)
+
+    def test_written_base_leaves_its_clone(self):
+        def place():
+            base = torch.randn(4)
+            return base, torch._lazy_clone(base)
+
+        self.check(place)
+
+    def test_written_view_of_a_clone(self):
+        def place():
+            base = torch.randn(12)
+            return torch._lazy_clone(base)[4:8], base
+
+        self.check(place)
+
+    def test_tensor_that_is_cloned_between_the_calls(self):
+        for static in ((), (0,)):
+            counters.clear()
+            x = torch.randn(4)
+            self.check(lambda x=x: (x, torch._lazy_clone(x)), static=static)
+
+    def test_parameter_that_is_cloned_between_the_calls(self):
+        x = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+        self.check(lambda: (x, torch._lazy_clone(x)), static=[0])
+
+    def test_verified(self):
+        def place():
+            base = torch.randn(4)
+            return torch._lazy_clone(base), base
+
+        self.check(place, verify=True)
+
+    def test_two_clones_of_one_base(self):
+        source = """
+def region(args):
+    x, y, z = args
+    args.clear()
+    x.add_(1)
+    y.mul_(2)
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.add(x, z, out=buf0)
+    return (buf0,)
+"""
+        run = self.runner(source, mutated=[0, 1])
+        for _ in range(5):
+            base = torch.randn(4)
+            kept, x, y = base.clone(), torch._lazy_clone(base), torch._lazy_clone(base)
+            self.assertEqual(run([x, y, base])[0], kept + 1 + kept)
+            self.assertEqual((x, y, base), (kept + 1, kept * 2, kept))
+
+    def test_clone_that_is_read_and_returned(self):
+        source = """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.neg(x, out=buf0)
+    return (buf0, x, x.view(2, 2))
+"""
+        run = self.runner(source, saved=[1])
+        for _ in range(6):
+            base = torch.randn(4)
+            kept, x = base.clone(), torch._lazy_clone(base)
+            out, same, view = run([x])
+            base.add_(1)
+            self.assertIs(same, x)
+            self.assertEqual((out, same, view), (-kept, kept, kept.view(2, 2)))
+            view.zero_()
+            self.assertEqual((x, base), (torch.zeros(4), kept + 1))
+        self.assertEqual(self.counted("relaunches"), 5)
+
+
 class TestOutputs(RelaunchTestCase):
     def check(self, source, make, expected, calls=5, **kwargs):
         run = self.runner(source, **kwargs)
@@ -681,6 +785,10 @@ class Native(RelaunchTestCase):
         relaunch_driver.driver().library.stub_reset()
         relaunch_driver.driver().library.stub_deliver()
         return relaunch_driver.module()
+
+
+class TestCopyOnWriteInC(Native, TestCopyOnWrite):
+    pass
 
 
 class TestLifeOfARegionInC(Native, TestLifeOfARegion):

@@ -63,6 +63,32 @@ class TestPointers(TestCase):
             self.assertEqual(addresses(given), expected)
         self.assertTrue(pointers.same(given, list(expected), range(len(given))))
 
+    def test_memory_that_is_shared_until_it_is_written(self):
+        for addresses in self.both():
+            base = torch.randn(4)
+            shared, clone = base.data_ptr(), torch._lazy_clone(base)
+            view = clone[1:]
+            (own, base_at, after) = addresses([clone, base, view])
+            self.assertEqual((base_at, after), (shared, own + 4))
+            self.assertNotEqual(own, shared)
+            self.assertFalse(torch._C._is_cow_tensor(clone) or torch._C._is_cow_tensor(base))
+            self.assertEqual(clone, base)
+
+    def test_other_tensors_are_not_asked(self):
+        asked = []
+
+        class Asked(torch.Tensor):
+            def data_ptr(self):
+                asked.append(self)
+                return super().data_ptr()
+
+        plain = torch.randn(4).as_subclass(Asked)
+        self.native.addresses([plain])
+        self.assertEqual(len(asked), 0)
+        clone = torch._lazy_clone(plain)
+        self.native.addresses([clone, clone])
+        self.assertEqual((type(clone), len(asked)), (Asked, 1))
+
     def test_indices_choose(self):
         a, b = torch.randn(3), torch.randn(3)
         self.assertTrue(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))

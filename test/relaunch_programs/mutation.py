@@ -143,6 +143,34 @@ def counting_module(k: Kit) -> None:
         k.see("buffers", dict(model.named_buffers()))
 
 
+@program("a tensor that is copied on write lies where its base does: the graph writes there", launches=12)
+def copied_on_write(k: Kit) -> None:
+    def fn(x, cache):
+        cache.add_(x)
+        return cache * 2
+
+    f, g = k.compile(fn), k.compile(fn)
+    kept = k.randn(64)
+    for _ in k.steps():
+        base = k.randn(64)
+        clone = torch._lazy_clone(base)
+        k.see("written clone", (f(k.randn(64), clone), clone, base))
+        held = torch._lazy_clone(kept)
+        k.see("written base", (g(k.randn(64), kept), kept, held))
+        k.see("read clone", f(torch._lazy_clone(base), clone))
+
+
+@program("a parameter is updated while a lazy clone holds what it was", launches=6)
+def snapshot_of_parameters(k: Kit) -> None:
+    model = k.module(nn.BatchNorm1d(16)).train()
+    f = k.compile(model)
+    for _ in k.steps(12):
+        before = [torch._lazy_clone(t.detach()) for t in model.state_dict().values()]
+        with torch.no_grad():
+            k.see("output", f(k.randn(8, 16)))
+        k.see("before and after", (before, list(model.state_dict().values())))
+
+
 @program("buffers are replaced by other tensors between the calls", launches=4)
 def swapped_buffers(k: Kit) -> None:
     model = k.module(nn.BatchNorm1d(16)).train()

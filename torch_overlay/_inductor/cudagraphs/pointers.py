@@ -15,6 +15,10 @@ promised: before the module reads anything, `teach` compares what it would read 
 dtype, views, parameters and others. If one differs, it forgets the dtypes. A tensor that has no storage, no elements
 or an unknown dtype is asked for `data_ptr()`. In a PyTorch tree this is a C++ function of ten lines.
 
+A storage may want to be asked before anybody writes, which a flag of it says: one that is copied on write
+(`torch._lazy_clone`) has the address that it shares until then. `data_ptr()` gives it memory of its own, so it is asked
+for those, too. It makes no difference whether the graph writes there, as it makes none for the launcher of a kernel.
+
 Of the fields nothing is remembered but the address: `p.data = x` exchanges the storage in the same TensorImpl, a
 storage that is resized moves, and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
 """
@@ -36,7 +40,7 @@ log = logging.getLogger(__name__)
 SOURCE = r"""
 /* ---- addresses of tensors: Note [Fields of a tensor] in `pointers` ---- */
 
-typedef struct { void *table; uint64_t references; void *data; } Storage;
+typedef struct { void *table; uint64_t references; void *data, *other[4]; uint8_t flags[3], asks; } Storage;
 typedef struct {
     void *table;
     uint64_t references;
@@ -56,11 +60,12 @@ static uint8_t item_sizes[DTYPES];
 static inline int field_address(PyObject *object, uint64_t *address) {
     PyTypeObject *type = Py_TYPE(object);
     Tensor *tensor;
+    Storage *storage;
     if (type != usual_type && type != tensor_type && (!tensor_type || !PyType_IsSubtype(type, tensor_type))) return 0;
     tensor = ((Holder *)object)->tensor;
-    if (!tensor || !tensor->storage || tensor->length <= 0 || tensor->dtype >= DTYPES || !item_sizes[tensor->dtype])
-        return 0;
-    *address = (uint64_t)(uintptr_t)tensor->storage->data + tensor->offset * item_sizes[tensor->dtype];
+    if (!tensor || !(storage = tensor->storage) || tensor->length <= 0 || tensor->dtype >= DTYPES
+        || !item_sizes[tensor->dtype] || storage->asks) return 0;
+    *address = (uint64_t)(uintptr_t)storage->data + tensor->offset * item_sizes[tensor->dtype];
     return 1;
 }
 static int asked_address(PyObject *object, uint64_t *address) {
@@ -163,7 +168,8 @@ def teach(native: Any) -> bool:
 
 def probes() -> list[torch.Tensor]:
     """Tensors of many kinds, in host memory: Note [Fields of a tensor]."""
-    made: list[torch.Tensor] = []
+    shared = torch.ones(5)
+    made = [torch._lazy_clone(shared), torch._lazy_clone(shared)[1:], shared]
     for dtype in item_sizes():
         for size in ((7,), (3, 5), ()):
             whole = torch.empty(size, dtype=dtype)
