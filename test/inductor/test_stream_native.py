@@ -26,7 +26,7 @@ DRIVER = r"""
 #include <string.h>
 typedef void *Handle;
 static char noted[65536];
-static int events, context, capturing[64], failing, idle;
+static int events, context, retained, capturing[64], failing, failing_creation, idle;
 #define NOTE(...) snprintf(noted + strlen(noted), sizeof noted - strlen(noted), __VA_ARGS__)
 const char *noted_calls(void) { static char copy[65536]; strcpy(copy, noted); noted[0] = 0; return copy; }
 void set_capturing(int stream, int yes) { capturing[stream] = yes; }
@@ -35,8 +35,20 @@ int cuCtxGetCurrent(Handle *out) { *out = &context; return 0; }
 int cuCtxPushCurrent_v2(Handle c) { NOTE("push "); return 0; }
 int cuCtxPopCurrent_v2(Handle *c) { NOTE("pop "); return 0; }
 int cuDeviceGet(int *out, int index) { *out = index; return 0; }
-int cuDevicePrimaryCtxRetain(Handle *out, int device) { *out = &context; return 0; }
-int cuEventCreate(Handle *out, unsigned flags) { *out = (Handle)(long)(++events); NOTE("create%d ", events); return 0; }
+int cuDevicePrimaryCtxRetain(Handle *out, int device) {
+    if (device > 1) return 101;
+    *out = &context;
+    retained++;
+    return 0;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) { if (device == 1) retained--; return 0; }
+int retains(void) { return retained; }
+void set_failing_creation(int code) { failing_creation = code; }
+int cuEventCreate(Handle *out, unsigned flags) {
+    *out = (Handle)(long)(++events);
+    NOTE("create%d ", events);
+    return failing_creation;
+}
 int cuEventDestroy_v2(Handle e) { NOTE("destroy%ld ", (long)e); return 0; }
 int cuEventRecord(Handle e, Handle s) { NOTE("record%ld@%ld ", (long)e, (long)s); return failing; }
 int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { NOTE("wait%ld@%ld ", (long)e, (long)s); return failing; }
@@ -336,6 +348,45 @@ Region: distinct names a stream that the region doesn't have
 Region: follows names a stream that the region doesn't have
 Region: streams that follow need an event
 Region: follows is a tuple or None
+""",
+        )
+
+    def test_events_give_the_context_back(self):
+        """Also where they could not be made; and what was not retained is not released."""
+        output = self.run_script("""
+            events = [native.Event(1) for _ in range(5)]
+            print(driver.retains(), end=" ")
+            del events[1:]
+            print(driver.retains(), end=" ")
+            driver.set_failing_creation(2)
+            message = fails(RuntimeError, native.Event, 1)
+            driver.set_failing_creation(0)
+            del events
+            print(driver.retains(), end=" ")
+            fails(RuntimeError, native.Event, 2)
+            print(driver.retains(), message)
+            calls()
+        """)
+        self.assertExpectedInline(output, """5 1 0 0 CUDA driver error in Event(): stand-in (2)\n""")
+
+    def test_what_is_no_tuple_is_named(self):
+        output = self.run_script("""
+            print(fails(TypeError, lambda: region((-1,), 1, entry=(("record", 0, 0), 5))))
+            print(fails(TypeError, lambda: region((-1,), 1, exit=(["record", 0, 0],))))
+            print(fails(TypeError, lambda: region((-1,), 1, exit=(("record", 0),))))
+            print(fails(TypeError, lambda: region((-1,), 1, results=("raw",))))
+            print(fails(TypeError, lambda: region((-1,), 1, results=(("raw", 0, 0),))))
+            print(fails(ValueError, lambda: region((-1,), -1)))
+        """)
+        self.assertExpectedInline(
+            output,
+            """\
+Region: operation 1 must be a tuple, not int
+Region: operation 0 must be a tuple, not list
+Region: an operation is (kind, event, stream)
+Region: result 0 must be a tuple, not str
+Region: a result is (kind, number)
+Region: a negative number of events
 """,
         )
 

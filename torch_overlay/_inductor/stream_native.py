@@ -43,12 +43,13 @@ SOURCE = r"""
 typedef void *Handle;
 static struct {
     int (*get)(Handle *), (*push)(Handle), (*pop)(Handle *), (*device)(int *, int), (*retain)(Handle *, int);
+    int (*release)(int);
     int (*create)(Handle *, unsigned), (*destroy)(Handle), (*record)(Handle, Handle), (*wait)(Handle, Handle, unsigned);
     int (*synchronize)(Handle), (*text)(int, const char **), (*capturing)(Handle, int *), (*query)(Handle);
     int (*mode)(int *);
 } cu;
 
-typedef struct { PyObject_HEAD Handle event, context; int captured, idle; } Event;
+typedef struct { PyObject_HEAD Handle event, context; int device, captured, idle; } Event;
 
 static PyObject *fail(int code, const char *what) {
     const char *text = "unknown error";
@@ -67,13 +68,14 @@ static int enter(Handle context, int *pushed) {
 static void leave(int pushed) { Handle old; if (pushed) cu.pop(&old); }
 
 static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    int index, device, pushed, code;
+    int index, pushed, code;
     Event *self;
     if (!PyArg_ParseTuple(args, "i", &index)) return NULL;
     if (!(self = (Event *)type->tp_alloc(type, 0))) return NULL;
-    if (!(code = cu.device(&device, index)) && !(code = cu.retain(&self->context, device))
-        && !(code = enter(self->context, &pushed))) {
-        code = cu.create(&self->event, 2 /* no timing */);
+    if (!(code = cu.device(&self->device, index)) && (code = cu.retain(&self->context, self->device)))
+        self->context = NULL;
+    if (!code && !(code = enter(self->context, &pushed))) {
+        if ((code = cu.create(&self->event, 2 /* no timing */))) self->event = NULL;
         leave(pushed);
     }
     if (code) { Py_DECREF(self); return fail(code, "Event()"); }
@@ -82,6 +84,7 @@ static PyObject *event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void event_dealloc(Event *self) {
     PyTypeObject *type = Py_TYPE(self);
     if (self->event) cu.destroy(self->event);
+    if (self->context) cu.release(self->device);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -396,6 +399,12 @@ static PyObject *frame_leave(Frame *self, PyObject *unused) {
     return done;
 }
 
+/* PyArg_ParseTuple takes it for granted. */
+static int is_tuple(PyObject *item, const char *what, Py_ssize_t i) {
+    if (PyTuple_Check(item)) return 1;
+    PyErr_Format(PyExc_TypeError, "Region: %s %zd must be a tuple, not %.100s", what, i, Py_TYPE(item)->tp_name);
+    return 0;
+}
 static int number_of(const char *const *names, PyObject *name) {
     for (int i = 0; names[i]; i++)
         if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[i])) return i;
@@ -408,7 +417,9 @@ static Operation *operations(PyObject *list, Py_ssize_t events, Py_ssize_t strea
     if (*count < 0 || !(ops = PyMem_Calloc(*count + 1, sizeof *ops))) return NULL;
     for (Py_ssize_t i = 0; i < *count; i++) {
         PyObject *kind;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(list, i), "Oii", &kind, &ops[i].event, &ops[i].stream)) goto failed;
+        if (!is_tuple(PyTuple_GET_ITEM(list, i), "operation", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(list, i), "Oii;Region: an operation is (kind, event, stream)", &kind,
+                                 &ops[i].event, &ops[i].stream)) goto failed;
         if ((ops[i].kind = number_of(operation_kinds, kind)) < 0) goto failed;
         if (ops[i].event < 0 || ops[i].event >= events || ops[i].stream < 0 || ops[i].stream >= streams) {
             PyErr_SetString(PyExc_ValueError, "Region: an operation names an event or a stream that it doesn't have");
@@ -440,6 +451,7 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO|O", names, &device, &PyTuple_Type, &indices,
             &events, &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results, &PyTuple_Type, &distinct,
             &thread, &stream_type, &raw, &current, &resolve, &aliased, &follows)) return NULL;
+    if (events < 0) return PyErr_Format(PyExc_ValueError, "Region: a negative number of events");
     if (!(self = (Region *)type->tp_alloc(type, 0))) return NULL;
     self->device = Py_NewRef(device); self->thread = Py_NewRef(thread); self->stream_type = Py_NewRef(stream_type);
     self->current_raw = Py_NewRef(raw); self->current = Py_NewRef(current); self->resolve = Py_NewRef(resolve);
@@ -483,7 +495,9 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!(self->exit = operations(exit_, events, self->streams, &self->exits))) goto failed;
     for (Py_ssize_t i = 0; i < self->results; i++) {
         PyObject *kind;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "On", &kind, &self->result[i].which)) goto failed;
+        if (!is_tuple(PyTuple_GET_ITEM(results, i), "result", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "On;Region: a result is (kind, number)", &kind,
+                                 &self->result[i].which)) goto failed;
         if ((self->result[i].kind = number_of(result_kinds, kind)) < 0) goto failed;
         Py_ssize_t limit = self->result[i].kind == EVENT ? events : self->streams;
         if (self->result[i].which < 0 || (self->result[i].kind != OBJECT && self->result[i].which >= limit)) {
@@ -514,7 +528,8 @@ PyMODINIT_FUNC PyInit_torch_overlay_events(void) {
     struct { void **slot; const char *name; } want[] = {
         {(void **)&cu.get, "cuCtxGetCurrent"}, {(void **)&cu.push, "cuCtxPushCurrent_v2"},
         {(void **)&cu.pop, "cuCtxPopCurrent_v2"}, {(void **)&cu.device, "cuDeviceGet"},
-        {(void **)&cu.retain, "cuDevicePrimaryCtxRetain"}, {(void **)&cu.create, "cuEventCreate"},
+        {(void **)&cu.retain, "cuDevicePrimaryCtxRetain"}, {(void **)&cu.release, "cuDevicePrimaryCtxRelease_v2"},
+        {(void **)&cu.create, "cuEventCreate"},
         {(void **)&cu.destroy, "cuEventDestroy_v2"}, {(void **)&cu.record, "cuEventRecord"},
         {(void **)&cu.wait, "cuStreamWaitEvent"}, {(void **)&cu.synchronize, "cuEventSynchronize"},
         {(void **)&cu.text, "cuGetErrorString"}, {(void **)&cu.capturing, "cuStreamIsCapturing"},
