@@ -12,6 +12,7 @@ import math
 import sys
 import threading
 import unittest
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import capture, keys, policy, runner
+from torch_overlay._inductor.cudagraphs import allocations, capture, keys, native, policy, runner
 from torch_overlay._inductor.cudagraphs.allocations import Plan
 from torch_overlay._inductor.cudagraphs.policy import Code
 from torch_overlay._inductor.cudagraphs.runner import Runner
@@ -35,7 +36,7 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import relaunch_driver
-from relaunch_fakes import FakeDevice, Generator, is_tensor, NativeLauncher
+from relaunch_fakes import FakeDevice, Generator, is_tensor, Launcher, NativeLauncher
 
 
 def is_region(value):
@@ -58,7 +59,10 @@ class RelaunchTestCase(TestCase):
         super().setUp()
         counters.clear()
         policy._refused.clear()
-        self.device = FakeDevice(self.native_module())
+        module = self.native_module()
+        self.device = FakeDevice(module)
+        if module is not None:
+            self.enterContext(mock.patch.object(native, "launching", module.launching))
         # Host memory is aligned to 64 bytes.
         for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
             patch.start()
@@ -171,6 +175,70 @@ class TestLifeOfARegion(RelaunchTestCase):
             thread.join()
         self.assertEqual(errors, [])
         self.assertGreater(self.counted("relaunches"), 0)
+
+    def check_finalizer(self, **options):
+        """The collector runs in a launch, and a finalizer calls compiled code: this region, and another one."""
+        run, other = self.runner(ADD, **options), self.runner(ADD, **options)
+        inside, replay, counted = [], Launcher.replay, self.counted
+
+        class Garbage:
+            def __del__(self):
+                relaunched = counted("relaunches")
+                for region in (run, other):
+                    x, w = torch.randn(4, 4), torch.randn(4, 4)
+                    inside.append(torch.equal(region([x, w])[0], x * w + x))
+                inside.append(counted("relaunches") == relaunched)
+
+        def collecting(launcher):
+            if not inside and self.counted("relaunches") > 3:
+                garbage = Garbage()
+                garbage.itself = garbage
+                del garbage
+                gc.collect()
+            replay(launcher)
+
+        def work():
+            for _ in range(4):
+                for region in (run, other):
+                    x, w = torch.randn(4, 4), torch.randn(4, 4)
+                    self.assertEqual(region([x, w])[0], x * w + x)
+
+        with mock.patch.object(Launcher, "replay", collecting):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(60)
+        self.assertFalse(thread.is_alive(), "it waits for a lock of its own")
+        self.assertEqual(inside, [True] * 3)
+        self.assertEqual(self.counted("relaunches"), 6)
+
+    def test_finalizer_in_a_launch(self):
+        self.check_finalizer()
+
+    def test_finalizer_in_a_launch_that_is_verified(self):
+        self.check_finalizer(verify=True)
+
+    def test_finalizer_while_a_lock_is_held(self):
+        run = self.runner(ADD)
+        for lock in (run.lock, allocations._hooks_lock):
+            with lock:
+                self.assertTrue(lock.acquire(blocking=False))
+                lock.release()
+        with run.lock, allocations._hooks_lock:
+            for _ in range(3):
+                x, w = torch.randn(4, 4), torch.randn(4, 4)
+                self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.counted("relaunches"), 2)
+
+    def test_region_that_is_called_while_its_graphs_are_given_up(self):
+        run = self.runner(ADD)
+        for _ in range(3):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        called = []
+        (state,) = run.states.values()
+        weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
+        del state
+        runner.forget_all()
+        self.assertEqual((len(called), len(run.states)), (1, 1))
 
     def test_all_is_gone_with_the_runner(self):
         gc.collect()
@@ -801,6 +869,29 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
         (state,) = run.states.values()
         self.assertEqual(run.attempt, state.relaunch.call.attempt)
         self.assertEqual(state.relaunch.totals[0], 3)
+
+    def test_finalizer_in_a_launch_by_torch(self):
+        with mock.patch.object(NativeLauncher, "direct", False):
+            self.check_finalizer()
+
+    def test_launch_inside_of_a_launch_says_so(self):
+        run, errors = self.runner(ADD), []
+        for _ in range(2):
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+        (state,) = run.states.values()
+        replay = Launcher.replay
+
+        def nested(launcher):
+            try:
+                state.relaunch.launch([torch.randn(4, 4), torch.randn(4, 4)])
+            except RuntimeError as error:
+                errors.append(str(error))
+            replay(launcher)
+
+        with mock.patch.object(Launcher, "replay", nested):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(errors, ["launch() inside of a launch"])
 
     def test_only_what_moved_is_patched(self):
         run = self.runner(ADD, static=[1])

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import native, native_fallback, native_source
+from torch_overlay._inductor.cudagraphs import native, native_call, native_fallback, native_source
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, KernelNode, Word
 
@@ -786,6 +786,58 @@ class TestFallbackExec(ExecTests):
 
 
 del ExecTests
+
+
+class TestArguments(TestCase):
+    """What a module in C is given by code of ours alone; what is wrong is named, and nothing is read beyond it."""
+
+    NODE = (0, 0x1000, 0, "a node", bytes(72), ())
+
+    def call(self, **arguments):
+        names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
+        defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
+        defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
+        defaults |= {"direct": False, "raw": (None, None, 0, None, 0, (0, 0, 0)), "index": 0}
+        return modules["native"].Exec(0, (), (), 0).call(**defaults | arguments)
+
+    def check(self, kind, message, make, *args, **kwargs):
+        with self.assertRaisesRegex(kind, message):
+            make(*args, **kwargs)
+
+    def test_recipes(self):
+        vector, saved = ((4,), (1,), torch.uint8), (native_call.SAVED, 0, None, (1,), (1,), 0)
+        self.call(recipes=(saved,), types=(torch.float32,), slab=vector, order=(0,))
+        absent = "a recipe of an output names what isn't there"
+        self.check(ValueError, absent, self.call, recipes=(saved,), types=(torch.float32,))
+        self.check(ValueError, absent, self.call, recipes=(saved,), slab=vector, order=(0,))
+        self.check(TypeError, "recipe 1 must be a tuple, not list", self.call, recipes=((0, 0, *[None] * 4), [0]))
+        self.check(TypeError, "recipe 0 must be a tuple, not NoneType", self.call, recipes=(None,))
+        self.check(TypeError, r"a recipe is \(kind, number, object, size", self.call, recipes=((0, 0),))
+        self.check(ValueError, absent, self.call, recipes=((native_call.REPEATED, 0, *[None] * 4),))
+        empty = (native_call.EMPTY, 0, [(0,), (1,)], None, None, None)
+        self.check(TypeError, "what is allocated for recipe 0 must be a tuple, not list", self.call, recipes=(empty,))
+
+    def test_allocations(self):
+        self.check(TypeError, "allocation 0 must be a tuple, not int", self.call, allocations=(3,), order=(0,))
+        for what in ("slab", "scratch"):
+            message = f"the {what} must be a tuple, not int"
+            self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
+        self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+
+    def test_nodes_and_words(self):
+        make = modules["native"].Blocks
+        make(0, (self.NODE,), ((0, 0, 0, 0),), 1)
+        self.check(TypeError, "node 1 must be a tuple, not list", make, 0, (self.NODE, list(self.NODE)), (), 1)
+        self.check(TypeError, r"a node is \(kind, handle, context, label", make, 0, (self.NODE[:3],), (), 1)
+        self.check(TypeError, "word 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
+        self.check(TypeError, r"a word is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
+
+    def test_block_that_is_smaller_than_the_drivers_struct(self):
+        for kind, size in ((0, 72), (1, 40), (2, 200)):
+            node = (kind, *self.NODE[1:4], bytes(size), ())
+            modules["native"].Blocks(0, (node,), (), 1)
+            short = (*node[:4], bytes(size - 1), ())
+            self.check(ValueError, "not a node that can be patched", modules["native"].Blocks, 0, (short,), (), 1)
 
 
 class TestBuild(TestCase):

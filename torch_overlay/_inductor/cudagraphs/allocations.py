@@ -135,7 +135,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _hooks: dict[int, tuple[int, Any]] = {}  # by module: users, and the function that was there
-_hooks_lock = threading.Lock()
+_hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
 
 @contextlib.contextmanager

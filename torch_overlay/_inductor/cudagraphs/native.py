@@ -148,6 +148,12 @@ def give_back() -> None:
         module.give_back()
 
 
+def launching() -> bool:
+    """Is this thread in the middle of a launch by the C module?"""
+    module = _built()
+    return module is not None and module.launching()
+
+
 KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap wants it.
 PARAMETERS_AT = 128

@@ -29,6 +29,7 @@ typedef struct {
 } Call;
 static PyTypeObject *call_type;
 static PyObject *name_view;
+static __thread int launching;  /* it holds a lock: what runs in a launch may wait for none (`relaunch`) */
 
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -52,17 +53,21 @@ static int read_recipes(Call *self, PyObject *recipes) {
     for (Py_ssize_t i = 0; i < self->recipes; i++) {
         Recipe *each = &self->recipe[i];
         Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, made, made, types, 1};
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i), "inOOOO", &each->kind, &n, &each->object, &each->size,
-                              &each->stride, &each->offset)) {
+        if (!is_tuple(PyTuple_GET_ITEM(recipes, i), "recipe", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i),
+                                 "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind, &n,
+                                 &each->object, &each->size, &each->stride, &each->offset)) {
             memset(each, 0, sizeof *each);
             return -1;
         }
         each->number = n;
         Py_INCREF(each->object); Py_INCREF(each->size); Py_INCREF(each->stride); Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]) {
+        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]
+            || (each->kind == SAVED && self->slab == Py_None)) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
         }
+        if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && n >= self->least) self->least = n + 1;  /* what is no region may come after them */
     }
     return 0;
@@ -131,6 +136,10 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         if (each->position < 0) { PyErr_SetString(PyExc_ValueError, "a negative position"); goto failed; }
         if (each->position >= self->least) self->least = each->position + 1;
     }
+    if ((self->slab != Py_None && !is_tuple(self->slab, "the slab", -1))
+        || (self->scratch != Py_None && !is_tuple(self->scratch, "the scratch", -1))) goto failed;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->allocations); i++)
+        if (!is_tuple(PyTuple_GET_ITEM(self->allocations, i), "allocation", i)) goto failed;
     raw->device = PyLong_AsLong(self->index);
     raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
     raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
@@ -257,6 +266,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
         PyThread_acquire_lock(self->lock, WAIT_LOCK);
         Py_END_ALLOW_THREADS
     }
+    launching = 1;
     regions += (size_t)PyTuple_GET_SIZE(self->allocations);
     if (blocks->busy) PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
     else {
@@ -290,6 +300,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
         blocks->busy = 0;
         if (set >= 0) self->launches++;
     }
+    launching = 0;
     PyThread_release_lock(self->lock);
     return set < 0 ? -1 : 0;
 }
@@ -367,6 +378,7 @@ static int count_launch(Call *self) {
 static void fetch_counter(Call *self) {
     for (size_t i = 0; i < sizeof self->counted / sizeof *self->counted; i++) __builtin_prefetch(self->counted[i]);
 }
+static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBool_FromLong(launching); }
 /* `careful`: None if this is not the time for a launch, or an input is misaligned. */
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
@@ -375,6 +387,10 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     PyObject *result = NULL;
     Handle stream = NULL, now;
     int code;
+    if (launching) {
+        if (careful) Py_RETURN_NONE;
+        return PyErr_Format(PyExc_RuntimeError, "launch() inside of a launch");
+    }
     if (get_context(&now)) return NULL;
     if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
         if (careful) Py_RETURN_NONE;

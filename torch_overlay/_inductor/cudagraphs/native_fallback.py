@@ -254,6 +254,10 @@ class Module:
     def give_back(self) -> int:
         return 0
 
+    def launching(self) -> bool:
+        """Is this thread in the middle of a launch by C?"""
+        return False
+
     def counts(self) -> dict[str, int]:
         with self.lock:
             held = sum(arena.held for arena in self.arenas)

@@ -29,19 +29,22 @@ static void blocks_dealloc(Blocks *self) {
     type->tp_free(self);
     Py_DECREF(type);
 }
-/* (kind, handle, context, label, block, arguments): a block is the driver's struct and what its arguments point to. */
-static int read_node(Node *node, PyObject *item, size_t *size) {
+/* A block is the driver's struct and what its arguments point to. */
+static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size) {
+    static const size_t least[] = {sizeof(KernelParams), 40, 200};
     unsigned long long handle, context;
     const char *label, *block;
     Py_ssize_t length, label_length;
     PyObject *arguments;
     size_t bytes, count, at, i;
-    if (!PyArg_ParseTuple(item, "iKKs#y#O!", &node->kind, &handle, &context, &label, &label_length, &block, &length,
-                          &PyTuple_Type, &arguments)) return -1;
+    if (!is_tuple(item, "node", number)
+        || !PyArg_ParseTuple(item, "iKKs#y#O!;a node is (kind, handle, context, label, block, arguments)", &node->kind,
+                             &handle, &context, &label, &label_length, &block, &length, &PyTuple_Type, &arguments))
+        return -1;
     count = (size_t)PyTuple_GET_SIZE(arguments);
     at = round_up((size_t)length, 64);
     bytes = round_up(at + count * sizeof(void *), 64);
-    if (node->kind < 0 || node->kind > 2 || (!node->kind && (size_t)length < sizeof(KernelParams))) {
+    if (node->kind < 0 || node->kind > 2 || (size_t)length < least[node->kind]) {
         PyErr_SetString(PyExc_ValueError, "not a node that can be patched");
         return -1;
     }
@@ -75,7 +78,10 @@ static int read_words(Blocks *self, PyObject *words, const size_t *size) {
     unsigned long long node, offset, region, delta;
     size_t before = 0;
     for (size_t i = 0; i < self->words; i++) {
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "KKKK", &node, &offset, &region, &delta)) return -1;
+        PyObject *item = PyTuple_GET_ITEM(words, (Py_ssize_t)i);
+        if (!is_tuple(item, "word", (Py_ssize_t)i)
+            || !PyArg_ParseTuple(item, "KKKK;a word is (node, offset, region, delta)", &node, &offset, &region, &delta))
+            return -1;
         if (node >= self->nodes || region >= self->regions || region < before || size[node] < 8
             || offset > size[node] - 8) {
             PyErr_SetString(PyExc_ValueError, "a word lies outside of its node or region, or is out of order");
@@ -118,7 +124,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         goto failed;
     }
     for (i = 0; i < self->nodes; i++)
-        if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), &size[i])) goto failed;
+        if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), (Py_ssize_t)i, &size[i])) goto failed;
     if (read_words(self, words, size)) goto failed;
     PyMem_Free(size);
     return (PyObject *)self;

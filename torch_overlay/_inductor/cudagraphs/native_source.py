@@ -61,6 +61,15 @@ static const char *text_of(int code) {
     return text ? text : "unknown error";
 }
 
+/* PyArg_ParseTuple takes it for granted, and PyObject_Call. */
+static int is_tuple(PyObject *item, const char *what, Py_ssize_t i) {
+    const char *type = Py_TYPE(item)->tp_name;
+    if (PyTuple_Check(item)) return 1;
+    if (i < 0) PyErr_Format(PyExc_TypeError, "%s must be a tuple, not %.100s", what, type);
+    else PyErr_Format(PyExc_TypeError, "%s %zd must be a tuple, not %.100s", what, i, type);
+    return 0;
+}
+
 /* Zeros where what this thread calls next has its stack: Note [Remains on the stack]. */
 static void clear_stack(size_t most) {
     static __thread uintptr_t end;
@@ -136,6 +145,7 @@ static PyMethodDef methods[] = {
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
     {"give_back", py_give_back, METH_NOARGS, "give_back(): scratch memory that stays between launches; bytes"},
     {"kept", py_kept, METH_NOARGS, "kept(): bytes of such memory"},
+    {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"},
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "torch_overlay_relaunch", NULL, -1, methods};

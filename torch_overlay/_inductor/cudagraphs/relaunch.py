@@ -7,7 +7,9 @@ Note [A relaunch]
    static inputs with what they were by one call into torch, and patches them when that fails. A static input that
    keeps moving is a moving one: the closure is made anew.
 3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
-   launches of one executable, and a patch concerns later launches alone.
+   launches of one executable, and a patch concerns later launches alone. Where Python runs in that step, the garbage
+   collector may, too, and a finalizer may call compiled code. A thread that holds such a lock waits for no other
+   (`launching`): regions that are called in a launch run as compiled.
 4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
    freed as soon as that is done: whoever gets the memory next comes later on that stream. A little of it stays:
    Note [Scratch that stays] of `native_call`.
@@ -26,7 +28,7 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 import torch
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.cudagraphs import native_call, pointers
+from torch_overlay._inductor.cudagraphs import native, native_call, pointers
 from torch_overlay._inductor.cudagraphs.layout import (
     Empty,
     Given,
@@ -51,6 +53,18 @@ NOWHERE = 1  # the address of no tensor
 Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
 
 live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
+
+
+class _Thread(threading.local):
+    launching = False
+
+
+_thread = _Thread()
+
+
+def launching() -> bool:
+    """Is this thread in the middle of a launch? Note [A relaunch], 3."""
+    return _thread.launching or native.launching()
 
 
 class Relaunch:
@@ -130,7 +144,7 @@ class Relaunch:
         regions = [self.region[k] for k in moving] + [len(layout.inputs) + k for k in order]
         all_regions = regions + [self.region[k] for k in static]
         static_masks = tuple(self.alignments[k] - 1 for k in static)
-        me, finish = weakref.ref(self), self.outputs()
+        me, finish, thread = weakref.ref(self), self.outputs(), _thread
 
         def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
             """A static input has moved."""
@@ -149,11 +163,15 @@ class Relaunch:
             made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}
             bases = [*given, *made.values()]
             with lock:
-                if not static or same(inputs, addresses, static):
-                    totals[1] += patch(bases, regions)
-                else:
-                    totals[1] += patch_all(inputs, bases)
-                replay()
+                thread.launching = True
+                try:
+                    if not static or same(inputs, addresses, static):
+                        totals[1] += patch(bases, regions)
+                    else:
+                        totals[1] += patch_all(inputs, bases)
+                    replay()
+                finally:
+                    thread.launching = False
                 totals[0] += 1
             result = finish(originals or inputs, [made[k] for k in range(own)], made.get(own))
             counters["torch_overlay"]["cudagraph_relaunches"] += 1

@@ -39,6 +39,7 @@ from torch_overlay._inductor.cudagraphs.allocations import (
     Watch,
 )
 from torch_overlay._inductor.cudagraphs.native_call import Misaligned
+from torch_overlay._inductor.cudagraphs.relaunch import launching
 from torch_overlay._inductor.cudagraphs.template import Refusal
 from torch_overlay._inductor.cudagraphs.verify import Verified
 
@@ -81,7 +82,7 @@ class Runner:
         self.verify = config.cudagraph_verify
         self.kept_scratch = 0 if code.is_training else int(config.cudagraph_kept_scratch_mib * (1 << 20))
         self.states: OrderedDict[Any, State] = OrderedDict()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
         self.keyed: tuple[int, ...] = ()  # positions of what is in a key: numbers, then scalars
         self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
@@ -114,7 +115,7 @@ class Runner:
                     return result
                 return self._slow(key, inputs)
             current, index, is_capturing = self._is_current
-            if current() == index and not is_capturing():
+            if current() == index and not is_capturing() and not launching():
                 try:
                     return relaunch.launch(inputs)
                 except Misaligned:
@@ -165,8 +166,7 @@ class Runner:
             kept = [i for i, k in enumerate(self.keyed) if k not in self.seeds]
             if len(kept) == len(self.keyed) or self.states.get(key) is not state:
                 return
-            self.states.clear()
-            self.states[tuple(key[i] for i in kept)] = state
+            self.states = OrderedDict({tuple(key[i] for i in kept): state})
             self.keyed = tuple(self.keyed[i] for i in kept)
             self.scalars = self.scalars.intersection(self.keyed)
             numbers, scalars = ([k for k in self.keyed if (k in self.scalars) is among] for among in (False, True))
@@ -175,9 +175,10 @@ class Runner:
     def forget(self) -> None:
         """Gives up all graphs; the next call begins anew."""
         with self.lock:
-            self.states.clear()
+            states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = None
             self.captures = 0
+        states.clear()
 
     def _touch(self, key: Any) -> None:
         with self.lock:
@@ -199,8 +200,8 @@ class Runner:
         return 4 * self.bound
 
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
-        if self.device.is_capturing():
-            return self.plain(inputs)  # a part of the caller's graph
+        if self.device.is_capturing() or launching():
+            return self.plain(inputs)  # a part of the caller's graph; or the collector runs a finalizer in a launch
         state = self._state(key)
         if state is not None and not state.refused and keys.LARGE in key:
             self._refuse_host_tensor(state, inputs)
