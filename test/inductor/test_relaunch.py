@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import allocations, capture, keys, native, policy, runner
+from torch_overlay._inductor.cudagraphs import allocations, capture, copies, keys, native, policy, runner
 from torch_overlay._inductor.cudagraphs.allocations import Plan
 from torch_overlay._inductor.cudagraphs.policy import Code
 from torch_overlay._inductor.cudagraphs.runner import Runner
@@ -36,7 +36,7 @@ from torch_overlay.testing import compile_only, simulated_gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import relaunch_driver
-from relaunch_fakes import FakeDevice, Generator, is_tensor, Launcher, NativeLauncher
+from relaunch_fakes import FakeDevice, Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 
 
 def is_region(value):
@@ -707,6 +707,36 @@ def region(args):
         (state,) = run.states.values()
         self.assertNotIn("aten.copy_.default", [str(o[0]) for o in state.relaunch.launcher.operations])
 
+    def test_output_that_is_made_where_an_input_was(self):
+        """It is no input, and the first capture places it."""
+        where = []
+
+        def allocate(*args):
+            made = self.device.empty(*args)
+            return tensor_at(where.pop(), *args) if where and args[0] != (2,) else made
+
+        run = self.runner(
+            """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((2,), (1,), torch.float32)
+    torch.sub(x[:2], x[2:], out=buf0)
+    del x
+    buf1 = empty_strided_cuda((4,), (1,), torch.float32)
+    torch.cat([buf0, buf0], out=buf1)
+    return (buf1,)
+""",
+            empty_strided_cuda=allocate,
+        )
+        for n in range(4):
+            x = torch.randn(4)
+            wanted = torch.cat([x[:2] - x[2:]] * 2)
+            where += [x.data_ptr()] * (not n)
+            self.assertEqual(run([x])[0], wanted)
+        self.assertEqual((where, self.counted("relaunches")), ([], 3))
+        self.assertEqual(len(self.device.random), 2, "two captures: the program, and the proof")
+
     def test_storage_that_nobody_placed_is_copied_out(self):
         """Allocated behind the back of generated code and of operators: here by a function that keeps its name."""
         self.check(
@@ -825,6 +855,15 @@ class TestAlignment(RelaunchTestCase):
             x, w = self.at(skew), self.at(0)
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 4))
+
+    def test_misaligned_input_that_is_read_is_not_written(self):
+        run = self.runner(ADD)
+        for skew in (4, 4, 12, 0):
+            x, w = self.at(skew), self.at(4)
+            versions = x._version, w._version
+            self.assertEqual(run([x, w])[0], x * w + x)
+            self.assertEqual((x._version, w._version), versions)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
 
     def test_misaligned_input_that_is_written(self):
         run = self.runner(
@@ -1298,6 +1337,64 @@ class TestFailures(RelaunchTestCase):
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
             policy.refuse(code, "node-kind", "why")
+
+
+class TestFirstLaunchWithCopies(RelaunchTestCase):
+    """A driver may refuse to make anything of copies to or from the host: the first launch shows it."""
+
+    def run_with(self, error, calls=4):
+        """Calls of a region whose first launch raises the error; what they raised."""
+        self.enterContext(mock.patch.object(copies, "moving", lambda template: [0]))
+        run, raised, errors = self.runner(ADD), [], [error]
+        patch = Launcher.patch
+
+        def failing(launcher, *args):
+            if errors:
+                raise errors.pop()
+            return patch(launcher, *args)
+
+        with mock.patch.object(Launcher, "patch", failing):
+            for _ in range(calls):
+                x, w = torch.randn(4, 4), torch.randn(4, 4)
+                inputs = [x, w]
+                try:
+                    self.assertEqual(run(inputs)[0], x * w + x)
+                except RuntimeError as e:
+                    raised.append(str(e))
+                    self.assertEqual(inputs, [x, w])
+        return raised
+
+    def test_refused_copies(self):
+        self.assertEqual(self.run_with(RuntimeError("no such copy")), [])
+        (refusal,) = policy.refusals()
+        self.assertIn("[host-memory]: its copies to or from the host can't be patched: no such copy", refusal)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
+
+    def test_out_of_memory(self):
+        self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
+        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(self.counted("relaunches"), 2)
+
+    def test_refused_copies_after_out_of_memory(self):
+        """The launch after the one that found no memory is the first."""
+        copies_refused, seen = RuntimeError("no such copy"), []
+
+        def replay(launcher):
+            seen.append(launcher)
+            raise copies_refused
+
+        with mock.patch.object(Launcher, "replay", replay):
+            self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
+        self.assertEqual(([r.reason for r in policy.refused()], len(seen)), (["host-memory"], 1))
+
+    def test_other_regions_raise(self):
+        with mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("broken"))):
+            run = self.runner(ADD)
+            run([torch.randn(4, 4), torch.randn(4, 4)])
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, "broken"):
+                    run([torch.randn(4, 4), torch.randn(4, 4)])
+        self.assertEqual(policy.refusals(), [])
 
 
 class TestFailuresInC(Native, TestFailures):

@@ -130,6 +130,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
             self.assertEqual(run([x, place(3), place(4)])[0], x * 3 + 4)
         self.assertEqual(list(run.states), [()])
         self.assertEqual(self.counted("relaunches"), 4)
+        self.assertEqual(self.to_device, 4, "a launch that looks at no key would leave them on the host")
 
     def test_capture_of_the_callers_copies_nothing(self):
         run = self.region()

@@ -153,6 +153,15 @@ class TestPointers(ProofTest):
         found = Captures(lambda at: [kernel(0, u64(at(0)) + u32(like_a_high_half, 0))]).prove()
         self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
 
+    def test_a_number_beside_the_half_of_a_pointer_is_no_pointer(self):
+        # (number, low half of a pointer) reads as an address in the range, if the low half is like a high half.
+        captured = []
+        for which in ("a", "b"):
+            low = LOW[which]
+            segment = Segment(low + (low >> 32), 4 * KIB, 0)
+            captured.append(CapturedGraph((kernel(0, u32(5) + u64(segment.address)),), (), (segment,), low, low + SPAN))
+        self.assertEqual(words(prove(*captured)), [(0, 0, 4, 0, 0)])
+
     def test_null_pointers_are_constants(self):
         self.assertEqual(words(Captures(lambda at: [kernel(0, u64(0), u64(0, at(0)))]).prove()), [(0, 1, 8, 0, 0)])
 

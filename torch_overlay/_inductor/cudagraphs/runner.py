@@ -212,17 +212,19 @@ class Runner:
         with self.device.guard():
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
-            if not self._is_ready(state, inputs) and not self._capture(key, state, inputs):
+            ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
+            if not ready or (relaunch := state.relaunch) is None:  # None: another thread has given it up
                 inputs[:] = originals
                 return self.plain(inputs)
-            assert state.relaunch is not None
-            untried = has_copies_never_launched(state.relaunch)
+            untried = has_copies_never_launched(relaunch)
             if not clones and not untried:
                 originals.clear()  # or this frame would hold what a launch in stages is to give back
             try:
-                result = state.relaunch.launch(inputs, originals or None)
+                result = relaunch.launch(inputs, originals or None)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError) or not untried:
+                    if untried:
+                        state.relaunch = None  # the next one is the first launch
                     raise
                 state.refused, state.relaunch = True, None
                 policy.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
