@@ -1461,6 +1461,18 @@ class TestPolicy(TestCase):
         self.assertEqual(backward.saved_outputs, frozenset())
         self.assertIn("(x @ w).relu().sin()", forward.source)
 
+    def test_output_that_is_also_saved_is_the_users(self):
+        """Nothing else may keep its memory."""
+
+        def args():
+            return torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda", requires_grad=True)
+
+        (forward, _), _ = self.compiled("relaunch", lambda x, w: (x @ w).exp(), args, backward=True)
+        self.assertEqual(forward.saved_outputs, frozenset([1]), "what is the result and its own derivative is output 0")
+        with torch._inductor.config.patch(graph_partition=False):
+            (forward, _), _ = self.compiled("relaunch", lambda x, w: (x @ w).exp(), args, backward=True)
+        self.assertEqual(forward.saved_outputs, frozenset([1, 2]))
+
     def test_partitions_are_numbered(self):
         def fn(x):
             count = x.sin().nonzero().sum()  # split off

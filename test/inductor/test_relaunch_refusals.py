@@ -98,6 +98,24 @@ class TestOfInductor(RefusalTestCase):
         self.assertIn("all of it is split off: ", policy.refusals()[0])
         self.assertIn("aten.nonzero", policy.refusals()[0])
 
+    def test_all_is_split_off_for_no_known_reason(self):
+        """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
+        cases = {(): "split", ("a collective",): "split", ("stream operation x",): None}
+        cases[("stream operation x", "a collective")] = "split"
+        for reasons, expected in cases.items():
+            compiled = SimpleNamespace(
+                kernel_free_cudagraph=False,
+                device_types={"cuda"},
+                disabled_cudagraphs_reason=None,
+                cudagraph_info=None,
+                partition_maps=[],
+                _overlay_split_off=reasons,
+            )
+            found = policy.why_not(compiled)
+            self.assertEqual(found and found[0], expected)
+            if not reasons:
+                self.assertIn("all of it is split off: Inductor does not say why", found[1])
+
     def test_too_few_kernels(self):
         self.assertEqual(self.compiled(torch.sin, **{"triton.cudagraph_min_partition_size": 2}), [])
         self.assertIn("cudagraph_min_partition_size", policy.refusals()[0])

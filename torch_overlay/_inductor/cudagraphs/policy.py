@@ -187,7 +187,7 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         reasons = compiled._overlay_split_off
         if reasons and all(reason.startswith("stream operation") for reason in reasons):
             return None
-        message = f"all of it is split off: {'; '.join(reasons)}"
+        message = f"all of it is split off: {'; '.join(reasons) or 'Inductor does not say why'}"
         return "split", f"{message}. What stands between such operations in one function would get a graph"
     return "inductor", "Inductor disabled it for this code"
 
