@@ -385,17 +385,36 @@ class TestRefusals(ProofTest):
             with self.subTest(hex(first)):
                 self.assertEqual(words(prove(*captures)), [])
 
+    def test_lower_half_is_no_pointer_to_memory_near_a_range_that_begins_low(self):
+        # No memory lies below 4 GiB, so a word without an upper half is no base pointer with an offset taken off.
+        for upper, expected in ((0, "rubbish"), (1, "outside")):
+            captured = []
+            for n, low in enumerate((1 << 38, (1 << 38) + (4 << 20))):
+                word = (upper << 32) + (8 << 20) + n * (4 << 20)
+                nodes = (kernel(0, bytes(136) + u64(word)),)
+                captured.append(CapturedGraph(nodes, (), (Segment(low, GRANULE, 0),), low, low + GRANULE))
+            try:
+                found = ("rubbish", words(prove(*captured)))
+            except Refusal as refusal:
+                found = (refusal.reason, [])
+            self.assertEqual(found, (expected, []))
+
     def test_small_number_in_one_capture_is_no_pointer_in_the_other(self):
         a, b = self.at_the_start_of_a_tebibyte()
         inside = b.segments[2].address
 
-        def captures(first):
+        def captures(first, second=inside):
             return [
                 dataclasses.replace(g, nodes=(kernel(0, bytes(472) + u64(value)),))
-                for g, value in ((a, first), (b, inside))
+                for g, value in ((a, first), (b, second))
             ]
 
         self.assertEqual(words(prove(*captures(2))), [])
+        self.assertEqual(words(prove(*captures(a.segments[2].address, 2))), [])
+        for second in (0, b.segments[1].address, 1 << 33):
+            with self.subTest(second=second), self.assertRaises(Refusal) as raised:
+                prove(*captures(a.segments[2].address, second))
+            self.assertEqual(raised.exception.reason, "moved")
         for first in (0, a.segments[1].address, 1 << 33):
             with self.subTest(first), self.assertRaises(Refusal) as raised:
                 prove(*captures(first))

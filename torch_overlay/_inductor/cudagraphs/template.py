@@ -381,7 +381,7 @@ class _Scan:
     ) -> None:
         self.a, self.b, self.foreign, self.on_device = a, b, foreign, on_device
         at = {(s.region, s.delta): s.address for s in a.segments}
-        self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at} - {0}
+        self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at}
         self.upper = a.upper_halves()
         self.first = min((s.address for s in a.segments), default=0)
         self.last = max((s.address + s.size for s in a.segments), default=0)
