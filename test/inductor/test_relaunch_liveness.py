@@ -140,6 +140,11 @@ class TestPacking(unittest.TestCase):
         order = chain(*[(4096, n, n + 1) for n in range(20)])
         self.assertEqual(order.pack(range(20))[1], [2 * 4096])
 
+    def test_equal_sizes_are_placed_in_the_order_in_which_they_are_made(self):
+        """Whatever their numbers are: the last one of these would find no place among two others."""
+        order = chain((4096, 0, 1), (4096, 4, 5), (4096, 1, 3), (4096, 2, 4))
+        self.assertEqual(order.pack(range(4))[1], [2 * 4096])
+
     def test_parallel_branches_share_nothing(self):
         lives = [Life(512, 0, 1), Life(512, 1, 2)]
         words = [(1, 0), (2, 1)]

@@ -54,6 +54,37 @@ def faulty_calls(k: Kit, at: int) -> None:
             arm(False)
 
 
+@program(
+    "a finalizer calls compiled code in the middle of a launch, and waits for the lock of that launch", launches=64
+)
+def finalizers_in_a_launch(k: Kit) -> None:
+    """Wherever the collector runs. Torch's replay draws random numbers in Python; no result shows them."""
+    f = k.compile(lambda x: x * (torch.rand_like(x) < 2))
+    x, called = k.randn(64), []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            called.append(f(x))
+
+    for _ in range(4):
+        k.see("before", f(x))
+    before = gc.get_threshold()
+    try:
+        for i in range(64):
+            gc.collect(0)
+            Garbage()
+            gc.set_threshold(1 + i, 1 << 20)
+            k.see("output", f(x))
+            gc.set_threshold(*before)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    k.see("of finalizers", called)
+
+
 @program("an operator raises in the first call", launches=4)
 def exception_at_first(k: Kit) -> None:
     faulty_calls(k, 0)
