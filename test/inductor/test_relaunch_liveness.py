@@ -242,6 +242,14 @@ class TestCuts(unittest.TestCase):
         for (begin, end), less in shared.items():
             self.assertEqual(_Sums(slabs).between(begin, end) - less, _need(slabs, begin, end))
 
+    def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
+        large = [Held(4 * MIB, n, n + 1, slab=True) for n in range(100)]
+        little = [Held(512, n, n, slab=True) for n in range(100)]
+        with mock.patch.object(liveness, "_shared", wraps=_shared) as shared:
+            starts = cuts([*large, *little], 101, 8, MIB)
+        self.assertEqual(shared.call_args.args[0], large)
+        self.assertEqual(starts, cuts(large, 101, 8, MIB))
+
     def test_nothing_to_gain_is_not_cut(self):
         held = [Held(100 * MIB, 0, 50), Held(MIB, 3, 40, slab=True)]
         self.assertEqual(cuts(held, 50, 8, MIB), [0])
