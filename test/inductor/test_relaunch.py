@@ -865,6 +865,28 @@ class TestAlignment(RelaunchTestCase):
             self.assertEqual((x._version, w._version), versions)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
 
+    def test_misaligned_static_input_stays_where_it_is(self):
+        """The region was compiled for it."""
+        source = """
+def region(args):
+    x, w = args
+    args.clear()
+    assert w.data_ptr() % 16 == 4
+    w.add_(x)
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.neg(w, out=buf0)
+    return (buf0,)
+"""
+        run = self.runner(source, static=[1], mutated=[1])
+        w = self.at(4)
+        with mock.patch.object(runner, "clone_flat", side_effect=AssertionError("it is copied")):
+            for _ in range(4):
+                x = torch.randn(4, 4)
+                wanted = w + x
+                self.assertEqual(run([x, w])[0], -wanted)
+                self.assertEqual(w, wanted)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
+
     def test_misaligned_input_that_is_written(self):
         run = self.runner(
             """
@@ -1522,6 +1544,18 @@ class TestPolicy(TestCase):
         trace += '  File "/a/b.py", line 9, in f\n    return x.sin()\n'
         self.assertEqual(policy.source_line(trace), "/a/b.py:9: return x.sin()")
         self.assertEqual(policy.source_line("nothing"), "")
+        inside = [f'  File "{torch.__file__}", line {n}, in f\n    g({n})\n' for n in (3, 9)]
+        self.assertEqual(policy.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
+        self.assertEqual(policy.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
+
+    def test_refusal_is_logged_once(self):
+        policy._refused.clear()
+        counters.clear()
+        with self.assertLogs(policy.log, "WARNING") as logs:
+            for name in ("a", "b", "a"):
+                policy.refuse(Code(name, 0), "kept", "why")
+        self.assertEqual([r.code.name for r in policy.refused()], ["a", "b"])
+        self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 
 
 @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")

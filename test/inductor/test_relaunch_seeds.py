@@ -108,6 +108,21 @@ class TestSeedsOfARegion(RelaunchTestCase):
             self.call(run, place)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 5))
 
+    def test_seeds_that_are_found_late(self):
+        """A launch that looks at no key is over, and the graph stays."""
+        run = self.runner(REGION.replace("x, seed, other, offset, n", "x, seed, offset"), attention=self.add)
+        for _ in range(3):
+            run([torch.randn(4), torch.tensor(3), torch.tensor(4)])
+        (state,) = run.states.values()
+        run._learn_seeds((), state, {1, 2})
+        self.assertIsNone(run.attempt)
+        x = torch.randn(4)
+        self.assertEqual(run([x, host(3), host(4)])[0], x * 3 + 4)
+        self.assertEqual((self.to_device, self.counted("captures"), self.counted("relaunches")), (2, 1, 3))
+
+    def add(self, x, seed, offset, dropout_p, out):
+        torch.add(x * seed, offset, out=out)
+
     def test_refused_backward_runs_with_seeds_of_a_graph(self):
         run = self.region()
         self.device.kept = [512]
