@@ -1,8 +1,13 @@
-"""Keeps Dynamo from tracing our own frames: hooks and what they call also run between a program's compiled parts."""
+"""Keeps Dynamo from tracing our own frames: hooks and what they call also run between a program's compiled parts.
+
+Dynamo compares a code object's file name, as text, with names of folders. That file name is the one by which the module
+was imported, and a folder has as many names as symbolic links lead to it.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import sys
 from typing import TYPE_CHECKING
 
 
@@ -11,14 +16,33 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+def folder_names(package: str) -> list[str]:
+    """The names of a package's folder: those that the package has, where they lead, and those that an import through
+    another entry of sys.path would give it.
+    """
+    own = [*sys.modules[package].__path__, os.path.dirname(__file__)]
+    others = (os.path.join(entry, *package.split(".")) for entry in sys.path)
+    names = [*own, *(name for name in others if _is_one_of(name, own))]
+    names += map(os.path.realpath, list(names))
+    return list(dict.fromkeys(os.path.abspath(name).replace(os.sep, "/") + "/" for name in names))
+
+
+def _is_one_of(name: str, folders: list[str]) -> bool:
+    try:
+        return any(os.path.samefile(name, folder) for folder in folders)
+    except OSError:
+        return False
+
+
 def register(trace_rules: ModuleType) -> Callable[[], None]:
     """Adds this package to the folders that Dynamo skips."""
-    folder = Path(__file__).resolve().parent.as_posix() + "/"
-    trace_rules.SKIP_DIRS.append(folder)
+    names = folder_names(__name__.rpartition(".")[0])
+    trace_rules.SKIP_DIRS.extend(names)
     trace_rules._recompile_re()
 
     def undo() -> None:
-        trace_rules.SKIP_DIRS.remove(folder)
+        for name in names:
+            trace_rules.SKIP_DIRS.remove(name)
         trace_rules._recompile_re()
 
     return undo

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 @functools.cache
 def source_digest() -> str:
     """Digest of every source file of the package: an edited implementation never meets code compiled by another."""
-    root = Path(__file__).resolve().parent
+    root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.suffix in (".py", ".c", ".h", ".json"):

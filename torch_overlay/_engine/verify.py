@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @functools.cache
 def base() -> dict[str, Any]:
     """The release that the overlay was written for, and the SHA-256 of each upstream file that it touches."""
-    return json.loads((Path(__file__).resolve().parent.parent / "base.json").read_text())
+    return json.loads((Path(__file__).parent.parent / "base.json").read_text())
 
 
 def torch_root() -> Path:
