@@ -15,6 +15,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import types
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -25,6 +26,7 @@ import form
 if not form.PATCHED:
     from torch_overlay._engine import verify
     from torch_overlay._engine.install import Installer
+    from torch_overlay._engine.late_import import is_importing
     from torch_overlay.errors import OverlayError, REASONS
     from torch_overlay.seams import fingerprint, Seam
 
@@ -266,6 +268,22 @@ class TestKinds(FakeUpstream):
         installer.disable()
         self.assertIs(holder.plain, upstream.plain)
 
+    def test_variables_of_the_program_itself_stay(self) -> None:
+        """Outside of torch, what a module imported by its name is replaced, as by a patched torch; another is not."""
+        upstream = self.load()
+        plain, method = upstream.plain, upstream.Thing.method
+        program = types.ModuleType("a_program")
+        program.plain, program.saved, program.method, program.kept = plain, plain, method, [method]
+        for name in ("a_program", "__main__"):
+            with self.subTest(name), mock.patch.dict(sys.modules, {name: program}):
+                installer = self.installer(self.seam("plain"), self.seam("Thing.method"))
+                installer.enable()
+                self.assertEqual((program.plain(1), program.saved(1)), (20, 2))
+                hook = program.hook = upstream.plain
+                installer.disable()
+                self.assertEqual((program.plain, program.saved), (plain, plain))
+                self.assertEqual((program.hook, program.method, program.kept), (hook, method, [method]))
+
     def test_replacing_a_class_reaches_those_who_imported_it(self) -> None:
         self.write("torchfake/holder.py", "from torchfake.upstream import Child\n")
         upstream, holder = self.load(), self.load("holder")
@@ -431,11 +449,11 @@ class TestRefusals(FakeUpstream):
             try:
                 self.installer(self.seam("plain")).enable()
             except OverlayError as error:
-                errors.append(error.reason)
+                errors.append((error.reason, error.found.partition("under way ")[2]))
 
         with mock.patch("builtins.enable_now", enable_now, create=True):
             self.load()
-        self.assertEqual(errors, ["torch_is_importing"])
+        self.assertEqual(errors, [("torch_is_importing", "further up the call stack")])
 
     def test_the_error_says_what_where_and_what_to_do(self) -> None:
         error = OverlayError("source_changed", "torch.a:b", "this", "that", "Do something.")
@@ -507,6 +525,58 @@ class TestThreads(FakeUpstream):
             loading.join(10)
         self.assertTrue(installer.enabled)
         self.assertEqual(self.load().plain(1), 20)
+
+    def test_import_that_another_thread_begins_while_we_enable(self) -> None:
+        """After we have waited for those under way, and before our finder stands there."""
+        self.write("torchfake/upstream.py", "import builtins\nbuiltins.pause()\n" + textwrap.dedent(UPSTREAM))
+        entered, go_on = threading.Event(), threading.Event()
+        loading = threading.Thread(target=self.load)
+        waited = Installer._wait_for_imports
+
+        def pause() -> None:
+            entered.set()
+            go_on.wait(10)
+
+        def wait_and_begin(installer: Installer, names) -> None:
+            waited(installer, names)
+            if not entered.is_set():
+                loading.start()
+                entered.wait(10)
+                threading.Timer(0.2, go_on.set).start()
+
+        with mock.patch("builtins.pause", pause, create=True):
+            installer = self.installer(self.seam("plain"))
+            with mock.patch.object(Installer, "_wait_for_imports", wait_and_begin):
+                installer.enable()
+            loading.join(10)
+        self.assertTrue(installer.enabled)
+        self.assertEqual(self.load().plain(1), 20)
+        self.assertEqual(sys.meta_path.count(installer.finder), 1)
+
+    def test_import_in_another_thread_that_waits_for_us(self) -> None:
+        """It is not further up our call stack."""
+        self.write("torchfake/upstream.py", "import torchfake.other\n" + textwrap.dedent(UPSTREAM))
+        self.write("torchfake/other.py", "import builtins\nbuiltins.enable_now()\n")
+        entered, errors = threading.Event(), []
+
+        def enable_now() -> None:
+            """Runs in the import of `other`, for which the other thread's import of `upstream` waits."""
+            loading.start()
+            while not is_importing(sys.modules.get("torchfake.upstream")):
+                entered.wait(0.01)
+            entered.wait(0.2)
+            try:
+                self.installer(self.seam("plain")).enable()
+            except OverlayError as error:
+                errors.append(error)
+
+        loading = threading.Thread(target=self.load)
+        with mock.patch("builtins.enable_now", enable_now, create=True):
+            self.load("other")
+        loading.join(10)
+        self.assertEqual([error.reason for error in errors], ["torch_is_importing"])
+        self.assertNotIn("call stack", str(errors[0]))
+        self.assertIn("in a thread that waits for this one", errors[0].found)
 
 
 @form.overlay_only

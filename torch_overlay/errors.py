@@ -11,7 +11,8 @@ REASONS = {
     "source_changed": "the code of a seam's target is not the code that the seam was written against",
     "missing_holder": "an object that should hold a reference to a seam's target does not",
     "wrapped_over": "another library has replaced one of the overlay's hooks with its own function",
-    "torch_is_importing": "a module that a seam needs is still being imported further up the call stack",
+    "torch_is_importing": "a module that a seam needs is still being imported",
+    "loaded_past": "a module that a seam needs was loaded without the overlay's knowledge",
     "bad_registration": "a registration did not return the callable that undoes it",
 }
 

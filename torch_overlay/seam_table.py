@@ -101,6 +101,17 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 SEAMS: tuple[Seam, ...] = (
+    # ---- overlay form only
+    Seam(
+        target="torch._guards:compile_context",
+        impl="torch_overlay._engine.late_import:compile_context",
+        kind="wrap",
+        patch=None,
+        fingerprint="5e05eac6293261a6",
+        why="Another library's import hook may load modules past the overlay, which installs their seams before the "
+        "next compilation.",
+        ends="the patch series, whose hooks are in the files",
+    ),
     # ---- overlay-core
     Seam(
         target="torch._dynamo.trace_rules:",

@@ -25,7 +25,8 @@ SKIPPED = """
 from torch._dynamo import trace_rules
 
 def traced():
-    ours = [(name, vars(m).get("__file__")) for name, m in list(sys.modules.items()) if name.startswith("torch_overlay")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch_overlay")]
+    ours = [(module.__name__, vars(module).get("__file__")) for module in modules]
     assert len(ours) > 40, ours
     return [(name, file) for name, file in ours if file and not trace_rules.check_file(file).skipped]
 """

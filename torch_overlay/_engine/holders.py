@@ -19,6 +19,8 @@ from torch_overlay.errors import OverlayError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch_overlay.seams import Seam
+
 STEP = re.compile(r"\.(\w+)|\[([^\]]+)\]")
 
 
@@ -72,16 +74,24 @@ def check_holder(path: str, target: str, expected: Any) -> Holder | None:
     return holder
 
 
-def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """In the namespaces of all loaded modules, replaces each object by its successor; `pairs` are (old, successor)."""
-    successors = {id(old): (old, new) for old, new in pairs}
+def rebind(triples: Iterable[tuple[Any, Any, Seam]]) -> None:
+    """In the namespaces of loaded modules, replaces each object by its successor; `triples` are (old, successor, seam).
+
+    Torch's own modules, and ours, get it under every name. Elsewhere a variable of the object's own name was imported
+    by that name; one of another name is the program's own, and stays.
+    """
+    successors = {id(old): (old, new, seam) for old, new, seam in triples}
     if not successors:
         return
-    for module in list(sys.modules.values()):
+    own = {seam.module.partition(".")[0] for _, _, seam in successors.values()} | {__name__.partition(".")[0]}
+    for module_name, module in list(sys.modules.items()):
         namespace = getattr(module, "__dict__", None)
         # The test on the whole namespace runs in C: it takes a few milliseconds for a few thousand modules.
         if not isinstance(namespace, dict) or successors.keys().isdisjoint(map(id, list(namespace.values()))):
             continue
+        is_own = module_name.partition(".")[0] in own
         for name, value in list(namespace.items()):
             if id(value) in successors:
-                namespace[name] = successors[id(value)][1]
+                _, new, seam = successors[id(value)]
+                if is_own or name == seam.qualname.rpartition(".")[2]:
+                    namespace[name] = new

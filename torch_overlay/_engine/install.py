@@ -7,6 +7,7 @@ Lifecycle, all under one lock:
                3. build the hooks
                4. change: owners first, then those who hold the originals by value, then registrations
     import of a module that has seams: steps 2 to 4 for that module              (late_import.py)
+    compilation: the same for modules that were loaded past our finder           (before_compilation)
     disable()  the changes in reverse, after checking that every hook is still where it was put
 
 An error in steps 1 to 3 leaves everything as it was; one in step 4 is rolled back. Invariants:
@@ -14,11 +15,13 @@ An error in steps 1 to 3 leaves everything as it was; one in step 4 is rolled ba
     1. The first original wins: a hook wraps what the owner's __dict__ held when the overlay was enabled.
     2. Nothing of ours is imported while the lock is held: another thread that holds the import lock of such a
        module may be waiting for ours.
-    3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now.
+    3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now. One that
+       was loaded past our finder gets them before anything is compiled, or the overlay is disabled with an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -32,7 +35,7 @@ from torch_overlay.hooks import registered_by, resolve, wrapped_by
 
 from . import verify
 from .holders import check_holder, Holder, rebind
-from .late_import import is_importing, LateImportFinder
+from .late_import import is_importing, is_running_here, LateImportFinder
 
 
 if TYPE_CHECKING:
@@ -71,6 +74,8 @@ class Installer:
         self.get_seams = seams
         self.lock = threading.RLock()
         self.changes: dict[str, Change] = {}
+        # Modules that have their seams, each with the spec by which it was loaded: a reload gives it another.
+        self.seamed: dict[str, tuple[ModuleType, Any]] = {}
         self.finder: LateImportFinder | None = None
         self.edited_files: list[str] = []
         self.off_because = "enable() has not been called"
@@ -114,23 +119,76 @@ class Installer:
         for seam in seams:
             if seam.kind != "wrap" and seam.module in sys.modules:
                 resolve(seam.impl)
+        while not self._install_loaded(names, seams):
+            pass  # a module that we had not waited for
+        self.edited_files = edited
+
+    def _install_loaded(self, names: set[str], seams: Sequence[Seam]) -> bool:
+        """Installs the seams of the modules that are loaded, and sees to the others'; False, and nothing is changed, if
+        another thread has begun to import one of them meanwhile."""
         self._wait_for_imports(names)
         with self.lock:
             if self.enabled:
-                return
+                return True
             finder = LateImportFinder(names, self._module_loaded)
-            sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+            finder.stand_first()
             try:
                 loaded = {name for name in names if name in sys.modules and not finder.will_report(name)}
-                for name in loaded:
-                    if is_importing(sys.modules[name]):
-                        raise importing(name)
-                self._install([seam for seam in seams if seam.module in loaded])
-            except BaseException:
-                sys.meta_path.remove(finder)  # type: ignore[arg-type]
-                raise
-            self.finder = finder
-            self.edited_files = edited
+                if done := not any(is_importing(sys.modules.get(name)) for name in loaded):
+                    self._install([seam for seam in seams if seam.module in loaded])
+                    self.finder = finder
+            finally:
+                if self.finder is not finder:
+                    finder.leave()
+            return done
+
+    def before_compilation(self, is_inner: bool = False) -> None:
+        """A module may have been loaded by a finder that stands before ours, or by none: installs its seams. In the
+        middle of another compilation, part of which ran without them, that is too late."""
+        finder = self.finder
+        if finder is None:
+            return
+        finder.stand_first()
+        missed = self.missed()
+        if not missed:
+            return
+        if is_inner:
+            error = loaded_past(missed)
+            self.disable(because=str(error))
+            raise error
+        self._wait_for_imports(missed)
+        seams = [seam for seam in self.get_seams() if seam.module in missed]
+        for seam in seams:
+            if seam.kind != "wrap":
+                resolve(seam.impl)
+        with self.lock:
+            if self.finder is not finder:
+                return
+            missed = self.missed()
+            self._install_or_disable([seam for seam in seams if seam.module in missed], "loaded past torch_overlay")
+        log.warning(
+            "torch_overlay: an import hook loaded %s past the overlay, which noticed at this compilation and has "
+            "installed what belongs there. What was compiled before keeps upstream's behaviour until "
+            "torch._dynamo.reset() is called. Install other import hooks before torch_overlay is imported.",
+            ", ".join(sorted(missed)),
+        )
+
+    def missed(self) -> set[str]:
+        """Modules that are loaded, should have seams, and don't: nobody has told us of them, nor will."""
+        finder = self.finder
+        if finder is None:
+            return set()
+        loaded = {name: m for name in finder.names if (m := sys.modules.get(name)) and not finder.will_report(name)}
+        missed = {name for name, module in loaded.items() if not self._is_seamed(name, module)}
+        for change in list(self.changes.values()):
+            module = loaded.get(change.seam.module)
+            if module is not None and verify.is_unhooked(change.seam, module):
+                missed.add(change.seam.module)
+        return missed
+
+    def _is_seamed(self, name: str, module: ModuleType) -> bool:
+        seamed, spec = self.seamed.get(name, (None, None))
+        return seamed is module and spec is getattr(module, "__spec__", None)
 
     def disable(self, because: str = "disable() was called") -> None:
         """Removes every seam. Does nothing if the overlay is not enabled."""
@@ -138,12 +196,15 @@ class Installer:
             finder = self.finder
             if finder is None:
                 return
+            for name in self.missed():
+                self._forget(name)
             changes = list(self.changes.values())
             for change in changes:
                 self._check_in_place(change)
             self._remove(changes)
-            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+            finder.leave()
             self.finder = None
+            self.seamed.clear()
             self.off_because = because
         self._say_what_is_compiled("was disabled", "keeps the overlay's behaviour")
 
@@ -151,9 +212,11 @@ class Installer:
         """Another thread may be in the middle of importing a module that our finder would have had to find."""
         for name in names:
             if is_importing(sys.modules.get(name)):
-                importlib.import_module(name)
-                if is_importing(sys.modules.get(name)):
-                    raise importing(name)
+                with contextlib.suppress(Exception):  # it fails there, too; or that thread waits for this one
+                    importlib.import_module(name)
+                module = sys.modules.get(name)
+                if module is not None and is_importing(module):
+                    raise importing(name, module)
 
     def _module_loaded(self, module: ModuleType) -> None:
         """A module that has seams was just imported."""
@@ -164,25 +227,35 @@ class Installer:
         with self.lock:
             if not self.enabled:
                 return
-            self._forget(module.__name__)
-            try:
-                self._install(seams)
-            except OverlayError as error:
-                self.disable(because=f"{module.__name__} was imported: {error}")
-                raise
+            self._install_or_disable(seams, "imported")
+
+    def _install_or_disable(self, seams: Sequence[Seam], event: str) -> None:
+        """For modules that came after enable(): if one can't have its seams, none has."""
+        names = {seam.module for seam in seams}
+        for name in names:
+            self._forget(name)
+        try:
+            self._install(seams)
+        except OverlayError as error:
+            self.disable(because=f"{', '.join(sorted(names))} was {event}: {error}")
+            raise
 
     def _forget(self, module_name: str) -> None:
         """Drops the changes of a module that is loaded again: the objects they were made to are gone."""
         for target in [target for target, change in self.changes.items() if change.seam.module == module_name]:
             del self.changes[target]
+        self.seamed.pop(module_name, None)
 
     def _install(self, seams: Sequence[Seam]) -> None:
+        modules = {seam.module: sys.modules[seam.module] for seam in seams}
+        for module in modules.values():
+            verify.check_origin(module)
         changes = [self._prepare(seam) for seam in seams]
         try:
             for change in changes:
                 if change.place is not None:
                     setattr(change.place.owner, change.place.name, change.raw_hook)
-            rebind((c.place.original, c.hook) for c in changes if c.place is not None and c.is_global)
+            rebind((c.place.original, c.hook, c.seam) for c in changes if c.place is not None and c.is_global)
             for change in changes:
                 for holder in change.holders:
                     holder.set(change.hook)
@@ -193,6 +266,7 @@ class Installer:
             self._remove(changes)
             raise
         self.changes.update({change.seam.target: change for change in changes})
+        self.seamed.update({name: (module, getattr(module, "__spec__", None)) for name, module in modules.items()})
 
     def _prepare(self, seam: Seam) -> Change:
         """Verifies a seam in memory and builds its hook; changes nothing."""
@@ -238,7 +312,7 @@ class Installer:
             if change.place is not None:
                 setattr(change.place.owner, change.place.name, change.place.raw)
             self.changes.pop(change.seam.target, None)
-        rebind((c.hook, c.place.original) for c in changes if c.place is not None)
+        rebind((c.hook, c.place.original, c.seam) for c in changes if c.place is not None)
 
     def _say_what_is_compiled(self, event: str, effect: str) -> None:
         convert_frame = sys.modules.get("torch._dynamo.convert_frame")
@@ -253,11 +327,23 @@ class Installer:
             )
 
 
-def importing(name: str) -> OverlayError:
+def loaded_past(names: Iterable[str]) -> OverlayError:
+    return OverlayError(
+        "loaded_past",
+        ", ".join(sorted(names)),
+        "a module that is loaded through torch_overlay's finder",
+        "one that an import hook loaded past it, in the middle of a compilation",
+        "Install other import hooks before torch_overlay is imported. torch_overlay is disabled; after "
+        "torch_overlay.enable() and torch._dynamo.reset() everything is compiled with it.",
+    )
+
+
+def importing(name: str, module: ModuleType) -> OverlayError:
+    where = "further up the call stack" if is_running_here(module) else "in a thread that waits for this one"
     return OverlayError(
         "torch_is_importing",
         name,
         "a module that is loaded or not loaded",
-        "one whose import is under way further up the call stack",
+        f"one whose import is under way {where}",
         "Import torch before torch_overlay, outside of modules that torch itself imports.",
     )

@@ -4,12 +4,18 @@
 program may never compile anything. The finder below stands first in sys.meta_path. For a module that has seams it
 asks the other finders for the module's spec and lets the spec's own loader do the work; right after the module's code
 has run, and before anybody else sees the module, the seams are installed.
+
+Other libraries watch imports, too. They put finders before ours, ask all finders again from within their own, wrap
+loaders, or load a module themselves. The finder tells of each execution of a module's code that it has found once,
+whoever asks; what comes without it is noticed before the next compilation (`compile_context`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -26,39 +32,84 @@ class LateImportFinder:
         self.loaded = loaded
         # Modules whose import will end in a call of `loaded`, because this finder has found them.
         self.found: set[str] = set()
+        self._asking = threading.local()
+
+    def stand_first(self) -> None:
+        """Goes to the front of sys.meta_path. The others keep their order, in one step: a thread that walks the list
+        meanwhile skips none of them."""
+        if not sys.meta_path or sys.meta_path[0] is not self:
+            sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]  # type: ignore[list-item]
+
+    def leave(self) -> None:
+        with contextlib.suppress(ValueError):  # somebody has put another list there
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.names:
+        asking = self._asking.__dict__.setdefault("names", set())
+        if fullname not in self.names or fullname in asking:
+            return None  # asked again by a finder that we ask: what it returns is reported
+        asking.add(fullname)
+        try:
+            for finder in list(sys.meta_path):
+                if finder is self or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    self.notify_after(spec)
+                    return spec
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                self.notify_after(spec)
-                return spec
-        return None
+        finally:
+            asking.discard(fullname)
 
     def notify_after(self, spec: ModuleSpec) -> None:
         """Makes the spec's loader call us once. The loader stays the genuine one: its class, and what it answers
         to inspect.getsource, are upstream's."""
-        loader = spec.loader
-        if loader is None:
-            return
-        genuine = loader.exec_module
+        loader: Any = spec.loader
+        genuine = getattr(loader, "exec_module", None)
+        own = getattr(loader, "__dict__", None)
+        if genuine is None or own is None or isinstance(loader, type):
+            return  # a loader that takes no attributes, or that is everybody's
+        if getattr(genuine, "reports_to", None) is self:
+            return  # found before, and not used since
+        before = {name: value for name, value in own.items() if name == "exec_module"}
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            genuine(module)
-            self.loaded(module)
+            del own["exec_module"]
+            own.update(before)
+            try:
+                genuine(module)
+                self.loaded(module)
+            finally:
+                self.found.discard(module.__name__)
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        exec_module.reports_to = self  # type: ignore[attr-defined]
+        own["exec_module"] = exec_module
         self.found.add(spec.name)
 
     def will_report(self, name: str) -> bool:
         return name in self.found
+
+
+def compile_context(original: Callable[..., Any], context: Any) -> Any:
+    """Seam of torch._guards.compile_context, in which everything is compiled; torch itself loads that module."""
+    from torch._guards import CompileContext
+
+    import torch_overlay
+
+    torch_overlay._installer.before_compilation(is_inner=CompileContext.try_get() is not None)
+    return original(context)
+
+
+def is_running_here(module: ModuleType) -> bool:
+    """Is the module's code running further up this thread's call stack?"""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_importing(module: ModuleType | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -35,7 +36,8 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class SeamState:
-    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, or "off"."""
+    """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", or "missed": its
+    module was loaded past the overlay, which installs it at the next compilation."""
 
     seam: Seam
     state: str
@@ -83,7 +85,9 @@ def installed_version(package: str) -> str:
         return "none"
 
 
-def seam_state(installer: Installer, seam: Seam) -> str:
+def seam_state(installer: Installer, seam: Seam, missed: set[str]) -> str:
+    if seam.module in missed:
+        return "missed"
     if seam.target in installer.changes:
         return "installed"
     return "waiting" if installer.enabled else "off"
@@ -114,11 +118,14 @@ def feature(installer: Installer, name: str) -> Feature:
 def make_status(installer: Installer) -> Status:
     base = verify.base()
     seams = installer.get_seams()
-    states = tuple(SeamState(seam, seam_state(installer, seam)) for seam in seams)
-    waiting = sum(state.state == "waiting" for state in states)
+    missed = installer.missed()
+    states = tuple(SeamState(seam, seam_state(installer, seam, missed)) for seam in seams)
+    count = Counter(state.state for state in states)
     why = installer.off_because
     if installer.enabled:
-        why = f"{len(states) - waiting} seams installed, {waiting} waiting for their module to be imported"
+        why = f"{count['installed']} seams installed, {count['waiting']} waiting for their module to be imported"
+    if missed:
+        why += f", {count['missed']} missed: an import hook loaded their modules past the overlay"
     return Status(
         enabled=installer.enabled,
         why=why,

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import CodeType
@@ -121,6 +122,20 @@ def missing(seam: Seam, expected: str, found: str) -> OverlayError:
     return OverlayError("missing_target", seam.target, expected, found, f"Reinstall torch=={base()['torch']}.")
 
 
+def check_origin(module: ModuleType) -> None:
+    """A module was loaded from the file that was checked, whoever loaded it."""
+    expected, found = module_file(torch_root(), module.__name__), getattr(module, "__file__", None)
+    if found is None or not os.path.exists(found) or not os.path.samefile(expected, found):
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        raise OverlayError(
+            "source_changed",
+            module.__name__,
+            f"a module loaded from {expected}",
+            f"one from {found}, by {type(loader).__name__}",
+            "Another library's import hook loads it from elsewhere: leave that library out.",
+        )
+
+
 class Place(NamedTuple):
     """Where a seam's target lives: the owner's __dict__ has `raw` under `name`; `original` is `raw` less descriptor."""
 
@@ -186,6 +201,20 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
             "Another library replaced it in memory: import torch_overlay before that library, or leave one out.",
         )
     return place
+
+
+def is_unhooked(seam: Seam, module: ModuleType) -> bool:
+    """Has the module's code run again since the seam was installed? Somebody's own function around the hook is fine."""
+    owner: Any = module
+    *path, name = seam.qualname.split(".")
+    for part in path:
+        owner = vars(owner).get(part)
+        if not isinstance(owner, type):
+            return False
+    current = unwrap_descriptor(vars(owner).get(name))
+    if seam.kind != "wrap" or "__overlay__" in getattr(current, "__dict__", {}):
+        return False
+    return is_upstreams_own(current, seam, module)
 
 
 def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
