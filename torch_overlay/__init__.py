@@ -4,7 +4,7 @@
 
 before `torch.compile` is all it takes: the import enables the overlay. `disable()` gives stock PyTorch back, `status()`
 says what is installed and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and
-installs nothing.
+installs nothing; a variable of an option (`config`) that is not understood is a ValueError.
 
 Note [What the import does]
 It verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or none; a
@@ -22,6 +22,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._engine import late_import
 from torch_overlay._engine.install import Installer
+from torch_overlay._options import switched_on
 from torch_overlay.errors import OverlayError
 from torch_overlay.version import __version__
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from torch_overlay.seams import Seam
 
 __all__ = ["OverlayError", "__version__", "config", "disable", "enable", "status"]
+
+
+DISABLE = "TORCH_OVERLAY_DISABLE"
 
 
 def _seams() -> Sequence[Seam]:
@@ -47,9 +51,13 @@ _installer: Installer = globals().get("_installer") or Installer(_seams)
 
 def enable() -> None:
     """Installs every seam, or raises an OverlayError and installs none. Does nothing if they are installed."""
-    if os.environ.get("TORCH_OVERLAY_DISABLE") == "1":
-        _installer.off_because = "TORCH_OVERLAY_DISABLE=1 is set in the environment"
-        return
+    try:
+        if switched_on(DISABLE):
+            _installer.off_because = f"{DISABLE}={os.environ[DISABLE]} is set in the environment"
+            return
+    except ValueError as error:
+        _installer.off_because = f"enable() failed: {error}"
+        raise
     _installer.enable()
 
 

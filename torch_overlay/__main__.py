@@ -67,10 +67,10 @@ def main(argv: list[str]) -> int:
     if command not in ("status", *COMMANDS):
         print(__doc__)
         return 0 if command in ("help", "--help", "-h") else 2
-    refused: OverlayError | None = None
+    refused: OverlayError | ValueError | None = None
     try:
         torch_overlay.enable()
-    except OverlayError as error:
+    except (OverlayError, ValueError) as error:
         refused = error
     if command == "status":
         print_status(torch_overlay.status())

@@ -4,23 +4,25 @@
     with torch_overlay.config.patch(streams=False): ...
 
 An option is read when a function is compiled; what is compiled already stays as it is. As everywhere in PyTorch's
-configuration, an assignment holds in the thread that makes it, and an environment variable changes the default.
+configuration, an assignment holds in the thread that makes it, and an environment variable changes the default: that of
+`streams` is TORCH_OVERLAY_STREAMS, and so on. What an option doesn't take is an error where it is set (`_options`).
 """
 
-import os
 import sys
 from typing import Any, TYPE_CHECKING
 
-from torch.utils._config_module import Config, install_config_module
+from torch.utils._config_module import install_config_module
+
+from torch_overlay import _options
 
 
 # User streams and events go through the compiler. False gives upstream's handling of them back.
-streams: bool = Config(default=True, env_name_default="TORCH_OVERLAY_STREAMS")
+streams: bool = True
 
 # Events of generated code are recorded and waited on by a small C class, built by the compiler that Triton uses.
 # False takes the Python class of the same behaviour, for example for torch.cuda._sanitizer, which can't see the
 # driver's calls.
-native_events: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_EVENTS")
+native_events: bool = True
 
 # A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,
 # costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. A region in which
@@ -34,20 +36,20 @@ fold_branches_below_us: float = 5.0
 # fit; with "strict": False a warning, and no offload. "auto": what the device has free when the function is compiled.
 # To cut a process's peak P, of which B is held between steps, by 40 %: 0.6 P - B. The environment variable takes "auto"
 # or a number of gigabytes.
-activation_offload: Any = os.environ.get("TORCH_OVERLAY_ACTIVATION_OFFLOAD")
+activation_offload: Any = None
 
 # How compiled code that asks for CUDA graphs (`mode="reduce-overhead"`, `triton.cudagraphs`) gets them: "relaunch", one
 # graph for a region that is pointed at other memory for each call; "trees", PyTorch's own; "off", none.
-cudagraphs: str = Config(default="relaunch", env_name_default="TORCH_OVERLAY_CUDAGRAPHS")
+cudagraphs: str = "relaunch"
 
 # A region keeps as many graphs for different sizes; the one that was used least recently goes.
 cudagraph_templates: int = 64
 
 # Every relaunch is compared with the compiled code, run on copies of the inputs. Slow; for tests and bug reports.
-cudagraph_verify: bool = Config(default=False, env_name_default="TORCH_OVERLAY_CUDAGRAPH_VERIFY")
+cudagraph_verify: bool = False
 
 # In inference, neighbours in a graph that are known to be independent run side by side, where the device has room.
-cudagraph_concurrency: bool = Config(default=True, env_name_default="TORCH_OVERLAY_CUDAGRAPH_CONCURRENCY")
+cudagraph_concurrency: bool = True
 
 # Inference graphs leave this much scratch memory allocated on a device between their launches, in MiB, for each other,
 # since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
@@ -55,7 +57,7 @@ cudagraph_kept_scratch_mib: float = 64
 
 # Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python
 # of the same behaviour.
-native_relaunch: bool = Config(default=True, env_name_default="TORCH_OVERLAY_NATIVE_RELAUNCH")
+native_relaunch: bool = True
 
 # These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. Two decide
 # about code that asks for CUDA graphs, too: `_inductor.cache_key` adds them for that.
@@ -67,3 +69,4 @@ if TYPE_CHECKING:
 
 
 install_config_module(sys.modules[__name__])
+_options.install(sys.modules[__name__])

@@ -113,6 +113,8 @@ class Installer:
         import torch  # noqa: F401
 
         verify.check_version(root)
+        import torch_overlay.config  # noqa: F401  (refuses variables in the environment that no option takes)
+
         seams = self.get_seams()
         names = {seam.module for seam in seams}
         edited = verify.check_files(root, seams)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._options import variable
 from torch_overlay.version import __version__
 
 from . import verify
@@ -105,8 +105,8 @@ def feature(installer: Installer, name: str) -> Feature:
     unset = _config_module._UNSET_SENTINEL
     if entry.user_override.get() is not unset:
         why = f"torch_overlay.config.{name} was assigned"
-    elif entry.env_value_default is not unset or f"TORCH_OVERLAY_{name.upper()}" in os.environ:
-        why = f"TORCH_OVERLAY_{name.upper()} is set in the environment"
+    elif entry.env_value_default is not unset:
+        why = f"{variable(name)} is set in the environment"
     else:
         why = "default"
     value = getattr(config, name)

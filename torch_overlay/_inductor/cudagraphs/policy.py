@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MODES = ("relaunch", "trees", "off")
-
 
 @dataclass(frozen=True)
 class Code:
@@ -115,8 +113,6 @@ _compiling = _Compiling()
 def chosen_mode(device_box: Any) -> str:
     """The box for the device is made once for a forward and its backward: it also carries the choice."""
     mode = getattr(device_box, "overlay_cudagraphs", None) or config.cudagraphs
-    if mode not in MODES:
-        raise ValueError(f"torch_overlay.config.cudagraphs is {mode!r}; it must be one of {', '.join(MODES)}")
     if device_box is not None:
         device_box.overlay_cudagraphs = mode
     return mode

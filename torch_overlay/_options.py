@@ -1,0 +1,138 @@
+"""Checks options of `torch_overlay.config` where they are set: at an assignment, and at the import for environment
+variables, not deep inside of a compilation.
+
+Upstream's configuration takes any value, and of a variable it reads "0" and "1" alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+MODES = ("relaunch", "trees", "off")
+ON, OFF = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
+SPELLINGS = "1, true, yes or on, or 0, false, no or off"
+
+
+class Option(NamedTuple):
+    """`takes` says in words what `accepts` tests; `read` makes a value of a variable's text, or raises ValueError."""
+
+    takes: str
+    accepts: Callable[[Any], bool]
+    read: Callable[[str], Any]
+    spellings: str = ""
+
+
+def read_switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ON + OFF:
+        raise ValueError(text)
+    return word in ON
+
+
+def _is_number(value: Any, most: float) -> bool:
+    return type(value) is not bool and isinstance(value, (int, float)) and 0 <= value <= most  # NaN compares as False
+
+
+def _is_offload(value: Any) -> bool:
+    from torch_overlay._functorch.offload_config import parse
+
+    parse(value)  # says itself what it takes
+    return True
+
+
+SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch, SPELLINGS)
+OPTIONS: Mapping[str, Option] = {
+    "streams": SWITCH,
+    "native_events": SWITCH,
+    "fold_branches_below_us": Option(
+        "a number of microseconds, not negative", lambda v: _is_number(v, math.inf), float
+    ),
+    "activation_offload": Option(
+        'None, "auto" or a dict', _is_offload, str.lower, "auto, none, or a number of gigabytes of 10^9 bytes"
+    ),
+    "cudagraphs": Option('"relaunch", "trees" or "off"', lambda v: type(v) is str and v in MODES, str.lower),
+    "cudagraph_templates": Option(
+        "an int, not negative", lambda v: type(v) is not bool and isinstance(v, int) and v >= 0, int
+    ),
+    "cudagraph_verify": SWITCH,
+    "cudagraph_concurrency": SWITCH,
+    "cudagraph_kept_scratch_mib": Option("a number of MiB, from 0 to 8e12", lambda v: _is_number(v, 8e12), float),
+    "native_relaunch": SWITCH,
+}
+
+
+def check(name: str, value: Any) -> None:
+    """Raises ValueError if the option doesn't take the value. Names that are no options are upstream's to refuse."""
+    option = OPTIONS.get(name)
+    if option is not None and not option.accepts(value):
+        raise ValueError(f"torch_overlay.config.{name} takes {option.takes}; it was set to {value!r:.200}")
+
+
+def check_all(changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        check(name, value)
+
+
+def variable(name: str) -> str:
+    return f"TORCH_OVERLAY_{name.upper()}"
+
+
+def switched_on(variable: str) -> bool:
+    """An environment variable that is a switch; off if it is not set, or empty."""
+    text = os.environ.get(variable, "").strip()
+    try:
+        return bool(text) and read_switch(text)
+    except ValueError:
+        raise ValueError(f"{variable} is {text!r} in the environment; it takes {SPELLINGS}") from None
+
+
+def from_environment() -> dict[str, Any]:
+    """The values of the options whose variables are set, and not empty."""
+    found = {}
+    for name, option in OPTIONS.items():
+        text = os.environ.get(variable(name), "").strip()
+        if text:
+            try:
+                found[name] = option.read(text)
+                check(name, found[name])
+            except ValueError:
+                takes = option.spellings or option.takes
+                raise ValueError(f"{variable(name)} is {text!r} in the environment; it takes {takes}") from None
+    return found
+
+
+def install(config: ModuleType) -> None:
+    """Makes the configuration module one that checks what it is given, all of it before any of it is set."""
+    for name, value in from_environment().items():
+        config._config[name].env_value_default = value
+
+    class Checked(type(config)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: object) -> None:
+            check(name, value)
+            super().__setattr__(name, value)
+
+        def patch(self, *args: Any, **kwargs: Any) -> Any:
+            patch = super().patch(*args, **kwargs)
+            patch.changes = dict(patch.changes)
+            check_all(patch.changes)
+            return patch
+
+        def _make_closure_patcher(self, **changes: Any) -> Any:
+            check_all(changes)
+            return super()._make_closure_patcher(**changes)
+
+        def load_config(self, maybe_pickled_config: Any) -> None:
+            saved = maybe_pickled_config
+            values = saved if isinstance(saved, dict) else pickle.loads(saved)
+            check_all(values)
+            super().load_config(values)
+
+    object.__setattr__(config, "__class__", Checked)
