@@ -24,6 +24,7 @@ import form
 
 
 if not form.PATCHED:
+    from torch_overlay.__main__ import COMMANDS
     from torch_overlay._engine import verify
     from torch_overlay._engine.install import Installer
     from torch_overlay._engine.late_import import is_importing
@@ -837,6 +838,13 @@ class TestCommandLine(unittest.TestCase):
     def test_help_and_unknown_commands(self) -> None:
         self.assertIn("explain", self.command("--help").stdout)
         self.assertEqual(self.command("nonsense").returncode, 2)
+
+    def test_without_docstrings(self) -> None:
+        command = [sys.executable, "-OO", "-m", "torch_overlay"]
+        result = subprocess.run(command, cwd=form.ROOT, capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        for name in ("status", *COMMANDS):
+            self.assertIn(f"\n    {name} ", result.stdout)
 
 
 if __name__ == "__main__":

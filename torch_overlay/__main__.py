@@ -1,10 +1,4 @@
-"""python -m torch_overlay status | explain | check | timeline | demo
-
-    status                   what is installed, where, and why or why not
-    explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
-    check FILE:FUNCTION      runs what is generated on a simulated device, and looks for races (`check --help`)
-    timeline FILE[:FUNCTION] what runs when, on which stream: as a picture, or for Perfetto (`timeline --help`)
-    demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)
+"""The command line: status, and the tools of other modules.
 
 A PyTorch that the overlay refuses is no reason for a traceback here: `status` shows what was refused and why.
 """
@@ -28,6 +22,14 @@ COMMANDS = {
     "timeline": "torch_overlay._timeline",
     "demo": "torch_overlay._demo",
 }
+USAGE = """\
+python -m torch_overlay status | explain | check | timeline | demo
+
+    status                   what is installed, where, and why or why not
+    explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
+    check FILE:FUNCTION      runs what is generated on a simulated device, and looks for races (`check --help`)
+    timeline FILE[:FUNCTION] what runs when, on which stream: as a picture, or for Perfetto (`timeline --help`)
+    demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)"""
 
 
 def print_status(status: Status) -> None:
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> int:
     """Dispatches the subcommands; returns the exit status."""
     command, arguments = (argv[0], argv[1:]) if argv else ("help", [])
     if command not in ("status", *COMMANDS):
-        print(__doc__)
+        print(USAGE)
         return 0 if command in ("help", "--help", "-h") else 2
     refused: OverlayError | ValueError | None = None
     try:

@@ -106,12 +106,17 @@ class TestProfile(TestCase):
         self.ask(measure, "a")
         (file,) = self.files()
         good = json.loads(file.read_text())
-        for text in ("", "[]", "{}", json.dumps({**good, "measured": {"a": -1}}), json.dumps({**good, "about": {}})):
-            file.write_text(text)
+        deep = "[" * 100_000 + "]" * 100_000
+        for text in (
+            *("", "[]", "{}", deep, json.dumps(good).replace("1.5", deep), "\xff", "[" + "9" * 5000 + "]"),
+            *(json.dumps({**good, "measured": {"a": a}}) for a in (-1, 0, 10**400, float("inf"), True, "1.5", None)),
+            *(json.dumps({**good, "about": {}}), json.dumps({**good, "measured": [1.5]})),
+        ):
+            file.write_text(text, encoding="latin-1")
             measure.asked.clear()
             self.assertEqual(self.ask(measure, "a"), {"a": 1.5})
             self.assertEqual(measure.asked, [["a"]])
-        self.assertEqual(self.ask(Counted(z=float("nan")), "z"), {})
+        self.assertEqual(self.ask(Counted(z=float("nan"), y=10**400), "z", "y"), {})
 
     def test_folder_that_can_not_be_written_costs_the_memory_of_others_alone(self) -> None:
         (Path(self.folder) / device_profile.FOLDER).write_text("in the way")

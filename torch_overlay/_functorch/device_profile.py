@@ -18,8 +18,8 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -113,7 +113,7 @@ class Profile:
                 self.known |= {k: float(v) for k, v in found["measured"].items() if _is_time(v)}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             log.info("the profile %s is not read: %s", self.path, error)
 
     def write(self) -> None:
@@ -148,7 +148,7 @@ class Profile:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 @functools.cache
