@@ -220,6 +220,26 @@ class TestKinds(FakeUpstream):
         installer.disable()
         self.assertEqual(self.results(module), self.WITHOUT)
 
+    def test_wrap_the_getter_of_a_property_that_has_more(self) -> None:
+        more = """
+class Full:
+    @property
+    def value(self):
+        return self.kept
+
+    value = property(value.fget, lambda s, new: setattr(s, "kept", new), lambda s: delattr(s, "kept"), "Some value.")
+"""
+        self.write("torchfake/upstream.py", textwrap.dedent(UPSTREAM) + more)
+        module = self.load()
+        mark = fingerprint(more, "Full.value")
+        seam = Seam("torchfake.upstream:Full.value", "torchfake_ours:times_ten", "wrap", None, mark, "a test")
+        self.installer(seam).enable()
+        full = module.Full()
+        full.value = 4
+        self.assertEqual((full.value, module.Full.value.__doc__), (40, "Some value."))
+        del full.value
+        self.assertEqual(vars(full), {})
+
     def test_wrap_a_context_manager(self) -> None:
         module = self.load()
         self.installer(self.seam("managed", "pass_on")).enable()
@@ -238,6 +258,19 @@ class TestKinds(FakeUpstream):
                 self.assertEqual((module.LIMIT, module.REGISTERED), (9, ["ours"]))
                 installer.disable()
                 self.assertEqual((module.LIMIT, module.REGISTERED), (8, []))
+
+    def test_changes_are_undone_in_reverse(self) -> None:
+        text = "\ndef register_{0}(module):\n    CALLS.append('{0}')\n    return lambda: CALLS.append('not {0}')\n"
+        self.write("torchfake_ours.py", OURS + text.format("first") + text.format("second"))
+        self.load("holder")
+        seams = [
+            Seam(f"torchfake.{module}:", f"torchfake_ours:register_{which}", "register", None, "", "a test")
+            for module, which in (("upstream", "first"), ("holder", "second"))
+        ]
+        installer = self.installer(*seams)
+        installer.enable()
+        installer.disable()
+        self.assertEqual(sys.modules["torchfake_ours"].CALLS, ["first", "second", "not second", "not first"])
 
     def test_those_who_hold_a_function_by_value(self) -> None:
         upstream, holder = self.load(), self.load("holder")
@@ -348,6 +381,20 @@ class TestRefusals(FakeUpstream):
                 self.assertEqual(error.target, "torchfake.upstream:plain")
                 self.assertIn(self.seam("plain").fingerprint, error.expected)
 
+    def test_a_name_to_replace_that_changed_on_disk(self) -> None:
+        for old, new, name, impl in (
+            ("LIMIT = 8", "LIMIT = 9", "LIMIT", "more"),
+            ("class Child(Thing):\n    pass", "class Child(Thing):\n    added = 1", "Child", "subclass"),
+        ):
+            self.write("torchfake/upstream.py", UPSTREAM.replace(old, new))
+            for loaded in (False, True):
+                with self.subTest(name, loaded=loaded):
+                    self.forget()
+                    if loaded:
+                        self.load()
+                    error = self.refused("source_changed", self.seam("plain"), self.seam(name, impl, "replace"))
+                    self.assertEqual(error.target, f"torchfake.upstream:{name}")
+
     def test_a_decorator_that_changed_on_disk(self) -> None:
         self.write("torchfake/upstream.py", UPSTREAM.replace("lru_cache(None)", "lru_cache(8)"))
         self.refused("source_changed", self.seam("plain"), self.seam("cached"))
@@ -362,6 +409,10 @@ class TestRefusals(FakeUpstream):
     def test_a_definition_that_is_gone(self) -> None:
         self.write("torchfake/upstream.py", UPSTREAM.replace("def plain", "def renamed"))
         self.refused("missing_target", self.seam("cached"), self.seam("plain"))
+
+    def test_a_file_that_is_no_python(self) -> None:
+        self.write("torchfake/upstream.py", UPSTREAM.replace("def plain", "deff plain"))
+        self.assertIn("none in the source file", str(self.refused("missing_target", self.seam("plain"))))
 
     def test_a_file_that_is_gone(self) -> None:
         (self.root / "torchfake" / "upstream.py").unlink()
@@ -380,7 +431,20 @@ class TestRefusals(FakeUpstream):
         def theirs(x):
             return -x
 
-        for theirs_or_other in (theirs, module.managed, len, None):
+        class Proxy:
+            """Says that it is what it stands for."""
+
+            def __init__(self, wrapped) -> None:
+                self.__dict__.update(__wrapped__=wrapped, __code__=wrapped.__code__)
+
+            __class__ = property(lambda self: type(self.__wrapped__))  # type: ignore[assignment]
+
+            def __call__(self, x):
+                return -x
+
+        proxy = Proxy(module.plain)
+        self.assertIsInstance(proxy, types.FunctionType)
+        for theirs_or_other in (theirs, proxy, module.managed, len, None):
             with self.subTest(repr(theirs_or_other)):
                 with mock.patch.object(module, "plain", theirs_or_other):
                     error = self.refused("source_changed", self.seam("cached"), self.seam("plain"))

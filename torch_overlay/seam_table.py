@@ -103,11 +103,11 @@ PATCHES: tuple[Patch, ...] = (
 SEAMS: tuple[Seam, ...] = (
     # ---- overlay form only
     Seam(
-        target="torch._guards:compile_context",
-        impl="torch_overlay._engine.late_import:compile_context",
+        target="torch._guards:CompileContext.__init__",
+        impl="torch_overlay._engine.late_import:compile_context_init",
         kind="wrap",
         patch=None,
-        fingerprint="5e05eac6293261a6",
+        fingerprint="f8c6f8a16c6af826",
         why="Another library's import hook may load modules past the overlay, which installs their seams before the "
         "next compilation.",
         ends="the patch series, whose hooks are in the files",

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from import_hooks import ChainedLoader, install, Instrumenter, Watchdog
 
 import form
-from test_engine import FakeUpstream, UPSTREAM
+from test_engine import FakeUpstream, OURS, UPSTREAM
 
 
 if not form.PATCHED:
@@ -229,6 +229,35 @@ class TestModulesLoadedPast(WithFinders):
             with mock.patch.object(module, "plain", theirs), self.assertNoLogs("torch_overlay", "WARNING"):
                 installer.before_compilation()
                 self.assertEqual((module.plain(1), self.states(installer)), (21, {"installed"}))
+
+    def test_what_a_seam_left_as_it_is_or_somebody_took_away_is_not_missed(self) -> None:
+        self.write("torchfake_ours.py", OURS + "\ndef unchanged(original):\n    return original\n")
+        installer = self.installer(self.seam("plain", "unchanged", "replace"), self.seam("Thing.method"))
+        installer.enable()
+        module = self.load()
+        with mock.patch.object(module, "Thing", None), self.assertNoLogs("torch_overlay", "WARNING"):
+            installer.before_compilation()
+        self.assertEqual(self.states(installer), {"installed"})
+
+    def test_another_thread_is_faster(self) -> None:
+        """It installs what is missed, and says so, or disables the overlay, while this one waits for imports."""
+        for other, warnings in (("before_compilation", 1), ("disable", 0)):
+            with self.subTest(other):
+                self.forget()
+                installer = self.enabled()
+                finder = install(Instrumenter("torchfake"))
+                module = self.load()
+                sys.meta_path.remove(finder)
+
+                def other_thread(names, installer=installer, other=other) -> None:
+                    del installer._wait_for_imports
+                    getattr(installer, other)()
+
+                installer._wait_for_imports = other_thread
+                with mock.patch("torch_overlay._engine.install.log") as log:
+                    installer.before_compilation()
+                self.assertEqual(log.warning.call_count, warnings)
+                self.assertEqual(module.plain(1), 20 if warnings else 2)
 
     def test_disabled_without_a_compilation(self) -> None:
         installer = self.enabled()

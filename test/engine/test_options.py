@@ -207,7 +207,7 @@ for _ in range(2):
         print(error)
     else:
         raise SystemExit("imported")
-assert "__overlay__" not in vars(guards.compile_context)
+assert "__overlay__" not in vars(guards.CompileContext.__init__)
 assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
 """
         for name in ("TORCH_OVERLAY_STREAMS", "TORCH_OVERLAY_DISABLE"):

@@ -12,6 +12,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import pytest
+import torch
+
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,10 +37,11 @@ def traced():
 TRAIN = """
 import sys, torch, form
 import torch_overlay
+from contextlib import nullcontext
 from torch_overlay.testing import simulated_gpu
 from torch._dynamo.convert_frame import dynamo_tls
 
-with simulated_gpu():
+with {gpu}:
     side = torch.cuda.Stream()
     weight = torch.randn(64, 64, device="cuda", requires_grad=True)
 
@@ -50,7 +54,7 @@ with simulated_gpu():
 
     step = torch.compile(step, mode="reduce-overhead")
     with torch._dynamo.config.patch(compiled_autograd=True):
-        for _ in range(2):
+        for _ in range(6):
             step(torch.randn(64, 64, device="cuda"))
 assert any("step" in frame for frame in dynamo_tls.traced_frame_infos), dynamo_tls.traced_frame_infos
 print([frame for frame in dynamo_tls.traced_frame_infos if "torch_overlay/" in frame])
@@ -81,10 +85,18 @@ class TestLinks(unittest.TestCase):
         """Compiled autograd calls code of the package in frames that Dynamo looks at."""
         link = self.link("torch_overlay")
         output = self.run_ok(
-            f"{TRAIN}{SKIPPED}assert torch_overlay.__file__ == {str(link / '__init__.py')!r}\nprint(traced())",
+            TRAIN.replace("{gpu}", "simulated_gpu()")
+            + f"{SKIPPED}assert torch_overlay.__file__ == {str(link / '__init__.py')!r}\nprint(traced())",
             self.folder,
         )
         self.assertEqual(output.splitlines()[-2:], ["[]", "[]"])
+
+    @pytest.mark.gpu
+    @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+    def test_graphs_of_a_backward_behind_a_link(self) -> None:
+        self.link("torch_overlay")
+        output = self.run_ok(TRAIN.replace("{gpu}", "nullcontext()"), self.folder)
+        self.assertEqual(output.splitlines()[-1], "[]")
 
     def test_every_name_of_the_folder_is_skipped(self) -> None:
         self.link("direct/torch_overlay")
@@ -129,7 +141,9 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
                 kept.write_bytes(path.read_bytes())
                 self.link(os.path.join("tree", "torch_overlay", path.relative_to(PACKAGE)), kept)
         self.run_ok(
-            TRAIN + SKIPPED + "assert torch_overlay.status().enabled and not traced(), traced()\n"
+            TRAIN.replace("{gpu}", "simulated_gpu()")
+            + SKIPPED
+            + "assert torch_overlay.status().enabled and not traced(), traced()\n"
             "from torch_overlay.version import source_digest\n"
             f"sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
             "import runpy\n"

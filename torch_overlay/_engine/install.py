@@ -164,9 +164,9 @@ class Installer:
             if seam.kind != "wrap":
                 resolve(seam.impl)
         with self.lock:
-            if self.finder is not finder:
-                return
             missed = self.missed()
+            if self.finder is not finder or not missed:
+                return  # another thread has seen to it
             self._install_or_disable([seam for seam in seams if seam.module in missed], "loaded past torch_overlay")
         log.warning(
             "torch_overlay: an import hook loaded %s past the overlay, which noticed at this compilation and has "
@@ -246,7 +246,6 @@ class Installer:
         """Drops the changes of a module that is loaded again: the objects they were made to are gone."""
         for target in [target for target, change in self.changes.items() if change.seam.module == module_name]:
             del self.changes[target]
-        self.seamed.pop(module_name, None)
 
     def _install(self, seams: Sequence[Seam]) -> None:
         modules = {seam.module: sys.modules[seam.module] for seam in seams}

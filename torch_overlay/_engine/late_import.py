@@ -7,7 +7,7 @@ has run, and before anybody else sees the module, the seams are installed.
 
 Other libraries watch imports, too. They put finders before ours, ask all finders again from within their own, wrap
 loaders, or load a module themselves. The finder tells of each execution of a module's code that it has found once,
-whoever asks; what comes without it is noticed before the next compilation (`compile_context`).
+whoever asks; what comes without it is noticed before the next compilation (`compile_context_init`).
 """
 
 from __future__ import annotations
@@ -92,14 +92,12 @@ class LateImportFinder:
         return name in self.found
 
 
-def compile_context(original: Callable[..., Any], context: Any) -> Any:
-    """Seam of torch._guards.compile_context, in which everything is compiled; torch itself loads that module."""
-    from torch._guards import CompileContext
-
+def compile_context_init(original: Callable[..., None], self: Any, *args: Any) -> None:
+    """Seam of torch._guards.CompileContext.__init__, with which every compilation begins. Torch itself loads it."""
     import torch_overlay
 
-    torch_overlay._installer.before_compilation(is_inner=CompileContext.try_get() is not None)
-    return original(context)
+    torch_overlay._installer.before_compilation(is_inner=type(self).try_get() is not None)
+    original(self, *args)
 
 
 def is_running_here(module: ModuleType) -> bool:

@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import CodeType
+from types import FunctionType
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay.errors import OverlayError
@@ -221,13 +221,14 @@ def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
     """Is this the function that the module's source defines, under upstream's own decorators at most?"""
     own_tree = str(Path(sys.modules["torch"].__file__ or "").parent)
     while True:
-        code = getattr(value, "__code__", None)
-        if isinstance(code, CodeType):
+        kind = type(value)  # not its __class__: a proxy has that of what it stands for, and its code
+        if kind is FunctionType:
+            code = value.__code__
             if code.co_filename == module.__file__ and code.co_qualname == seam.qualname:
                 return True
             if not code.co_filename.startswith((own_tree, contextlib.__file__, functools.__file__)):
                 return False
-        elif not isinstance(value, functools._lru_cache_wrapper):
+        elif kind is not functools._lru_cache_wrapper:
             return False
         if not hasattr(value, "__wrapped__"):
             return False
