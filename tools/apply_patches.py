@@ -8,23 +8,28 @@
 
 PATH is a checkout of PyTorch at the base release, or an installed tree: the folder that contains `torch/`, or that
 `torch/` itself. Only the files that the series changes are looked at. Each must have the SHA-256 that base.json has
-for it; a tree that is dirty, or of another release, is refused by the names of the files. The new contents are all
-computed before the first file is written, files are replaced whole, and an error while writing puts back what was
-written: the tree has the series or it does not. Needs Python's standard library and nothing else.
+for it; a tree that is dirty, or of another release, is refused by the names of the files, and so is a series that is
+not what its own sums say. The tree has the series or it does not: the new contents are all computed before the first
+file is touched, and an error puts back what was written. One run works on a tree at a time; a run that was killed is
+rolled back by the next one, which says so (see tree_change.py). Needs Python's standard library and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import io
 import sys
 from pathlib import Path
 
-from series import apply_change, base, PatchFile, read_series, series_folder, SeriesError, sha256
+from series import apply_change, base, FileChange, PatchFile, read_series, series_folder, SeriesError, sha256
+from tree_change import is_locked, locked, read_journal
 
 
 Contents = dict[str, str | None]
+
+
+class AsWanted(SeriesError):
+    """The tree is already what the run was to make it."""
 
 
 def tree_root(path: Path) -> Path:
@@ -39,13 +44,36 @@ def tree_root(path: Path) -> Path:
 
 def read(root: Path, series: list[PatchFile]) -> Contents:
     """Every file that the series touches, as it is now."""
+    changes: dict[str, FileChange] = {}
+    for patch in series:
+        for change in patch.changes:
+            changes.setdefault(change.path, change)
+    if problems := [problem for change in changes.values() if (problem := linked(root, change))]:
+        raise SeriesError(f"{root} has links in the way of the series:\n" + "\n".join(sorted(set(problems))))
     found: Contents = {}
-    for name in {change.path for patch in series for change in patch.changes}:
+    for name in changes:
         try:
             found[name] = (root / name).read_bytes().decode()
         except FileNotFoundError:
             found[name] = None
+        except UnicodeDecodeError:
+            raise SeriesError(f"{root / name}: not a file of the release, for it is no UTF-8") from None
     return found
+
+
+def linked(root: Path, change: FileChange) -> str:
+    """Why a file can't be changed where it is: '' if it can. A link inside of the tree stays one, and is followed.
+
+    One that leads out of it may be shared by other trees. New files don't go where a link leads.
+    """
+    top = root / "torch"
+    parts = Path(change.path).relative_to("torch").parts
+    for count in range(len(parts)):
+        path = top.joinpath(*parts[: count + 1])
+        if path.is_symlink() and (change.is_new or not path.resolve().is_relative_to(top.resolve())):
+            where = path.relative_to(root)
+            return f"  {where}: a symbolic link to {path.readlink()}; put a copy of what it leads to in its place"
+    return ""
 
 
 def transform(series: list[PatchFile], before: Contents, reverse: bool) -> Contents:
@@ -78,77 +106,21 @@ def check_base(contents: Contents, series: list[PatchFile], root: Path) -> None:
         raise SeriesError(f"{root} is not an untouched tree of PyTorch {record['tag']}:\n" + "\n".join(problems))
 
 
-def is_applied(contents: Contents, series: list[PatchFile], root: Path) -> bool:
-    """Is this the tree that applying the series gives?"""
+def is_base(contents: Contents, series: list[PatchFile], root: Path) -> bool:
+    """Is this the tree of the base release?"""
     try:
-        check_base(transform(series, contents, reverse=True), series, root)
+        check_base(contents, series, root)
     except SeriesError:
         return False
     return True
 
 
-class Replacement:
-    """One file that is replaced in a single step, or removed, and can be put back.
-
-    The old file is renamed, not written to: its other hard links keep the old text, and putting it back needs no space.
-    """
-
-    def __init__(self, path: Path, content: str | None) -> None:
-        self.path = path
-        self.had_file = path.exists()
-        self.new = path.with_name(f".{path.name}.{os.getpid()}.new") if content is not None else None
-        self.old = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if self.new is not None and content is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.new.write_bytes(content.encode())
-            if self.had_file:
-                shutil.copymode(path, self.new)
-
-    def commit(self) -> None:
-        if self.had_file:
-            os.replace(self.path, self.old)
-        if self.new is not None:
-            os.replace(self.new, self.path)
-
-    def roll_back(self) -> None:
-        if self.old.exists():
-            os.replace(self.old, self.path)
-        elif not self.had_file:
-            self.path.unlink(missing_ok=True)
-
-    def clean_up(self) -> None:
-        self.old.unlink(missing_ok=True)
-        if self.new is not None:
-            self.new.unlink(missing_ok=True)
-
-
-def write(root: Path, before: Contents, after: Contents) -> None:
-    """Writes all files, or none."""
-    replacements: list[Replacement] = []
-    result = before
+def is_applied(contents: Contents, series: list[PatchFile], root: Path) -> bool:
+    """Is this the tree that applying the series gives?"""
     try:
-        for name in sorted(after):
-            if after[name] != before[name]:
-                replacements.append(Replacement(root / name, after[name]))
-        for replacement in replacements:
-            replacement.commit()
-        result = after
-    except BaseException:
-        for replacement in reversed(replacements):
-            replacement.roll_back()
-        raise
-    finally:
-        for replacement in replacements:
-            replacement.clean_up()
-        remove_empty_folders(root, result)
-
-
-def remove_empty_folders(root: Path, contents: Contents) -> None:
-    """Removes the folders that files which are gone have left, and the bytecode that Python put there."""
-    gone = {folder for name, text in contents.items() if text is None for folder in (root / name).parents}
-    for folder in sorted(gone, key=lambda folder: len(folder.parts), reverse=True):
-        if folder.is_dir() and root in folder.parents and {entry.name for entry in folder.iterdir()} <= {"__pycache__"}:
-            shutil.rmtree(folder)
+        return is_base(transform(series, contents, reverse=True), series, root)
+    except SeriesError:
+        return False
 
 
 def list_series(series: list[PatchFile]) -> None:
@@ -156,6 +128,68 @@ def list_series(series: list[PatchFile]) -> None:
         print(patch.name)
         for change in patch.changes:
             print(f"  {'new ' if change.is_new else 'edit'} {change.path}")
+
+
+def compute(root: Path, series: list[PatchFile], reverse: bool) -> tuple[Contents, Contents]:
+    """Every file before and after. Refuses a tree that is not what it should be."""
+    before = read(root, series)
+    if reverse:
+        if is_base(before, series, root):
+            raise AsWanted(f"{root}: the series is not applied")
+        after = transform(series, before, reverse)
+        check_base(after, series, root)
+        return before, after
+    if is_applied(before, series, root):
+        raise AsWanted(f"{root}: the series is applied already; --reverse takes it out")
+    check_base(before, series, root)
+    return before, transform(series, before, reverse)
+
+
+def check(root: Path, reverse: bool) -> int:
+    """Would it work? Changes nothing."""
+    if is_locked(root):
+        raise SeriesError(f"{root}: another run is at work on this tree")
+    if (journal := read_journal(root)) is not None:
+        raise SeriesError(
+            f"{root}: an earlier run ({journal.action}) has not ended: its files are partly those before, partly those "
+            "after the change; a run without --check rolls back first"
+        )
+    series = read_series(series_folder())
+    _, after = compute(root, series, reverse)
+    print(f"{len(series)} patches would be {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    return 0
+
+
+def change(root: Path, reverse: bool) -> int:
+    """Applies or reverses the series, after rolling back a run that was killed."""
+    recovered = ""
+    with locked(root) as tree:
+        try:
+            recovered = tree.recover()
+            print(recovered, end="\n" if recovered else "")
+            series = read_series(series_folder())
+            before, after = compute(root, series, reverse)
+            tree.run("--reverse" if reverse else "apply", before, after)
+        except (SeriesError, OSError) as error:
+            if isinstance(error, AsWanted) and recovered:
+                print(f"{error}: nothing else to do")
+                return 0
+            print(error, file=sys.stderr)
+            if tree.journal.exists():
+                print("The tree is half changed; the next run of this tool puts it back first.", file=sys.stderr)
+            else:
+                print(f"Nothing {'else ' if recovered else ''}was changed.", file=sys.stderr)
+            return 1
+    print(f"{len(series)} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    for path in (path for path in leftovers(root, after) if reverse):
+        print(f"kept, for it is not of the series: {path}")
+    return 0
+
+
+def leftovers(root: Path, after: Contents) -> list[Path]:
+    """What is in the way of removing the folders of files that are gone."""
+    gone = {(root / name).parent for name, text in after.items() if text is None}
+    return sorted(path for folder in gone if folder.is_dir() for path in folder.iterdir() if path not in gone)
 
 
 def main(argv: list[str]) -> int:
@@ -168,29 +202,19 @@ def main(argv: list[str]) -> int:
     if options.path is None and not options.list:
         parser.error("PATH is missing")
     try:
-        series = read_series(series_folder())
         if options.list:
-            list_series(series)
+            list_series(read_series(series_folder()))
             return 0
         root = tree_root(options.path)
-        before = read(root, series)
-        if not options.reverse:
-            if is_applied(before, series, root):
-                raise SeriesError(f"{root}: the series is applied already; --reverse takes it out")
-            check_base(before, series, root)
-        after = transform(series, before, options.reverse)
-        if options.reverse:
-            check_base(after, series, root)
-        if not options.check:
-            write(root, before, after)
-    except (SeriesError, OSError, UnicodeDecodeError) as error:
-        print(f"{error}\nNothing was changed.", file=sys.stderr)
+        return check(root, options.reverse) if options.check else change(root, options.reverse)
+    except (SeriesError, OSError) as error:
+        print(error, file=sys.stderr)
+        print("Nothing was changed.", file=sys.stderr)
         return 1
-    verb = "would be " if options.check else ""
-    state = "reversed" if options.reverse else "applied"
-    print(f"{len(series)} patches {verb}{state}: {len(after)} files in {root}")
-    return 0
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # any path can be printed, whatever the locale
     sys.exit(main(sys.argv[1:]))

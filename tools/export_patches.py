@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the patch series from the overlay: patches/TAG/*.patch and their `series`.
+"""Writes the patch series from the overlay: patches/TAG/*.patch, their `series`, and the SHA-256 sums of both.
 
     python tools/export_patches.py             write
     python tools/export_patches.py --check     compare with what is there, byte for byte; changes nothing
@@ -28,7 +28,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fingerprint import module_file  # also keeps the package's import from enabling the overlay
-from series import base, insertion_diff, installed_root, new_file_diff, ROOT, series_folder, SeriesError, sha256
+from series import (
+    base,
+    insertion_diff,
+    installed_root,
+    new_file_diff,
+    ROOT,
+    series_folder,
+    SeriesError,
+    sha256,
+    SUMS,
+    sums,
+)
 from torch_overlay.seam_table import PATCHES, SEAMS
 from torch_overlay.seams import find_definition, hook_line
 
@@ -57,11 +68,11 @@ def travel(text: str) -> str:
 
 def travelling_files() -> dict[str, str]:
     """Path under torch_overlay/ -> text, of everything that becomes part of torch/_overlay/."""
-    found = {"__init__.py": PATCHED_INIT.read_text()}
+    found = {"__init__.py": PATCHED_INIT.read_bytes().decode()}
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE).as_posix()
         if path.is_file() and "__pycache__" not in path.parts and name.partition("/")[0] not in ENGINE:
-            found[name] = path.read_text()
+            found[name] = path.read_bytes().decode()
     return found
 
 
@@ -154,7 +165,7 @@ class UpstreamFile:
 
     def __init__(self, root: Path, name: str) -> None:
         self.name = name
-        self.source = (root / name).read_text()
+        self.source = (root / name).read_bytes().decode()
         expected = base()["files"]
         assert isinstance(expected, dict)
         if sha256(self.source) != expected.get(name):
@@ -247,13 +258,14 @@ def export(root: Path) -> dict[str, str]:
             text = header(patch, [seam for seam in SEAMS if seam.patch == patch.slug])
             result[f"{patch.slug}.patch"] = text + "".join(edits + news)
     result["series"] = "".join(f"{name}\n" for name in result)
-    return result
+    return {**result, SUMS: sums(result)}
 
 
 def differences(folder: Path, wanted: dict[str, str]) -> list[str]:
     """Names of the files in which a folder differs from the series."""
-    found = {path.name: path.read_text() for path in folder.iterdir()} if folder.is_dir() else {}
-    return sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+    found = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+    there = {name: text.encode() for name, text in wanted.items()}
+    return sorted(name for name in {*found, *there} if found.get(name) != there.get(name))
 
 
 def main(argv: list[str]) -> int:
@@ -274,7 +286,7 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name in changed:
         if name in wanted:
-            (folder / name).write_text(wanted[name])
+            (folder / name).write_bytes(wanted[name].encode())
         else:
             (folder / name).unlink()
         print(f"{'wrote' if name in wanted else 'removed'} {folder.name}/{name}")

@@ -34,17 +34,26 @@ def module_file(root: Path, module: str) -> Path:
 
 def print_fingerprint(root: Path, target: str) -> None:
     module, _, qualname = target.partition(":")
-    source = (root / module_file(root, module)).read_text()
+    source = (root / module_file(root, module)).read_bytes().decode()
     print(fingerprint(source, qualname), target)
+
+
+def recorded() -> dict[str, object]:
+    """What base.json says; nothing if it is missing or broken, so that it can be written anew."""
+    try:
+        record = json.loads(BASE.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def base_record(root: Path) -> dict[str, object]:
     """What base.json should say for the torch tree at `root`."""
     from torch_overlay.seam_table import SEAMS
 
-    old = json.loads(BASE.read_text()) if BASE.exists() else {}
+    old = recorded()
     version: dict[str, str] = {}
-    exec((root / "torch" / "version.py").read_text(), version)
+    exec((root / "torch" / "version.py").read_bytes(), version)
     files = sorted({module_file(root, seam.module).as_posix() for seam in SEAMS})
     return {
         "torch": version["__version__"].partition("+")[0],
@@ -59,13 +68,13 @@ def differences(root: Path) -> list[str]:
     from torch_overlay.seam_table import SEAMS
 
     found = []
-    if not BASE.exists() or json.loads(BASE.read_text()) != base_record(root):
+    if recorded() != base_record(root):
         found.append("base.json: does not describe the installed torch and the seam table; run with --write")
     for seam in SEAMS:
         if not seam.fingerprint:
             continue
         try:
-            actual = fingerprint((root / module_file(root, seam.module)).read_text(), seam.qualname)
+            actual = fingerprint((root / module_file(root, seam.module)).read_bytes().decode(), seam.qualname)
         except (DefinitionNotFound, FileNotFoundError):
             actual = "no such definition"
         if actual != seam.fingerprint:
@@ -83,7 +92,7 @@ def main(argv: list[str]) -> int:
     for target in options.targets:
         print_fingerprint(root, target)
     if options.write:
-        BASE.write_text(json.dumps(base_record(root), indent=2) + "\n")
+        BASE.write_bytes((json.dumps(base_record(root), indent=2) + "\n").encode())
         print(f"wrote {BASE}")
     if options.check:
         found = differences(root)

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 import apply_patches
-from series import installed_root
+from series import installed_root, read_series, series_folder, SeriesError
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +39,10 @@ def link(source: str, target: str) -> None:
 def make_copy(installed: Path, copy: Path) -> None:
     """A folder like the installed site-packages, in which torch/ can be changed."""
     shutil.copytree(installed / "torch", copy / "torch", copy_function=link)
+    for name in sorted(change.path for patch in read_series(series_folder()) for change in patch.changes):
+        if (copy / name).is_symlink():  # applying would follow it
+            (copy / name).unlink()
+            shutil.copy2(installed / name, copy / name)
     for entry in installed.iterdir():
         # Links to .pth files would run them twice; the interpreter has read them already.
         if entry.name not in ("torch", "__pycache__") and entry.suffix != ".pth":
@@ -91,7 +95,11 @@ def main(argv: list[str]) -> int:
     copy = options.keep or Path(tempfile.mkdtemp(prefix="patched_torch_"))
     try:
         copy.mkdir(parents=True, exist_ok=True)
-        make_copy(installed, copy)
+        try:
+            make_copy(installed, copy)
+        except SeriesError as error:
+            print(error, file=sys.stderr)
+            return 1
         if apply_patches.main([str(copy)]) != 0:
             return 1
         status = run(options.command, copy) if options.command else 0

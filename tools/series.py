@@ -1,5 +1,8 @@
 """Reading, applying and writing the patch series: strict unified diffs in the git dialect, no fuzz, no offsets.
 
+A series is the patches, the file `series` with their order, and `SHA256SUMS` of all of them, as `sha256sum -c` reads
+it. A series that was truncated, garbled or exported in part is refused before it is parsed. All text is UTF-8.
+
 A patch file is a header (free text, `Field: value` lines first) followed by one diff per file. Of the git dialect the
 series needs two things only: insertions and deletions in a file that exists, and new files. A hunk applies where it
 says and nowhere else, and every context line must match.
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = ROOT / "torch_overlay" / "base.json"
+SUMS = "SHA256SUMS"
 CONTEXT = 3
+RESTORE = "restore it from version control, or write it with tools/fingerprint.py --write"
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
@@ -64,21 +69,63 @@ def installed_root() -> Path:
 
 def base() -> dict[str, object]:
     """The pinned base: the tag and the SHA-256 of every file that the series changes."""
-    return json.loads(BASE.read_text())
+    try:
+        record = json.loads(BASE.read_bytes())
+    except NotADirectoryError:
+        raise SeriesError(f"{BASE} is inside of an archive: unpack it, and run the tool from there") from None
+    except (OSError, ValueError) as error:
+        raise SeriesError(f"{BASE} cannot be read: {error}; {RESTORE}") from None
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("tag"), str)
+        or not isinstance(record.get("files"), dict)
+    ):
+        raise SeriesError(f"{BASE} has no tag or no files; {RESTORE}")
+    return record
 
 
 def series_folder() -> Path:
     return ROOT / "patches" / str(base()["tag"])
 
 
-def sha256(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
+def sha256(content: str | bytes) -> str:
+    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
+
+
+def sums(files: Mapping[str, str]) -> str:
+    """The text of SHA256SUMS for the files of a series."""
+    return "".join(f"{sha256(text)}  {name}\n" for name, text in files.items())
 
 
 def read_series(folder: Path) -> list[PatchFile]:
-    """The patches that `series` lists, in its order."""
-    names = [line.strip() for line in (folder / "series").read_text().splitlines()]
-    return [parse_patch(name, (folder / name).read_text()) for name in names if name and not name.startswith("#")]
+    """The patches that `series` lists, in its order. Every file must be what SHA256SUMS says."""
+    expected = dict(line.split("  ", 1)[::-1] for line in read_part(folder, SUMS).splitlines() if "  " in line)
+
+    def verified(name: str) -> str:
+        text = read_part(folder, name)
+        if sha256(text) != expected.pop(name, None):
+            raise broken(f"{name} is not what {SUMS} says", folder)
+        return text
+
+    names = verified("series").splitlines()
+    patches = [parse_patch(name, verified(name)) for name in names]
+    if expected:
+        raise broken(f"{', '.join(expected)}: in {SUMS}, not in the series", folder)
+    return patches
+
+
+def read_part(folder: Path, name: str) -> str:
+    """The text of one file of a series, whatever the locale."""
+    try:
+        return (folder / name).read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise broken(f"{name} cannot be read: {error}", folder) from None
+
+
+def broken(what: str, folder: Path) -> SeriesError:
+    return SeriesError(
+        f"{folder}: {what}. Restore the series from version control, or write it with tools/export_patches.py"
+    )
 
 
 def parse_patch(name: str, text: str) -> PatchFile:
@@ -89,8 +136,10 @@ def parse_patch(name: str, text: str) -> PatchFile:
         match = re.fullmatch(r"a/(\S+) b/(\S+)", lines[0])
         if match is None or match[1] != match[2] or not match[1].startswith("torch/") or ".." in match[1]:
             raise SeriesError(f"{name}: cannot read the diff of {lines[0]!r}")
-        is_new = lines[1].startswith("new file mode")
+        is_new = lines[1:2] == ["new file mode 100644"]
         changes.append(FileChange(match[1], is_new, tuple(parse_hunks(name, lines))))
+        if not is_new and not changes[-1].hunks:
+            raise SeriesError(f"{name}: the diff of {match[1]} has no hunk")
     return PatchFile(name, header, tuple(changes))
 
 
@@ -109,6 +158,8 @@ def parse_hunks(name: str, lines: Sequence[str]) -> Iterator[Hunk]:
             body.append(line)
         yield Hunk(int(match[1]), int(match[3]), tuple(body))
         position += 1
+    if any(lines[position:]):
+        raise SeriesError(f"{name}: cannot read {lines[position]!r} in the diff of {lines[0]!r}")
 
 
 def apply_change(change: FileChange, content: str | None, reverse: bool = False) -> str | None:

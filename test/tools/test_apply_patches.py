@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import unittest
+import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -20,13 +23,25 @@ import form
 
 
 sys.path.insert(0, str(form.ROOT / "tools"))
+sys.path.insert(0, str(form.ROOT / "test" / "tools"))
+
+import patch_faults
 
 import apply_patches
 import series
+import tree_change
 from series import installed_root
 
 
 Tree = dict[str, tuple[bytes, int]]
+
+WAITS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pathlib, tree_change
+with tree_change.locked(pathlib.Path(sys.argv[2])):
+    pass
+"""
 
 
 def snapshot(root: Path) -> Tree:
@@ -192,10 +207,88 @@ class TestApplyPatches(unittest.TestCase):
                 self.assertIn("disk full", self.refused(self.root))
         self.assertEqual(inodes, {name: (self.root / name).stat().st_ino for name in self.edited})
 
-    def test_an_error_while_staging_puts_everything_back(self) -> None:
-        with mock.patch.object(Path, "write_bytes", side_effect=OSError("disk full")):
-            self.assertIn("disk full", self.refused(self.root))
+    def test_an_error_while_staging_leaves_nothing(self) -> None:
+        for function in ("write", "fsync", "open"):
+            with mock.patch.object(os, function, side_effect=OSError("disk full")):
+                self.assertIn("disk full", self.refused(self.root))
+            self.assertEqual([path.name for path in (self.root / "torch").glob(".*")], [])
         self.assertFalse((self.root / "torch" / "_overlay").exists())
+
+    def test_without_hard_links_originals_are_copied(self) -> None:
+        with mock.patch.object(os, "link", side_effect=PermissionError("no links")):
+            self.succeeds(self.root)
+        with mock.patch.object(os, "link", side_effect=PermissionError("no links")):
+            replace, calls = os.replace, 0
+
+            def failing(*args: object) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == 5:
+                    raise OSError("disk full")
+                replace(*args)  # type: ignore[arg-type]
+
+            with mock.patch.object(os, "replace", failing):
+                self.assertIn("disk full", self.refused("--reverse", self.root))
+        self.succeeds("--reverse", self.root)
+        self.assertEqual(self.pristine, snapshot(self.root))
+
+    def test_links_inside_of_the_tree_stay_links(self) -> None:
+        file, link = self.root / "torch" / "elsewhere.py", self.root / self.edited[0]
+        link.rename(file)
+        link.symlink_to(file)
+        before = snapshot(self.root)
+        self.succeeds(self.root)
+        self.assertTrue(link.is_symlink())
+        self.assertIn("torch._overlay", file.read_text())
+        self.succeeds("--reverse", self.root)
+        self.assertTrue(link.is_symlink())
+        self.assertEqual(before, snapshot(self.root))
+
+    def test_a_link_that_leads_out_of_the_tree_is_refused(self) -> None:
+        """What it leads to may be another tree's, too."""
+        with tempfile.TemporaryDirectory() as name:
+            for path in (self.root / self.edited[0], (self.root / self.edited[-1]).parent):
+                with self.subTest(str(path)):
+                    path.rename(Path(name, "moved"))
+                    path.symlink_to(Path(name, "moved"))
+                    before = snapshot(Path(name))
+                    output = self.refused(self.root)
+                    self.assertIn(f"{path.relative_to(self.root)}: a symbolic link to {name}/moved", output)
+                    self.assertTrue(path.is_symlink())
+                    self.assertEqual(before, snapshot(Path(name)))
+                    path.unlink()
+                    Path(name, "moved").rename(path)
+
+    def test_new_files_do_not_go_where_a_link_leads(self) -> None:
+        for target in ("torch/_inductor", "no such folder"):
+            link = self.root / "torch" / "_overlay"
+            link.symlink_to(self.root / target)
+            self.assertIn("torch/_overlay: a symbolic link", self.refused(self.root))
+            self.assertTrue(link.is_symlink())
+            link.unlink()
+
+    def test_a_torch_folder_that_is_a_link_is_the_tree_that_it_leads_to(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            Path(name, "torch").symlink_to(self.root / "torch")
+            self.succeeds(name)
+            self.assertTrue((self.root / "torch" / "_overlay").is_dir())
+            self.succeeds("--reverse", name)
+        self.assertEqual(self.pristine, snapshot(self.root))
+
+    def test_files_of_the_user_stay(self) -> None:
+        self.succeeds(self.root)
+        folder = (self.root / self.new[0]).parent
+        (folder / "__pycache__").mkdir()
+        kept = [folder / "notes.txt", folder / "__pycache__" / "notes.txt", folder / "__pycache__" / "x.pyc"]
+        for path in kept:
+            path.write_text("of the user\n")
+        self.assertIn(f"kept, for it is not of the series: {kept[0]}", self.succeeds("--reverse", self.root))
+        for path in kept:
+            self.assertEqual(path.read_text(), "of the user\n")
+            path.unlink()
+        (folder / "__pycache__").rmdir()
+        folder.rmdir()
+        self.assertEqual(self.pristine, snapshot(self.root))
 
     def test_hard_links_to_the_old_files_keep_the_old_text(self) -> None:
         link = self.root / "linked.py"
@@ -217,6 +310,244 @@ class TestApplyPatches(unittest.TestCase):
         command = [sys.executable, "-S", "-E", str(script), "--check", str(self.root)]
         result = subprocess.run(command, capture_output=True, text=True)
         self.assertEqual(result.returncode, 0, result.stderr)
+
+
+@form.overlay_only
+class TestUnfinishedRuns(unittest.TestCase):
+    """What the next run makes of a tree that a killed run has left: see patch_faults.py, which finds all of them."""
+
+    def faults(self, kind: str) -> dict[str, int]:
+        command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("patch_faults.py")), kind]
+        result = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        return json.loads(result.stdout)
+
+    def test_killed_before_every_operation(self) -> None:
+        found = self.faults("kill")
+        self.assertGreater(found["unfinished"], 20)
+        self.assertGreater(found["whole"], 60)
+
+    def test_killed_again_while_it_recovers(self) -> None:
+        self.assertGreater(self.faults("kill_twice")["kills of the recovery"], 200)
+
+    def test_errors_from_every_operation_on(self) -> None:
+        found = self.faults("errors")
+        self.assertGreater(found["No space left on device"], 200)
+        self.assertGreater(found["half changed"], 20)
+
+    def test_two_runs_at_once(self) -> None:
+        self.assertEqual(self.faults("races")["pairs"], 48)
+
+    def killed(self, root: Path, *options: str) -> None:
+        """A run that is killed when it has changed one file of the small tree."""
+        files = [path for path in root.rglob("*.py") if ".apply_patches" not in str(path)]
+        before = {path: path.read_bytes() for path in files}
+
+        def fault(count: int, kind: str) -> None:
+            if any(not path.exists() or path.read_bytes() != text for path, text in before.items()):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.assertTrue(patch_faults.run(root, *options, fault=patch_faults.guarded(fault)).killed)
+
+    def small(self) -> Path:
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.multiple(series, BASE=series.BASE, ROOT=series.ROOT))
+        patch_faults.make_small(folder)
+        return folder / "tree"
+
+    def test_a_file_that_was_edited_since_is_not_overwritten(self) -> None:
+        root = self.small()
+        before = (root / "torch" / "a.py").read_bytes()
+        self.killed(root)
+        (root / "torch" / "a.py").write_text("of the user\n")
+        result = patch_faults.run(root)
+        self.assertEqual(result.status, 1)
+        self.assertRegex(result.output, r"a\.py: edited since; its original is \S+/old/torch/a\.py")
+        self.assertIn("half changed", result.output)
+        self.assertEqual((root / "torch" / "a.py").read_text(), "of the user\n")
+        shutil.copy(root / "torch" / ".apply_patches" / "old" / "torch" / "a.py", root / "torch" / "a.py")
+        self.assertIn("had not ended", patch_faults.run(root, "--reverse").output)
+        self.assertEqual((root / "torch" / "a.py").read_bytes(), before)
+
+    def test_a_file_of_the_user_in_the_place_of_a_new_one_stays(self) -> None:
+        root = self.small()
+        self.killed(root)
+        file = root / "torch" / "_overlay" / "deep" / "c.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("of the user\n")
+        result = patch_faults.run(root)
+        self.assertIn("had not ended", result.output)
+        self.assertIn("torch/_overlay/deep/c.py: exists already", result.output)
+        self.assertIn("Nothing else was changed", result.output)
+        self.assertEqual(file.read_text(), "of the user\n")
+
+    def test_a_journal_that_cannot_be_read_is_an_error_that_says_where_the_originals_are(self) -> None:
+        root = self.small()
+        self.killed(root)
+        (root / "torch" / ".apply_patches" / "journal").write_text('{"action')
+        for options in ([], ["--check"], ["--reverse"]):
+            result = patch_faults.run(root, *options)
+            self.assertEqual(result.status, 1)
+            self.assertRegex(result.output, r"journal cannot be read\. Copy the files of \S+/old back")
+
+    def test_a_run_waits_for_the_one_at_work_and_check_says_so(self) -> None:
+        root = self.small()
+        with tree_change.locked(root):
+            self.assertIn("another run is at work", patch_faults.run(root, "--check").output)
+            child = subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", WAITS, str(form.ROOT / "tools"), str(root)],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert child.stderr is not None
+            self.assertIn("waiting for it", child.stderr.readline())
+            self.assertIsNone(child.poll())
+        with child.stderr:
+            self.assertEqual(child.wait(60), 0)
+        self.assertEqual([path.name for path in (root / "torch").glob(".*")], [])
+
+    def test_a_signal_comes_when_the_tree_is_whole(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            root = self.small()
+            before = patch_faults.snapshot(root)
+
+            def fault(count: int, kind: str) -> None:
+                if count == 20:
+                    os.kill(os.getpid(), number)  # noqa: B023
+
+            with self.subTest(number):
+                self.assertNotEqual(patch_faults.run(root, fault=fault).status, 0)
+                self.assertNotEqual(patch_faults.snapshot(root), before)
+                self.assertEqual(patch_faults.run(root, "--reverse").status, 0)
+                self.assertEqual(patch_faults.snapshot(root), before)
+
+    def test_everything_is_on_the_disk_before_the_tree_changes(self) -> None:
+        """A power cut may lose what no fsync has come after."""
+        root = self.small()
+        kinds = Path(self.enterContext(tempfile.TemporaryDirectory()), "kinds")
+
+        def fault(count: int, kind: str) -> None:
+            with kinds.open("a") as file:
+                file.write(f"{kind}\n")
+
+        self.assertEqual(patch_faults.run(root, fault=patch_faults.guarded(fault)).status, 0)
+        lines = kinds.read_text().split()
+        journal = lines.index("os.rename")
+        last_write = max(i for i, kind in enumerate(lines) if kind == "write")
+        self.assertLess(last_write, journal)
+        self.assertEqual(lines[last_write + 1], "fsync")
+        self.assertEqual(lines[journal + 1], "fsync")  # the journal's name
+        renames = [i for i, kind in enumerate(lines) if kind == "os.rename"]
+        self.assertEqual(lines[renames[-1] + 1], "fsync")  # the tree, before the journal goes
+
+
+@form.overlay_only
+class TestSeries(unittest.TestCase):
+    """A series that is not whole is refused before anything is touched."""
+
+    def setUp(self) -> None:
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.multiple(series, BASE=series.BASE, ROOT=series.ROOT))
+        patch_faults.make_small(folder)
+        self.root, self.patches = folder / "tree", folder / "patches" / "v0"
+        self.before = patch_faults.snapshot(self.root)
+
+    def refused(self, *options: str) -> str:
+        for arguments in (options, (*options, "--check")):
+            result = patch_faults.run(self.root, *arguments)
+            self.assertEqual(result.status, 1, result.output)
+            self.assertNotIn("Traceback", result.output)
+            self.assertIn("Nothing was changed", result.output)
+            self.assertLessEqual(len(result.output.splitlines()), 2)
+            self.assertEqual(patch_faults.snapshot(self.root), self.before)
+        return result.output
+
+    def test_cut_off_anywhere(self) -> None:
+        for path in self.patches.iterdir():
+            whole = path.read_bytes()
+            ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")][:-1]
+            for end in sorted({0, *ends, len(whole) // 2, len(whole) - 2}):
+                with self.subTest(path.name, end=end), self.assertRaisesRegex(series.SeriesError, "SHA256SUMS|series"):
+                    path.write_bytes(whole[:end])
+                    series.read_series(self.patches)
+            path.write_bytes(whole[: ends[-1]] if ends else b"")
+            self.refused()
+            path.write_bytes(whole)
+        self.assertEqual(patch_faults.run(self.root).status, 0)
+
+    def test_garbled_in_a_later_hunk(self) -> None:
+        path = self.patches / "one.patch"
+        path.write_bytes(path.read_bytes().replace(b"+# second", b"+# sec\xffnd"))
+        self.assertIn("one.patch cannot be read", self.refused())
+        path.write_bytes(path.read_bytes().replace(b"\xff", b"u"))
+        self.assertIn("one.patch is not what SHA256SUMS says", self.refused())
+
+    def test_a_line_is_missing(self) -> None:
+        for name, line in (("series", "two.patch\n"), ("series", "one.patch\n"), ("two.patch", "+x\n")):
+            path = self.patches / name
+            text = path.read_text()
+            path.write_text(text.replace(line, ""))
+            self.assertIn(f"{name} is not what SHA256SUMS says", self.refused())
+            path.write_text(text)
+
+    def test_a_patch_or_the_sums_are_missing(self) -> None:
+        for name in ("two.patch", "series", series.SUMS):
+            text = (self.patches / name).read_text()
+            (self.patches / name).unlink()
+            self.assertIn(f"{name} cannot be read", self.refused())
+            (self.patches / name).write_text(text)
+
+    def test_a_sum_of_no_patch(self) -> None:
+        with (self.patches / series.SUMS).open("a") as file:
+            file.write(f"{series.sha256('')}  three.patch\n")
+        self.assertIn("three.patch: in SHA256SUMS, not in the series", self.refused())
+
+    def test_sha256sum_reads_the_sums(self) -> None:
+        for folder in (self.patches, form.ROOT / "patches" / "v2.15.0"):
+            subprocess.run(["sha256sum", "--check", "--strict", "--quiet", series.SUMS], cwd=folder, check=True)
+
+    def test_base_json_is_missing_or_broken(self) -> None:
+        text = series.BASE.read_text()
+        series.BASE.unlink()
+        self.assertIn("base.json cannot be read", self.refused())
+        for broken in ("", text[:-3], "[]", "{}", '{"tag": 3, "files": {}}', '{"tag": "v0"}'):
+            series.BASE.write_text(broken)
+            self.assertRegex(
+                self.refused(), r"base\.json (cannot be read|has no tag or no files).*fingerprint\.py --write"
+            )
+
+    def test_tools_in_an_archive(self) -> None:
+        archive = self.root.parent / "project.zip"
+        with zipfile.ZipFile(archive, "w") as file:
+            for name in ("tools/apply_patches.py", "tools/tree_change.py", "tools/series.py"):
+                file.write(form.ROOT / name, name)
+        command = [sys.executable, "-S", "-c", "import apply_patches, sys; sys.exit(apply_patches.main(sys.argv[1:]))"]
+        result = subprocess.run(
+            [*command, str(self.root)],
+            env={**os.environ, "PYTHONPATH": str(archive / "tools")},
+            capture_output=True,
+            text=True,
+            cwd=self.root,
+        )
+        self.assertEqual(result.returncode, 1)
+        self.assertRegex(result.stderr, r"inside of an archive: unpack it.*\nNothing was changed\.\n$")
+
+    def test_utf_8_whatever_the_locale(self) -> None:
+        environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
+        root = self.root.rename(self.root.with_name("bäume"))
+        code = "import series, sys, pathlib; series.BASE, series.ROOT = map(pathlib.Path, sys.argv[1:3]); "
+        code += "import apply_patches; sys.exit(apply_patches.main(sys.argv[3:]))"
+        command = [sys.executable, "-S", "-c", code, str(series.BASE), str(series.ROOT)]
+        for options in ([], ["--reverse"]):
+            result = subprocess.run(
+                [*command, *options, str(root)],
+                env={**environment, "PYTHONPATH": str(form.ROOT / "tools")},
+                capture_output=True,
+            )
+            self.assertEqual(result.returncode, 0, result.stderr)
+            if not options:
+                self.assertIn("“first”", (root / "torch" / "a.py").read_bytes().decode())
+        self.assertEqual(patch_faults.snapshot(root), self.before)
 
 
 class TestUnifiedDiff(unittest.TestCase):
@@ -265,7 +596,14 @@ class TestUnifiedDiff(unittest.TestCase):
 
     def test_a_truncated_or_foreign_patch_is_refused(self) -> None:
         whole = self.diff({15: ["new"]})
-        for broken in (whole[: whole.index("+new")], whole.replace("torch/a.py", "../a.py")):
+        hunk = whole.index("@@")
+        for broken in (
+            whole[: whole.index("+new")],
+            whole.replace("torch/a.py", "../a.py"),
+            whole[:hunk],
+            whole + whole[hunk:].replace("@@ -", "@ -"),
+            whole.replace("--- a/", "new file mode 120000\n--- a/")[: hunk + 20],
+        ):
             with self.assertRaises(series.SeriesError):
                 series.parse_patch("p", broken)
 
