@@ -65,7 +65,7 @@ def digest(path: Path) -> str | None:
 
 def write_to_disk(path: Path, content: bytes) -> None:
     """Creates a file; the disk has it when this returns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         while content:
             content = content[os.write(descriptor, content) :]
@@ -248,6 +248,7 @@ class TreeChange:
 
     def write_journal(self, journal: Journal) -> None:
         staged = self.journal.with_name("journal.new")
+        staged.unlink(missing_ok=True)
         write_to_disk(staged, json.dumps(asdict(journal), indent=1).encode())
         sync_folder(self.root / "torch")
         os.replace(staged, self.journal)

@@ -267,7 +267,9 @@ class Faults:
                     counter.unlink(missing_ok=True)
                     result = run(root, *options, fault=guarded(counted))
                     reached = counter.exists()
-                    self.after_error(root, options, before, result, f"{os.strerror(code)}, operation {position}")
+                    where = f"{os.strerror(code)}, operation {position}"
+                    self.after_error(root, options, before, result, where)
+                    must("half changed" not in result.output or code == errno.EROFS, f"{where}: not rolled back")
 
     def after_error(self, root: Path, options: tuple[str, ...], before: Tree, result: Result, where: str) -> None:
         now = snapshot(root)

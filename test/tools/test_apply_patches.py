@@ -28,6 +28,7 @@ sys.path.insert(0, str(form.ROOT / "test" / "tools"))
 import patch_faults
 
 import apply_patches
+import run_patched
 import series
 import tree_change
 from series import installed_root
@@ -259,6 +260,19 @@ class TestApplyPatches(unittest.TestCase):
                     path.unlink()
                     Path(name, "moved").rename(path)
 
+    def test_a_copy_of_symbolic_links_has_copies_of_what_will_change(self) -> None:
+        """Across file systems a copy is made of symbolic links, which lead to the installed tree."""
+        (self.root / "torch" / "other.py").write_text("x = 1\n")
+        installed = snapshot(self.root)
+        with tempfile.TemporaryDirectory() as name:
+            with mock.patch.object(os, "link", side_effect=OSError("another file system")):
+                run_patched.make_copy(self.root, Path(name))
+            self.assertTrue(Path(name, "torch", "other.py").is_symlink())
+            self.succeeds(name)
+            self.succeeds("--reverse", name)
+            self.assertEqual(run_patched.differences(self.root, Path(name)), [])
+        self.assertEqual(installed, snapshot(self.root))
+
     def test_new_files_do_not_go_where_a_link_leads(self) -> None:
         for target in ("torch/_inductor", "no such folder"):
             link = self.root / "torch" / "_overlay"
@@ -405,6 +419,35 @@ class TestUnfinishedRuns(unittest.TestCase):
         with child.stderr:
             self.assertEqual(child.wait(60), 0)
         self.assertEqual([path.name for path in (root / "torch").glob(".*")], [])
+
+    def test_a_lock_whose_file_is_gone_is_no_lock(self) -> None:
+        """The run before this one removed it, and another run may hold its successor."""
+        root = self.small()
+        path = root / "torch" / ".apply_patches" / "lock"
+        first = tree_change.take_lock(path.parent)
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", WAITS, str(form.ROOT / "tools"), str(root)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stderr is not None
+        self.assertIn("waiting for it", child.stderr.readline())
+        path.unlink()
+        second = tree_change.take_lock(path.parent)
+        os.close(first)
+        with self.assertRaises(subprocess.TimeoutExpired):
+            child.wait(2)
+        os.close(second)
+        with child.stderr:
+            self.assertEqual(child.wait(60), 0)
+
+    def test_a_file_that_is_gone_since_gets_its_original(self) -> None:
+        root = self.small()
+        before = patch_faults.snapshot(root)
+        self.killed(root)
+        (root / "torch" / "a.py").unlink()
+        self.assertIn("had not ended", patch_faults.run(root, "--reverse").output)
+        self.assertEqual(patch_faults.snapshot(root), before)
 
     def test_a_signal_comes_when_the_tree_is_whole(self) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
