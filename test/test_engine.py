@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -889,6 +890,26 @@ class TestCommandLine(unittest.TestCase):
         result = self.command("status", TORCH_OVERLAY_DISABLE="1")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
+
+    def test_a_package_that_is_not_whole_is_one_clear_error(self) -> None:
+        """base.json is missing or broken, or the package is in an archive."""
+        with tempfile.TemporaryDirectory() as name:
+            package = Path(name, "torch_overlay")
+            shutil.copytree(form.ROOT / "torch_overlay", package, ignore=shutil.ignore_patterns("__pycache__"))
+            archive = shutil.make_archive(str(Path(name, "package")), "zip", name, "torch_overlay")
+            for text in (None, "", "[]"):
+                (package / "base.json").unlink() if text is None else (package / "base.json").write_text(text)
+                self.is_refused(name, "broken_package", "Install the package again")
+            self.is_refused(archive, "broken_package", "archive: unpack it")
+
+    def is_refused(self, path: str, reason: str, remedy: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-m", "torch_overlay", "status"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd="/")
+        self.assertEqual(result.returncode, 1)
+        self.assertNotIn("Traceback", result.stderr)
+        self.assertIn(f"[{reason}]", result.stderr)
+        self.assertIn(remedy, result.stderr)
 
     def test_status_on_a_torch_that_is_refused(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

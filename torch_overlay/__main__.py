@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         torch_overlay.enable()
     except (OverlayError, ValueError) as error:
         refused = error
-    if command == "status":
+    if command == "status" and (refused is None or refused.reason != "broken_package"):
         print_status(torch_overlay.status())
     elif refused is not None:
         print(refused, file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 REASONS = {
     "wrong_version": "the installed PyTorch is not the release that this overlay was written for",
+    "broken_package": "a file of the overlay itself cannot be read",
     "already_patched": "this PyTorch tree has the patch series applied",
     "installed_twice": "another copy of torch_overlay is enabled in this process",
     "missing_target": "an upstream name that a seam needs does not exist",

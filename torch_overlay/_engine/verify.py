@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 @functools.cache
 def base() -> dict[str, Any]:
     """The release that the overlay was written for, and the SHA-256 of each upstream file that it touches."""
-    return json.loads((Path(__file__).parent.parent / "base.json").read_text())
+    path = Path(__file__).parent.parent / "base.json"
+    try:
+        record = json.loads(path.read_bytes())
+        if not {"torch", "triton", "files"} <= set(record):
+            raise ValueError("it names no release")
+    except (OSError, ValueError, TypeError) as error:
+        archived = isinstance(error, NotADirectoryError)
+        remedy = "It does not run from an archive: unpack it." if archived else "Install the package again."
+        raise OverlayError("broken_package", str(path), "the record of the release", str(error), remedy) from None
+    return record
 
 
 def torch_root() -> Path:
