@@ -536,7 +536,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f014a82e793a34ed",
-        why="An input that a side stream realigns is kept until that stream is done with it.",
+        why="An aligned copy is made behind the waits of a kernel that reads the input, and the original is kept.",
         upstream="pytorch#187224",
         ends="the patch is merged",
     ),

@@ -145,6 +145,13 @@ class TestCorpus(TestCase):
         for owned in (False, True):
             check_wrapper(seen.wrappers[0], owned=owned, misaligned=True).raise_if_any()
 
+    @parametrize("mode", ["default", "reduce-overhead"])
+    @parametrize("name", [p.name for p in PROGRAMS if "misaligned" in p.name])
+    def test_misaligned_inputs_keep_what_eager_promises(self, name: str, mode: str) -> None:
+        """Aligned copies are made behind the waits of their readers, and read memory that the caller recorded."""
+        report = corpus.check_program(by_name(name), mode_of(mode), misaligned=True)
+        self.assertEqual(corpus.findings(report), [], str(report))
+
 
 class TestHazards(TestCase):
     """What upstream got wrong, as plans and wrappers to read."""
@@ -246,7 +253,7 @@ _region0 = region(
     streams={'stream0': 'cuda:0', 'stream1': 1},
     events=1,
     entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('event2', 'stream1', 'stream1_raw', 'stream0_raw'),
+    returns=('stream1', 'event2', 'stream1_raw', 'stream0_raw'),
     objects={'event2': 2},
     distinct=('stream0', 'stream1'),
     records_again=(('event2', 'stream1'),),
@@ -254,10 +261,13 @@ _region0 = region(
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, event2, stream1, stream1_raw, stream0_raw, = _region0.enter()
+    frame0, stream1, event2, stream1_raw, stream0_raw, = _region0.enter()
     with torch.cuda._DeviceGuard(0):
         torch.cuda.set_device(0)
+        arg0_1_orig = arg0_1
+        arg0_1 = aligned(arg0_1_orig, stream1)
         triton_poi_fused_add_copy__0.run(arg0_1, arg0_1, 4096, stream=stream1_raw)
+        if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1, stream1)
         event2.record(stream1)
         buf0 = empty_strided_cuda((4, ), (1, ), torch.float32)
         triton_poi_fused_new_ones_1.run(buf0, 4, stream=stream0_raw)
@@ -436,6 +446,37 @@ def call(self, args):
            exit
 free buf1 (stream 0) after waits of 3
 free buf2 (stream 1) after exit
+""",
+        )
+
+    def test_updated_input_is_aligned_by_its_updates_and_recorded_as_the_callers(self) -> None:
+        """A copy behind the wait, one back to the caller's memory behind the update; none where only a name is used."""
+        self.assertExpectedInline(
+            self.calls("misaligned_input_is_updated_behind_a_wait"),
+            """\
+_region0 = region(
+    device=0,
+    streams={'stream0': 'cuda:0'},
+    returns=('stream0', 'event1', 'stream0_raw'),
+    objects={'event1': 1},
+)
+def call(self, args):
+    arg0_1, = args
+    args.clear()
+    frame0, stream0, event1, stream0_raw, = _region0.enter()
+    with torch.cuda._DeviceGuard(0):
+        torch.cuda.set_device(0)
+        arg0_1.record_stream(stream0)
+        event1.wait(stream0)
+        arg0_1_orig = arg0_1
+        arg0_1 = aligned(arg0_1_orig)
+        buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        triton_poi_fused_add_copy__mul_0.run(arg0_1, buf1, arg0_1, 4096, stream=stream0_raw)
+        if arg0_1 is not arg0_1_orig: write_back(arg0_1_orig, arg0_1)
+        del arg0_1
+        del arg0_1_orig
+    frame0.leave()
+    return (buf1, )
 """,
         )
 
@@ -708,7 +749,7 @@ free buf2 (stream 1) after exit
         self.assertEqual([stream for _, stream in counts[0]], [stream for _, stream in counts[1]])
         with config.patch(cudagraphs="trees"):
             text = compiled("record_stream_on_intermediate", "reduce-overhead").wrappers[0]
-        self.assertEqual(re.findall(r"(\w+)\.record_stream\(", text), ["arg0_1_orig"])  # the trees' pool is theirs
+        self.assertEqual(re.findall(r"(\w+)\.record_stream\(", text), ["arg0_1"])  # the trees' pool is theirs
 
     def test_allocator_is_told_whose_memory_a_result_is_in_eager(self) -> None:
         """What an update in place makes is another stream's memory than in eager, and what a graph returns is always

@@ -411,6 +411,143 @@ def misaligned_input_of_two_streams(k: Kit) -> Any:
     return fn
 
 
+def _loaded(source: torch.Tensor, side: torch.cuda.Stream, sleep: Any) -> torch.Tensor:
+    """A copy of an input that is made on `side`, in memory of its own, aligned as the input is."""
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        offset = source.storage_offset()
+        loaded = torch.empty(offset + source.numel(), device=source.device)[offset:].view(source.shape)
+        return loaded.copy_(sleep(source))
+
+
+_MISALIGNED = tensors(_sometimes_misaligned)
+
+
+@program("a misaligned input is copied where record_stream names it, before the wait for it", _MISALIGNED, frames=True)
+def misaligned_prefetch_behind_an_event(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    @k.compile
+    def step(x, ready):
+        current = torch.cuda.current_stream()
+        current.wait_event(ready)
+        x.record_stream(current)
+        return x * 2
+
+    def fn(source):
+        loaded = _loaded(source, side, sleep)
+        return step(loaded, side.record_event())
+
+    return fn
+
+
+@program("a misaligned input is copied for one of its readers, before the others' waits", _MISALIGNED, frames=True)
+def misaligned_prefetch_of_several_streams(k: Kit) -> Any:
+    side, other, sleep = k.stream(), k.stream(), k.sleep
+
+    @k.compile
+    def step(x):
+        current = torch.cuda.current_stream()
+        current.wait_stream(side)
+        x.record_stream(current)
+        other.wait_stream(current)
+        x.record_stream(other)
+        with torch.cuda.stream(other):
+            a = sleep(x).sum(0)
+        b = sleep(x) * 3
+        with torch.cuda.stream(side):
+            c = x @ x
+        current.wait_stream(other)
+        current.wait_stream(side)
+        c.record_stream(current)
+        return a + b + c
+
+    def fn(source):
+        return step(_loaded(source, side, sleep))
+
+    return fn
+
+
+@program("record_stream of a misaligned input speaks of the copy, behind its reader", _MISALIGNED, frames=True)
+def misaligned_prefetch_recorded_at_the_end(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    @k.compile
+    def step(x):
+        current = torch.cuda.current_stream()
+        current.wait_stream(side)
+        y = sleep(x.view(torch.int32).view(torch.float32)) + x
+        x.view(-1)[1:].record_stream(current)
+        return y
+
+    def fn(source):
+        return step(_loaded(source, side, sleep))
+
+    return fn
+
+
+@program("a misaligned input that is updated is copied before the wait for it", _MISALIGNED, frames=True)
+def misaligned_input_is_updated_behind_a_wait(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    @k.compile
+    def step(x, ready):
+        current = torch.cuda.current_stream()
+        current.wait_event(ready)
+        x.record_stream(current)
+        x.mul_(2)
+        return sleep(x) + 1
+
+    def fn(source):
+        loaded = _loaded(source, side, sleep)
+        result = step(loaded, side.record_event())
+        return result, loaded.clone()
+
+    return fn
+
+
+@program("a misaligned input is written back behind the event that says it is updated", _MISALIGNED, frames=True)
+def misaligned_input_is_updated_on_a_side_stream(k: Kit) -> Any:
+    side, done, sleep = k.stream(), torch.cuda.Event(), k.sleep
+
+    @k.compile
+    def step(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.add_(sleep(x))
+            done.record(side)
+
+    def fn(x):
+        step(x)
+        torch.cuda.current_stream().wait_event(done)
+        return x * 2
+
+    return fn
+
+
+@program("streams read and update a misaligned input in turn, each from a copy of its own", _MISALIGNED)
+def misaligned_input_is_updated_by_two_streams(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = sleep(x).sum(0)
+            x[1:3] += 1
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            b = sleep(x) @ x
+            x.mul_(2)
+        first.wait_stream(second)
+        with torch.cuda.stream(first):
+            c = sleep(x).sum(1)
+        current.wait_stream(first)
+        return a + b + c
+
+    return fn
+
+
 @program("Tensor.record_stream is an error about alias annotations (ai-toolkit #1012)")
 def record_stream_on_intermediate(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep

@@ -518,6 +518,41 @@ def train_misaligned_input(k: Kit) -> Any:
     return step
 
 
+@training(
+    "a misaligned input that a loader fills is saved, and recorded in forward and backward",
+    tensors(_sometimes_misaligned),
+)
+def train_misaligned_prefetch(k: Kit) -> Any:
+    loader, side, sleep = k.stream(), k.stream(), k.sleep
+    first, second = trained(k, 2)
+
+    def forward(x):
+        current = torch.cuda.current_stream()
+        current.wait_stream(loader)
+        x.record_stream(current)
+        x.record_stream(side)
+        fork(side)
+        with torch.cuda.stream(side):
+            a = sleep(x) @ first
+        b = x * second
+        join(side)
+        return (a + b).sum()
+
+    forward = k.compile(forward)
+
+    def step(source):
+        fork(loader)
+        with torch.cuda.stream(loader):
+            offset = source.storage_offset()
+            x = torch.empty(offset + source.numel(), device=source.device)[offset:].view(source.shape)
+            x.copy_(sleep(source))
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(first, second)
+
+    return step
+
+
 @training("a gradient that comes in misaligned is read by two streams", matrices(1))
 def train_misaligned_gradient(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep

@@ -31,6 +31,7 @@ from torch_overlay import config
 from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor import offload_codegen, plan_log
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
+from torch_overlay._inductor.stream_alignment import AlignedInputs
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
 from torch_overlay._inductor.stream_reuse import IfSpread, share_when_following
@@ -217,6 +218,8 @@ class RegionEmitter:
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.is_defined = False
+        self.node: BaseSchedulerNode | None = None  # whose lines are being written
+        self.aligned = AlignedInputs(self)
 
     # -- names
 
@@ -324,6 +327,8 @@ class RegionEmitter:
 
     def before(self, node: BaseSchedulerNode) -> None:
         """What stands between the previous node's lines and this one's."""
+        self.write_back()
+        self.node = node
         here = self.region.index[node]
         operations = self.records(max(self.done, 0), here - 1) if here else []
         operations += [w for w in self.waits(here) if not self.is_wait_at_entry(w[1], w[2], here)]
@@ -344,7 +349,14 @@ class RegionEmitter:
                     OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream)))
                 )
 
+    def write_back(self) -> None:
+        """Note [Aligned copies and the caller's memory] of `stream_alignment`."""
+        if self.aligned.due:
+            self.scheduler.flush()
+            self.aligned.write_back()
+
     def end(self) -> None:
+        self.write_back()
         last = len(self.plan.ops)
         waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
@@ -353,6 +365,7 @@ class RegionEmitter:
         if not (self.region.enclosed or self.follows):
             settle_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
+        self.aligned.leave(goes_on=self.region.enclosed)
         self.wrapper.writeline(EndRegion(self))
 
     def lend_results(self) -> None:
@@ -666,6 +679,8 @@ def codegen_device_guard_enter(
 
 def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> None:
     emitter = active(V.graph.scheduler)
+    if emitter is not None:
+        emitter.aligned.write_back()
     if emitter is None:
         original(wrapper, buffer)
     elif _is_pinned(buffer) and wrapper.can_free(buffer):
@@ -695,11 +710,12 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
 def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
-    """The aligned copy of an input that a side stream reads must not replace the last reference to the original."""
-    input_names = list(input_names)
-    if active(V.graph.scheduler) is not None and stream != 0:
-        wrapper.mark_multistream_alignment(input_names)
-    original(wrapper, input_names, stream)
+    """In a planned region: Note [Aligned copies and the caller's memory] of `stream_alignment`."""
+    emitter = active(V.graph.scheduler)
+    if emitter is None or emitter.node is None:
+        original(wrapper, input_names, stream)
+    else:
+        emitter.aligned.copy(original, emitter.node, stream)
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:

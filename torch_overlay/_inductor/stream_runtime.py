@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._C._dynamo.guards import copy_if_misaligned
 
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
+ALIGNMENT = 16  # bytes: what Inductor takes inputs to be aligned to
+
 set_stream = torch._C._accelerator_setStream
 """Makes a stream the current one of its device, and its device the current one: inside a device guard that is no
 change.
@@ -46,6 +49,20 @@ def restore_stream(stream: torch.Stream) -> None:
     set_stream(stream)
     if device != stream.device_index:
         torch._C._cuda_setDevice(device)
+
+
+def aligned(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
+    """The tensor, or an aligned copy of it that is made on the stream; None: on the current one."""
+    if not tensor.data_ptr() % ALIGNMENT:
+        return tensor
+    with torch.cuda.stream(stream):
+        return copy_if_misaligned(tensor)
+
+
+def write_back(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
+    """Copy what was written to an aligned copy into the caller's memory, on the stream; None: on the current one."""
+    with torch.cuda.stream(stream):
+        target.copy_(source)
 
 
 def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
@@ -291,4 +308,4 @@ def region(
     )
 
 
-__all__ = ["align", "ambient", "get_object", "region", "restore_stream", "set_stream"]
+__all__ = ["align", "aligned", "ambient", "get_object", "region", "restore_stream", "set_stream", "write_back"]

@@ -212,14 +212,22 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
-    """Names of generated code that are C functions below the dispatcher, or that pin memory of the host."""
+    """Names of generated code that are C functions below the dispatcher, that read addresses, or that pin memory of the
+    host.
+    """
+
+    def copy(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return tensor.clone() if device.misaligned else tensor
+
     return {
         "empty_strided_cuda": _strided("cuda"),
         "empty_strided_cpu": _strided("cpu"),
         "empty_strided_cpu_pinned": _strided("cpu", True),
         "reinterpret_tensor": _reinterpret,
         "alloc_from_pool": _alloc_from_pool,
-        "copy_if_misaligned": (lambda t: t.clone()) if device.misaligned else (lambda t: t),
+        "copy_if_misaligned": copy,
+        "aligned": copy,
         "assert_size_stride": _ignore,
         "assert_size_stride_grouped": _ignore,
         "assert_alignment": _ignore,
@@ -256,7 +264,16 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
             stream = torch._C._cuda_getCurrentRawStream(torch._C._accelerator_getDeviceIndex())
             _Triton(device, name, kernel.src).run(**given, stream=stream)
 
+    def realign(inputs: list[Any], indices: Sequence[int], mutated: Any = ()) -> tuple[list[Any], list[Any]]:
+        """Upstream's copies around a call, of the inputs that are not aligned in generated code."""
+        given = {i: inputs[i] for i in indices if device.misaligned}
+        for i, tensor in given.items():
+            inputs[i] = tensor.clone()
+        written = [i for i in given if i in (mutated or ())]
+        return [given[i] for i in written], [inputs[i] for i in written]
+
     with (
+        mock.patch("torch._inductor.utils.copy_misaligned_inputs", realign),
         mock.patch("triton.runtime.jit.JITFunction.run", launch),
         mock.patch.object(stream_runtime, "native_region", lambda spec: None),
         mock.patch.object(stream_runtime._Frame, "holds_nothing", asks),

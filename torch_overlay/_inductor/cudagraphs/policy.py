@@ -206,6 +206,8 @@ def reset(original: Callable[[], None]) -> None:
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
     """Seam of CompiledFxGraph.__init__: which outputs of a graph the user sees, and what was split off. The graph is
     not there later, when the code is taken from the cache. Also, the constructor may take the graphs away."""
+    from torch_overlay._inductor.stream_alignment import left_to_runtime
+
     given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
     wanted = given["cudagraphs"]
     before = bool(wanted)
@@ -215,6 +217,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
     (output,) = given["gm"].graph.find_nodes(op="output")
     compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
     compiled._overlay_split_off = getattr(given["graph"], "_overlay_split_off", ())
+    compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 
 
 def log_graph_partitions(

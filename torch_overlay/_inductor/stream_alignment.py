@@ -1,0 +1,134 @@
+"""Aligned copies of inputs inside a planned region.
+
+Inductor compiles kernels for inputs that are aligned to 16 bytes, and an input that isn't is copied at a call. Upstream
+writes the copy before the lines of its first reader, and one for each stream if several read.
+
+Note [Aligned copies and the caller's memory]
+An aligned copy reads the caller's memory like the kernel that it is made for: after that kernel's waits, on its stream.
+An operation that only names a tensor, as `record_stream` does, reads nothing, makes no copy, and speaks of the caller's
+tensor, which is kept for it under the name `arg_orig`. So does what the graph returns: the backward makes its own copy.
+
+Of an input that the graph writes, upstream's runtime makes the copy before the call and writes it back after the call,
+on the caller's stream: before the waits of the user, and after the records. Here it is copied like the others, and each
+operation that writes it is followed by a copy into the caller's memory on its stream. Whoever waits for the operation
+has waited for that copy, and a reader on another stream makes its own copy of the caller's memory again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
+
+from torch_overlay._inductor.stream_schedule import AMBIENT, ambient_device, stream_operation
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+    from torch_overlay._inductor.stream_codegen import RegionEmitter
+
+_RUNTIME = "from torch_overlay._inductor.stream_runtime import aligned, write_back"
+
+
+def recorded_inputs(scheduler: Scheduler) -> set[str]:
+    """The inputs that the user's `record_stream` names, in whatever region of the graph."""
+    found: set[str] = set()
+    for node in scheduler.nodes:
+        overload = stream_operation(node)
+        if overload is not None and overload._schema.name == "streams::record_stream":
+            found.update(dependency.name for dependency in node.read_writes.reads)
+    return found
+
+
+def returned_inputs() -> set[str]:
+    """The inputs that the graph returns, but none of which it returns a view: the backward takes it to be aligned."""
+    inputs, views = set(), set()
+    for value in V.graph.graph_outputs:
+        while isinstance(value, (ir.TensorBox, ir.StorageBox)):
+            value = value.data
+        if isinstance(value, ir.InputBuffer):
+            inputs.add(value.get_name())
+        elif isinstance(value, ir.BaseView):
+            views.add(value.get_name())
+    return inputs - views
+
+
+class AlignedInputs:
+    """The aligned copies of one region's inputs, while its lines are written."""
+
+    def __init__(self, emitter: RegionEmitter) -> None:
+        self.emitter, self.wrapper = emitter, emitter.wrapper
+        graph: Any = V.graph
+        checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}
+        self.recorded = recorded_inputs(emitter.scheduler) if checked else set()
+        self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
+        if self.written:
+            graph._overlay_aligned_inputs = frozenset(checked[name] for name in self.written)
+        self.due: list[str] = []  # inputs that the last node has written
+        self.stream = 0  # that node's
+
+    def copy(self, original: Callable[..., None], node: BaseSchedulerNode, number: int) -> None:
+        """Write the copies of what a node reads and writes, before its lines. `number` is upstream's of its stream."""
+        if stream_operation(node) is not None:
+            return
+        real = self.emitter.scheduler.mutation_real_name
+        reads = [real.get(d.name, d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)]
+        outputs = [output for output in node.get_outputs() if not output.is_ordering_only()]
+        writes = dict.fromkeys(real.get(name, name) for output in outputs for name in output.get_mutations())
+        names = dict.fromkeys([*reads, *writes])
+        # A copy must not replace the last reference to memory that another stream waits for, or that is named again.
+        late = self.emitter.plan.release
+        self.wrapper.mark_multistream_alignment([n for n in names if number or n in self.recorded or n in late])
+        original(self.wrapper, [name for name in names if name not in self.written], number)
+        op = self.emitter.plan.ops[self.emitter.region.index[node]]
+        self.due = [name for name in writes if name in self.written]
+        self.stream = op.stream if op.stream is not None else AMBIENT
+        for name in names:
+            if name in self.written:
+                self.copy_written(name, number)
+
+    def copy_written(self, name: str, number: int) -> None:
+        wrapper = self.wrapper
+        if wrapper._alignment_aligned_stream.get(name) == number:
+            return
+        wrapper._alignment_aligned_stream[name] = number
+        if name not in wrapper._alignment_orig_saved:
+            wrapper._alignment_orig_saved.add(name)
+            self.emitter.write(f"{name}_orig = {name}")
+        if not self.emitter.root.imports.contains(_RUNTIME):
+            self.emitter.root.imports.writeline(_RUNTIME)
+        self.write(f"{name} = aligned({name}_orig")
+
+    def write_back(self) -> None:
+        """Copy what the last node has written into the caller's memory."""
+        for name in self.due:
+            self.write(f"if {name} is not {name}_orig: write_back({name}_orig, {name}")
+        self.due = []
+
+    def write(self, call: str) -> None:
+        """For a call that needs its stream only where an input isn't aligned, the current stream isn't switched."""
+        if ambient_device(self.stream) is None:
+            self.emitter.write(f"{call}, {self.emitter.stream(self.stream)})")
+        else:
+            self.wrapper.writeline(f"{call})")
+
+    def leave(self, goes_on: bool) -> None:
+        """What is returned, and what other regions of the wrapper use, is the caller's tensor again."""
+        wrapper = self.wrapper
+        returned = set() if goes_on else returned_inputs()
+        for name in list(wrapper._alignment_aligned_stream):
+            if name in wrapper._alignment_orig_saved and (goes_on or name in returned):
+                del wrapper._alignment_aligned_stream[name]
+                wrapper._alignment_orig_saved.discard(name)
+                self.emitter.write(f"{name} = {name}_orig; del {name}_orig")
+
+
+def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]:
+    """Of the inputs whose alignment upstream checks: those that planned regions don't take over."""
+    aligned = getattr(graph, "_overlay_aligned_inputs", frozenset())
+    return [i for i in inputs_to_check if i not in aligned] if aligned else inputs_to_check
