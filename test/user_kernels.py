@@ -24,7 +24,15 @@ def scale_kernel(source, target, factor, count, BLOCK: tl.constexpr):
     tl.store(target + offsets, tl.load(source + offsets, mask=inside) * factor, mask=inside)
 
 
+def scaled_into(out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
+    scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, factor, x.numel(), BLOCK=1024)
+
+
+def added_into(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    add_kernel[lambda meta: (triton.cdiv(out.numel(), meta["BLOCK"]),)](x, y, out=out, n=out.numel(), BLOCK=256)
+
+
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     out = torch.empty_like(x)
-    scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, factor, x.numel(), BLOCK=1024)
+    scaled_into(out, x, factor)
     return out

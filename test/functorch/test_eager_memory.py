@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
+from stream_programs import _ops  # noqa: F401  (registers the operators)
 from torch_overlay._functorch.eager_memory import foreign_reads, memory_stream
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -88,6 +89,28 @@ class TestMemory(TestCase):
             self.assertIsNone(memory_stream(results))
             part = self.node(operator.getitem, results, 0, stream=1, written=torch._fused_adam_)
             self.assertEqual(memory_stream(part), stream)
+
+    def call(self, target: Any, /, *args: Any, stream: int, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["custom"] = {"stream": stream}
+        return node
+
+    def test_of_updates_by_operators_and_kernels_of_the_user(self) -> None:
+        """Their results are the memory of what they were given, which lives on; what they only read is not."""
+        higher = torch.ops.higher_order
+        made, read = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (0, 2))
+        add_to = torch.ops.overlay_test.add_to.default
+        kernel = {"kwargs": {"x": read, "out": made}, "tensors_to_clone": ["out"]}
+        for call, index in (
+            (self.call(higher.triton_kernel_wrapper_functional, stream=1, **kernel), "out"),
+            (self.call(higher.auto_functionalized_v2, add_to, stream=1, x=read, _all_bases=[made]), 1),
+            (self.call(higher.auto_functionalized, add_to, stream=1, target=made, x=read), 1),
+        ):
+            updated = self.node(operator.getitem, call, index, stream=1)
+            self.assertEqual(memory_stream(updated), 0)
+            self.assertEqual(foreign_reads(call, {}), ("-s0", "s2"))
+            again = self.node(operator.getitem, self.node(aten.mul.Tensor, updated, 2, stream=1), 0, stream=1)
+            self.assertEqual(memory_stream(again), 1)
 
     def test_of_targets(self) -> None:
         self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)

@@ -42,7 +42,10 @@ PAIRS = [(p.name, mode or "default") for p in PROGRAMS if p.name in WRITTEN for 
 SYMBOLIC = ("train_dynamic_shapes",)
 TRACED = tuple(n for n in WRITTEN if n.startswith("train_compiled_autograd"))  # backwards without a region of their own
 NO_STREAMS = ("train_stream_made_inside",)
-LAUNCHES = ("train_user_kernels",)  # eager launches the user's kernels for real
+LAUNCHES = (
+    "train_user_kernels",
+    "train_user_kernels_into_memory_of_another_stream",
+)  # eager launches the user's kernels for real
 # Nobody reads what their side streams compute; the second has no block at all.
 DEAD_BRANCHES = ("train_random_00", "train_random_17", "train_random_54")
 JOINED_OUTSIDE = (

@@ -764,6 +764,9 @@ free buf2 (stream 1) after exit
         self.assertEqual(told("result_of_its_reader", None), [])
         self.assertEqual(told("result_of_its_reader", "reduce-overhead"), ["stream1"])
         self.assertEqual(told("fork_join", None), [])
+        if torch.utils._triton.has_triton_package():
+            self.assertEqual(told("user_kernel_fills_memory_of_the_callers_stream", None), ["stream0"])
+            self.assertEqual(told("user_kernel_fills_memory_of_a_side_stream", None), ["stream1"])
 
     def test_cpp_wrapper_is_refused_with_a_reason(self) -> None:
         program = by_name("fork_join")

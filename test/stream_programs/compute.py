@@ -10,7 +10,7 @@ from stream_programs._program import joins_all, Kit, matrices, program, tensors,
 
 
 try:
-    from user_kernels import scaled
+    from user_kernels import added_into, scaled, scaled_into
 except ImportError:  # there is no Triton
     scaled = None
 
@@ -30,6 +30,77 @@ if scaled is not None:
             b = scaled(x, 2.0)
             current.wait_stream(side)
             return scaled(a + b, 2.0)
+
+        return fn
+
+    @program("a user's kernel writes on another stream what `empty_like` made on the caller's", late_reader="current")
+    def user_kernel_fills_memory_of_the_callers_stream(k: Kit) -> Any:
+        side, sleep = k.stream(), k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            out = torch.empty_like(x)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                scaled_into(out, sleep(x), 3.0)
+            current.wait_stream(side)
+            return out
+
+        return fn
+
+    @program("a user's kernel writes on the caller's stream what a side stream allocated", late_reader="side")
+    def user_kernel_fills_memory_of_a_side_stream(k: Kit) -> Any:
+        side, sleep = k.stream(), k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(side):
+                out = torch.empty_like(x)
+            current.wait_stream(side)
+            scaled_into(out, sleep(x), 3.0)
+            side.wait_stream(current)
+            return out
+
+        return fn
+
+    @program("kernels of two streams update views of one tensor, and the result is handed on", late_reader="current")
+    def user_kernels_of_two_streams_write_parts(k: Kit) -> Any:
+        first, second, sleep = k.stream(), k.stream(), k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            out = x.new_empty(2, *x.shape)
+            total = torch.empty_like(x)
+            first.wait_stream(current)
+            with torch.cuda.stream(first):
+                scaled_into(out[0], sleep(x), 2.0)
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                scaled_into(out[1], sleep(x), 3.0)
+                added_into(total, out[0], out[1])
+                scaled_into(total, total, 2.0)
+            current.wait_stream(second)
+            return out[1], total
+
+        return fn
+
+    @program("the allocator was told of a stream before a user's kernel updated the tensor", late_reader="current")
+    def user_kernel_updates_a_recorded_tensor(k: Kit) -> Any:
+        first, second, sleep = k.stream(), k.stream(), k.sleep
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            out = sleep(x) + 1
+            first.wait_stream(current)
+            out.record_stream(first)
+            with torch.cuda.stream(first):
+                a = sleep(out).sum(0)
+            second.wait_stream(current)
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                scaled_into(out, out, 3.0)
+            current.wait_stream(second)
+            return out, a * 1
 
         return fn
 

@@ -785,6 +785,46 @@ if compute.scaled is not None:
 
         return step
 
+    class _Filled(torch.autograd.Function):
+        """Its memory is made on the stream that is current, and written on another one, in forward and backward."""
+
+        @staticmethod
+        def forward(ctx, x, side):
+            ctx.side = side
+            return _filled(x, side)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return _filled(gradient.contiguous(), ctx.side), None
+
+    def _filled(x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        out = torch.empty_like(x)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            compute.scaled_into(out, x, 3)
+        current.wait_stream(side)
+        return out
+
+    @training("a user's kernel writes the current stream's memory on a side stream, in forward and backward")
+    def train_user_kernels_into_memory_of_another_stream(k: Kit) -> Any:
+        side, sleep = k.stream(), k.sleep
+        (weight,) = trained(k, 1)
+
+        def forward(x):
+            y = _Filled.apply(sleep(x) * weight, side)
+            return (y * weight).sum() / 4, y
+
+        forward = k.compile(forward)
+
+        def step(x):
+            x = leaf(x)
+            loss, y = forward(x)
+            loss.backward()
+            return loss.detach(), y.detach() * 2, take_gradients(x, weight)
+
+        return step
+
 
 @training("one branch of the loss is computed without gradients, on the side stream")
 def train_no_grad_branch(k: Kit) -> Any:

@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET, viewed
+from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET, viewed, written_arguments
 
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def memory_stream(node: Node) -> int | None:
 
 def _written(node: Node) -> Node | None:
     """What an operator was given to write to, of the node that stands for its new value, one of several."""
-    place: list[int] = []
+    place: list[Any] = []
     call: Any = node
     while call.target is operator.getitem:
         call, index = call.args
@@ -96,12 +96,7 @@ def _written(node: Node) -> Node | None:
     if lists := _updated_lists(call):
         which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
         return lists[which[0]][place[-1]] if place and which else None
-    if call.target is not torch.ops.higher_order.auto_functionalized_v2 or len(place) != 1:
-        return None
-    (written,), (index,) = call.args[:1], place
-    results = max(1, len(written._schema.returns)) if isinstance(written, torch._ops.OpOverload) else 1
-    bases: Any = call.kwargs.get("_all_bases", ())
-    return bases[index - results] if 0 <= index - results < len(bases) else None
+    return written_arguments(call).get(place[0]) if len(place) == 1 else None
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
@@ -224,13 +219,14 @@ def foreign_reads(
     target = node.meta.get("custom", {}).get(TARGET)
     goes_on = registry.current().goes_on
     found = set()
+    written = written_arguments(node).values()
     for value in node.all_input_nodes:
         # Functionalization makes a new value for each update: its memory is this one's stream's.
         made = _maker(value, updates=False)
         stream = node_stream(made)
         if made.op != "call_function" or stream == node_stream(node):
             continue
-        lives_on = goes_on or stream == target or _updates(node) and _is_updated(value, node)
+        lives_on = goes_on or stream == target or value in written or _updates(node) and _is_updated(value, node)
         if (storage := _storage(value)) is not None:
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream

@@ -115,6 +115,28 @@ def viewed(node: Node) -> Node:
     return node
 
 
+def written_arguments(call: Any) -> dict[Any, Node]:
+    """The values that an operator or a user's kernel updates in a functional graph, by the index of the new value among
+    its results.
+    """
+    higher = torch.ops.higher_order
+    if not isinstance(call, torch.fx.Node):
+        return {}
+    arguments: Any = call.kwargs
+    found: dict[Any, Any] = {}
+    if call.target is higher.triton_kernel_wrapper_functional:
+        found = {name: arguments["kwargs"].get(name) for name in arguments["tensors_to_clone"]}
+    elif call.target in (higher.auto_functionalized_v2, higher.auto_functionalized):
+        (called,) = call.args[:1]
+        schema = called._schema if isinstance(called, torch._ops.OpOverload) else None
+        written = arguments.get("_all_bases", ())
+        if call.target is higher.auto_functionalized:
+            names = schema.arguments if schema is not None else ()
+            written = [arguments.get(a.name) for a in names if a.alias_info is not None and a.alias_info.is_write]
+        found = dict(enumerate(written, max(1, len(schema.returns) if schema is not None else 1)))
+    return {index: value for index, value in found.items() if isinstance(value, torch.fx.Node)}
+
+
 def _constants(graph: Graph) -> set[Node]:
     """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
     found: set[Node] = set()

@@ -32,7 +32,14 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.eager_memory import results_made
-from torch_overlay._functorch.stream_placement import BEFORE, is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.stream_placement import (
+    BEFORE,
+    is_stream_op,
+    is_view,
+    node_stream,
+    viewed,
+    written_arguments,
+)
 
 
 if TYPE_CHECKING:
@@ -231,22 +238,9 @@ def _updated(value: Any) -> Node | None:
     elif (op := reinplace.inplaceable_ops.get(target)) is not None and isinstance(op.mutated_arg, int):
         base = value.args[op.mutated_arg]
     elif value.target is operator.getitem:
-        base = _written_by(*value.args[:2])
+        call, index = value.args
+        base = written_arguments(call).get(index)
     return base if isinstance(base, torch.fx.Node) else None
-
-
-def _written_by(call: Any, index: Any) -> Any:
-    higher = torch.ops.higher_order
-    if not isinstance(call, torch.fx.Node):
-        return None
-    if call.target is higher.triton_kernel_wrapper_functional:
-        return call.kwargs["kwargs"].get(index)  # type: ignore[union-attr]
-    if call.target is not higher.auto_functionalized_v2:
-        return None
-    (operator_,) = call.args[:1]
-    results = max(1, len(operator_._schema.returns)) if isinstance(operator_, torch._ops.OpOverload) else 1
-    bases: Any = call.kwargs.get("_all_bases", ())
-    return bases[index - results] if 0 <= index - results < len(bases) else None
 
 
 def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
