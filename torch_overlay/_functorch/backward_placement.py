@@ -109,6 +109,7 @@ def place_computed_early(graph: Graph) -> None:
     caller's memory, so it waits for what the user's operations on its stream wait for. Where the user orders the
     ambient stream behind a side stream's last operation, that is then what was moved there.
     """
+    promised: dict[int, set[str]] = {}
     joined: dict[int, bool] = {}
     waited: dict[int, set[str]] = {}
     computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
@@ -116,12 +117,14 @@ def place_computed_early(graph: Graph) -> None:
         if not is_backward(node):
             custom, stream = node.meta.get("custom", {}), node_stream(node)
             joined[stream] = "s0" in (custom.get(BEFORE) or ())
+            promised.setdefault(stream, set()).update(custom.get(BEFORE) or ())
             waited.setdefault(stream, set()).update(custom.get(AFTER) or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
             stream = node_stream(node)
             after = waited.get(stream, {"s0"} - {f"s{stream}"})
-            annotate(node, **{AFTER: tuple(sorted(after)) or None, BEFORE: ("s0",) if joined.get(stream) else None})
+            before = {"s0"} if joined.get(stream) else promised.get(stream, set())
+            annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before))})
 
 
 def place_saved(forward: Graph, backward: Graph) -> None:

@@ -2,15 +2,13 @@
 
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
 becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass:
-a node that was there before keeps its stream and tokens. A new write in place takes those of the nodes that it was put
-in the place of, as far as their inputs tell; any other new node between nodes of one stream joins that stream. What
-remains without a placement runs on the ambient stream: correct in any case, for the planner orders it. Where a node
-is gone because it did nothing, its readers take over what the caller relies on.
+a node that was there before keeps its stream and tokens, and a new one takes those of the nodes that it replaces
+(`pass_log`, `new_node_placement`). Where a node is gone because it did nothing, its readers take over what the caller
+relies on.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -22,43 +20,36 @@ from torch_overlay._functorch.stream_placement import (
     BEFORE,
     is_stream_op,
     is_view,
-    LEAVE,
     node_stream,
     READS,
-    RESULTS,
     viewed,
 )
+from torch_overlay._inductor.new_node_placement import needs_streams, NewNodes, union_of_tokens
 from torch_overlay._inductor.no_op_results import COPY_OF
+from torch_overlay._inductor.pass_log import PassLog, Placed
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
 
     from torch.fx import Graph, Node
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """What a node's `custom` held before a pass, what the node read, and who read the node."""
-
-    custom: dict[str, Any] | None
-    inputs: frozenset[Node]
-    users: frozenset[Node]
-
-
-def _placements(graph: Graph) -> dict[Node, _Placed] | None:
+def _placements(graph: Graph) -> dict[Node, Placed] | None:
     """None for a graph in which nothing has a stream."""
     found = {}
     streams = False
     for node in graph.nodes:
         custom = node.meta.get("custom")
-        found[node] = _Placed(custom, frozenset(node.all_input_nodes), frozenset(node.users))
-        streams = streams or bool(custom and (custom.get("stream") or LEAVE in custom))
+        found[node] = Placed(custom, frozenset(node.all_input_nodes), frozenset(node.users))
+        streams = streams or needs_streams(custom)
     return found if streams else None
 
 
-def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
-    new = []
+def _restore(graph: Graph, log: PassLog) -> None:
+    before = log.before
     for node in graph.nodes:
         if node in before:
             custom = before[node].custom
@@ -67,30 +58,21 @@ def _restore(graph: Graph, before: dict[Node, _Placed]) -> None:
                     node.meta.pop("custom", None)
                 else:
                     node.meta["custom"] = custom
-        elif node.op == "call_function" and not node.meta.get("custom"):
-            new.append(node)
     left = set(graph.nodes)
-    if not any(_is_write(node) for node in new):  # a pass that makes writes in place drops what the writes replace
-        # A view reads nothing itself, and has nothing to hand on.
-        readers = [
-            n for n, p in before.items() if n not in left and p.custom and n.op == "call_function" and not is_view(n)
-        ]
-        results = _given_to_caller(graph) if readers else set()
-        for node in readers:
-            _hand_down(node, before, left, results)
+    replaced = log.replaced(graph)
+    done_anew = {old for gone in replaced.values() for old in gone}
+    # A view reads nothing itself, and has nothing to hand on.
+    readers = [
+        n
+        for n, p in before.items()
+        if n not in left and n not in done_anew and p.custom and n.op == "call_function" and not is_view(n)
+    ]
+    results = _given_to_caller(graph) if readers else set()
+    for node in readers:
+        _hand_down(node, before, left, results)
     for node in graph.nodes:
         node.meta.pop(COPY_OF, None)
-    if not new:
-        return
-    gone = {node: placed for node, placed in before.items() if node not in left and placed.custom}
-    for node in new:
-        _inherit(node, gone)
-    for node in new:
-        if not node.meta.get("custom"):
-            neighbours = [n for n in (*node.all_input_nodes, *node.users) if n.op == "call_function"]
-            streams = {node_stream(n) for n in neighbours}
-            if len(streams) == 1 and (stream := streams.pop()):
-                node.meta["custom"] = {"stream": stream}
+    NewNodes(replaced, before).place()
 
 
 def _given_to_caller(graph: Graph) -> set[Node]:
@@ -100,7 +82,7 @@ def _given_to_caller(graph: Graph) -> set[Node]:
     return results_made(graph.output_node()) | inputs
 
 
-def _hand_down(gone: Node, before: dict[Node, _Placed], left: set[Node], results: set[Node]) -> None:
+def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results: set[Node]) -> None:
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
@@ -127,7 +109,7 @@ def _hand_down(gone: Node, before: dict[Node, _Placed], left: set[Node], results
         user.meta["custom"] = {**own, **also}
 
 
-def _heirs(gone: Node, before: dict[Node, _Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
+def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
     """The operations that are left of those that read a node, or one in its place, with what they read instead, some of
     them through views: what the node read, or a copy that was kept of that.
     """
@@ -153,52 +135,26 @@ def _heirs(gone: Node, before: dict[Node, _Placed], left: set[Node]) -> Iterator
         seen.add(user)
 
 
-def _is_write(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+def begin_pass(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
+    gm: Any = observer.gm
+    if config.streams and not PassLog.is_watched(gm) and (before := _placements(gm.graph)) is not None:
+        observer._overlay_log = PassLog(gm, before)  # type: ignore[attr-defined]
+    return original(observer)
 
 
-def _inherit(node: Node, gone: Mapping[Node, _Placed]) -> None:
-    """A write in place was a copy, and perhaps a scatter before it: their stream is the new node's, if they have one,
-    and so is what the caller relies on. Any other new node is one of those that are gone, with other operands, if it
-    does the same for the same readers.
-    """
-    inputs, users = set(node.all_input_nodes), set(node.users)
-    if _is_write(node):
-        replaced = [p for p in gone.values() if not inputs.isdisjoint(p.inputs)]
-    else:
-        replaced = [
-            p
-            for other, p in gone.items()
-            if other.target is node.target and not users.isdisjoint(p.users) and not inputs.isdisjoint(p.inputs)
-        ]
-    customs = [placed.custom for placed in replaced if placed.custom]
-    if not customs or len({custom.get("stream", 0) for custom in customs}) > 1:
-        return
-    made: dict[str, Any] = {"stream": stream} if (stream := customs[0].get("stream")) else {}
-    made |= union_of_tokens(customs)
-    if made:
-        node.meta["custom"] = made
-
-
-def union_of_tokens(customs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one node that does what several did."""
-    made: dict[str, Any] = {}
-    for key in (AFTER, BEFORE, READS):
-        known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
-        if known:
-            made[key] = tuple(sorted({token for tokens in known for token in tokens}))
-    for custom in customs:
-        made |= {key: custom[key] for key in (LEAVE, RESULTS) if key in custom}
-    return made
-
-
-def apply_gm_pass(original: Callable[..., Any], observer: Any, pass_fn: Callable[[Any], Any]) -> Any:
-    before = _placements(observer.gm.graph) if config.streams else None
-    result = original(observer, pass_fn)
-    if before is not None:
-        _restore(observer.gm.graph, before)
-    return result
+def end_pass(
+    original: Callable[..., None],
+    observer: GraphTransformObserver,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    original(observer, kind, error, traceback)
+    log: PassLog | None = observer.__dict__.pop("_overlay_log", None)
+    if log is not None:
+        log.close()
+        if kind is None:
+            _restore(observer.gm.graph, log)
 
 
 def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> None:

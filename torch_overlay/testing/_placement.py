@@ -1,0 +1,95 @@
+"""A check after each pass: is every operation of a graph with streams placed?
+
+`place_streams` gives each node of a graph its stream and its tokens. A node that a pass makes without them runs on the
+caller's stream, and promises what all others of that stream promise: the planner orders it, at the price of events,
+and an event of the program that stood behind the node doesn't wait for it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch._inductor.graph import GraphLowering
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.fx import Graph, Node
+
+
+class Unplaced(AssertionError):
+    """Names the pass, the operation, and what it reads and feeds."""
+
+
+def _launches(node: Node) -> bool:
+    """It runs on the device, or reads what does."""
+    from torch_overlay._functorch.stream_placement import is_stream_op, is_view
+
+    if node.op != "call_function" or is_stream_op(node) or is_view(node) or node.target is operator.getitem:
+        return False
+    values = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
+    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values)
+
+
+def unplaced(graph: Graph) -> list[Node]:
+    """The operations of a graph with tokens that have none."""
+    from torch_overlay._inductor.new_node_placement import is_placed, needs_streams
+
+    customs = [node.meta.get("custom") for node in graph.nodes if node.op == "call_function"]
+    if not any(map(needs_streams, customs)) or not any(map(is_placed, customs)):
+        return []
+    return [node for node in graph.nodes if _launches(node) and not is_placed(node.meta.get("custom"))]
+
+
+def _check(graph: Graph, after: str, report: Callable[[str], None]) -> None:
+    for node in unplaced(graph):
+        reads = ", ".join(n.name for n in node.all_input_nodes) or "nothing"
+        feeds = ", ".join(n.name for n in node.users) or "nothing"
+        report(f"after {after}, {node.name} = {node.target} has no placement; it reads {reads} and feeds {feeds}")
+
+
+def _raise(text: str) -> None:
+    raise Unplaced(text)
+
+
+@contextlib.contextmanager
+def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
+    """Checks the graphs that are compiled inside: after each pass, after a joint graph is parted, and when all passes
+    are done. Raises `Unplaced`, or calls `report`.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    end_pass, lower = GraphTransformObserver.__exit__, GraphLowering.__init__
+    part = graph_compile._partition_joint_graph_into_fw_bw
+
+    def checked_end_pass(observer: Any, kind: Any, error: Any, traceback: Any) -> None:
+        end_pass(observer, kind, error, traceback)
+        if kind is None:
+            _check(observer.gm.graph, f"the pass {observer.passname}", report)
+
+    def checked_lower(lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+        _check(gm.graph, "all passes", report)
+        lower(lowering, gm, *args, **kwargs)
+
+    def checked_part(*args: Any, **kwargs: Any) -> Any:
+        forward, backward, *rest = part(*args, **kwargs)
+        _check(forward.graph, "the partitioner, in the forward", report)
+        _check(backward.graph, "the partitioner, in the backward", report)
+        return forward, backward, *rest
+
+    with (
+        mock.patch.object(GraphTransformObserver, "__exit__", checked_end_pass),
+        mock.patch.object(GraphLowering, "__init__", checked_lower),
+        mock.patch.object(graph_compile, "_partition_joint_graph_into_fw_bw", checked_part),
+    ):
+        yield
+
+
+__all__ = ["placement_checked", "Unplaced", "unplaced"]
