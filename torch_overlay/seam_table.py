@@ -815,6 +815,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="upstream has handlers for these functions",
     ),
     Seam(
+        target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
+        impl="torch_overlay._dynamo.closures:bind_args",
+        kind="wrap",
+        patch="dynamo-streams",
+        fingerprint="f75e14ba7e6bd01b",
+        why="Methods of an object that the frame makes find the streams and events of their closure cells.",
+        ends="methods of objects that the frame makes have a source",
+    ),
+    Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
         impl="torch_overlay._dynamo.construct:call_class",
         kind="wrap",

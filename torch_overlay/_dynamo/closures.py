@@ -1,0 +1,86 @@
+"""Streams and events in closure cells and default arguments of functions that Dynamo reaches without a source.
+
+The methods of an object that the frame makes are such functions: Dynamo takes what their cells and defaults hold for
+constants, and can't make one of a stream. Here such a function gets a source, a weak reference in the globals of the
+compiled code. Its cells are then looked up, and guarded, as those of a function of the caller.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.source import GlobalWeakRefSource
+
+from torch_overlay._dynamo.state import handled
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+
+_STREAM_TYPES = (torch.Stream, torch.Event, torch.cuda.StreamContext)
+_MOST_OBJECTS = 1000  # that are looked at for one function
+
+
+def _inside(value: object) -> Iterable[object]:
+    """The objects that a value holds, as far as streams are looked for."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, types.FunctionType):
+        return _held(value)
+    if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+        return ()
+    attributes = getattr(value, "__dict__", None)
+    return attributes.values() if isinstance(attributes, dict) else ()
+
+
+def _held(function: types.FunctionType) -> list[object]:
+    held: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # it has not been assigned
+            continue
+    return held
+
+
+def holds_streams(function: types.FunctionType) -> bool:
+    """Whether a cell or a default of the function holds a stream or event, or an object that does."""
+    todo, seen = _held(function), set()
+    while todo and len(seen) < _MOST_OBJECTS:
+        value = todo.pop()
+        if isinstance(value, _STREAM_TYPES):
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(_inside(value))
+    return False
+
+
+def bind_args(
+    original: Callable[..., dict[str, VariableTracker]],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> dict[str, VariableTracker]:
+    """Around what gives an inlined function its arguments and cells."""
+    function = variable.fn
+    if (
+        variable.source is None
+        and isinstance(function, types.FunctionType)
+        and variable.get_source() is None
+        and handled(tx)
+        and holds_streams(function)
+    ):
+        tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
+        variable.source = GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))
+    return original(variable, tx, args, kwargs)
