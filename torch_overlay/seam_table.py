@@ -824,6 +824,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="methods of objects that the frame makes have a source",
     ),
     Seam(
+        target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.resolve_cls_descriptor",
+        impl="torch_overlay._dynamo.manual_contexts:resolve_cls_descriptor",
+        kind="wrap",
+        patch="dynamo-streams",
+        fingerprint="314ff0994c3ff9a4",
+        why="contextlib.ExitStack calls the methods of the class of a stream context.",
+        ends="StreamContextVariable has __enter__ and __exit__ as methods, bound and unbound",
+    ),
+    Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
         impl="torch_overlay._dynamo.construct:call_class",
         kind="wrap",

@@ -1682,6 +1682,146 @@ return add""",
         self.assertEqual((torch.cuda.current_device(), torch.cuda.current_stream()), (1, self.t))
 
 
+class TestContextsEnteredByCalls(StreamTestCase):
+    def test_exit_stack(self) -> None:
+        s = self.s
+
+        def fn(x):
+            y = x + 1
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.cuda.stream(s))
+                y = y * 2
+            return y - 3
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+add = add(l_x_, 1)
+mul = mul(add, 2) @1
+sub = sub(mul, 3) @0
+return sub""",
+        )
+
+    def test_exit_stack_that_is_closed_behind_another_block_goes_back_into_it(self) -> None:
+        """As in eager: the context remembers the stream that was current when it was entered."""
+        s, s2 = self.s, self.s2
+
+        def fn(x):
+            stack = contextlib.ExitStack()
+            with s2:
+                stack.enter_context(s)
+                y = x * 2
+            y = y + 1
+            stack.close()
+            y = y - 3
+            torch.cuda.set_stream(torch.cuda.default_stream())
+            return y
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x)[1]),
+            """\
+mul = mul(l_x_, 2) @2
+add = add(mul, 1)
+sub = sub(add, 3) @1
+return sub""",
+        )
+
+    def test_exit_stack_around_no_stream(self) -> None:
+        def fn(x, s):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.cuda.stream(s))
+                stack.enter_context(contextlib.nullcontext())
+                return x * 2
+
+        self.assertEqual(str(self.trace(fn, self.x, None)[1]), "mul = mul(l_x_, 2)\nreturn mul")
+
+    def test_caller_stays_where_it_was_at_no_cost(self) -> None:
+        s = self.s
+
+        def fn(x):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(s)
+                return x * 2
+
+        compiled, _ = self.compile(fn)
+        compiled(self.x)
+        self.assertEqual(self.during(compiled, self.x), [])
+
+    def test_break_in_an_exit_stack_runs_the_frame_in_eager(self) -> None:
+        s = self.s
+
+        def fn(x):
+            stack = contextlib.ExitStack()
+            stack.enter_context(torch.cuda.stream(s))
+            y = x * 2
+            torch._dynamo.graph_break()
+            current = torch.cuda.current_stream()
+            stack.close()
+            return y, current
+
+        (_, current), graphs = self.trace(fn, self.x, fullgraph=False)
+        self.assertEqual((current, str(graphs)), (s, ""))
+
+    def test_context_left_open_is_refused(self) -> None:
+        def fn(x, s):
+            context = torch.cuda.stream(s)
+            context.__enter__()
+            return x * 2, context
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "open where the graph ends.*\n.*with torch.cuda"):
+            self.trace(fn, self.x, self.s)
+
+    def test_context_that_was_not_entered_is_refused(self) -> None:
+        def fn(x, s):
+            s.__exit__(None, None, None)
+            return x * 2
+
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "was not entered by one of `__enter__`"):
+            self.trace(fn, self.x, self.s)
+
+
+class TestClosures(StreamTestCase):
+    def test_cell_is_looked_up_at_each_call(self) -> None:
+        s = self.s
+
+        class Branch:
+            def run(self, x):
+                with torch.cuda.stream(s):
+                    return x * 2
+
+        def fn(x):
+            return Branch().run(x), s
+
+        compiled, graphs = self.compile(fn)
+        self.assertEqual(compiled(self.x)[1], self.s)
+        s = self.s2
+        self.assertEqual(compiled(self.x)[1], self.s2)
+        self.assertEqual(graphs.texts, ["mul = mul(l_x_, 2) @1\nreturn mul"])
+
+    def test_code_does_not_keep_the_function_alive(self) -> None:
+        s = torch.cuda.Stream()
+
+        class Branch:
+            def __init__(self):
+                self.s = s
+
+            def run(self, x):
+                with torch.cuda.stream(self.s):
+                    return x * 2
+
+        classes = [Branch]
+
+        def fn(x):
+            return classes[0]().run(x)
+
+        self.trace(fn, self.x)
+        reference = weakref.ref(Branch.__init__)
+        del Branch
+        classes.clear()
+        gc.collect()
+        self.assertIsNone(reference())
+
+
 class TestSwitch(StreamTestCase):
     def test_off_gives_upstreams_handling_back(self) -> None:
         from torch_overlay import config

@@ -1,6 +1,7 @@
 """A corpus of programs with streams and events, for tests that only compile and for tests that run on a GPU.
 
 - idioms: every way to write a stream program that PyTorch's users have
+- python_idioms: where programs keep their streams, and how they enter them
 - waiting: events and streams that the host asks or waits for, and copies between host and device
 - hazards: what upstream's users reported, each named after what went wrong
 - memory: whose memory a block is, and when it may be freed
@@ -17,6 +18,7 @@ from stream_programs import (  # noqa: F401  (they register their programs)
     hazards,
     idioms,
     memory,
+    python_idioms,
     random_training,
     training,
     training_compiled_autograd,

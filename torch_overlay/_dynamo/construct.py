@@ -20,6 +20,7 @@ from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.contexts import make_context
+from torch_overlay._dynamo.manual_contexts import bind
 from torch_overlay._dynamo.state import handled
 
 
@@ -44,7 +45,7 @@ def call_class(
     cls = variable.value  # type: ignore[attr-defined]
     make = _MAKERS.get(cls) if isinstance(cls, type) else None
     if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
-        return original(variable, tx, args, kwargs)
+        return bind(cls, args) or original(variable, tx, args, kwargs)
     return make(tx, cls, args, kwargs)
 
 

@@ -33,6 +33,7 @@ from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.streams import StreamContextVariable, StreamVariable
 
 from torch_overlay._dynamo import registry
+from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
 from torch_overlay._functorch.eager_memory import updates_in_place
 from torch_overlay._functorch.stream_placement import annotate, is_stream_op, node_stream, STORAGE, TARGET
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 def make_context(tx: InstructionTranslatorBase, stream: VariableTracker, **kwargs: Any) -> VariableTracker:
     """torch.cuda.stream(s) and torch.cuda.StreamContext(s)."""
     stream = stream.realize()
+    registry.note_streams()
     if stream.is_constant_none():
         return NullContextVariable()
     if not isinstance(stream, StreamVariable):
@@ -196,6 +198,8 @@ def stack_values_to_restore(
     stack_pops: int,
 ) -> tuple[list[VariableTracker], StackLocalsMetadata]:
     """Streams in local variables and on the stack are values, not contexts."""
+    if handled(tx):
+        refuse_open_contexts(tx)
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):
         return values, meta

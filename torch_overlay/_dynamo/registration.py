@@ -24,8 +24,10 @@ _STREAM_ATTRIBUTES = {
 _CUDA_STREAM_ATTRIBUTES = {"priority": "stream_priority", "cuda_stream": "stream_handle"}
 
 
-def _ours(name: str, upstream: Callable[..., Any] | None, only_cuda: bool = False) -> Callable[..., Any]:
-    """Calls `name` of methods.py where the overlay handles the frame; else upstream, and None declines."""
+def _ours(
+    name: str, upstream: Callable[..., Any] | None, only_cuda: bool = False, module: str = "methods"
+) -> Callable[..., Any]:
+    """Calls `name` of the module where the overlay handles the frame; else upstream, and None declines."""
 
     def handler(variable: Any, tx: Any, *args: Any) -> Any:
         import torch
@@ -33,8 +35,8 @@ def _ours(name: str, upstream: Callable[..., Any] | None, only_cuda: bool = Fals
         from torch_overlay._dynamo.state import handled
 
         if handled(tx) and (not only_cuda or issubclass(variable.python_type(), torch.cuda.Stream)):
-            module = importlib.import_module("torch_overlay._dynamo.methods")
-            return getattr(module, name)(variable, tx, *args)
+            found = importlib.import_module(f"torch_overlay._dynamo.{module}")
+            return getattr(found, name)(variable, tx, *args)
         return None if upstream is None else upstream(variable, tx, *args)
 
     return handler
@@ -69,10 +71,14 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     attributes(streams.StreamVariable.tp_getset, _STREAM_ATTRIBUTES, only_cuda=False)
     attributes(streams.StreamVariable.tp_getset, _CUDA_STREAM_ATTRIBUTES, only_cuda=True)
     attributes(streams.CudaStreamVariable.tp_getset, {"cuda_stream": "stream_handle"}, only_cuda=True)
+    streams.StreamContextVariable.tp_methods = {
+        "__enter__": Method(_ours("context_enter", None, module="manual_contexts")),
+        "__exit__": Method(_ours("context_exit", None, module="manual_contexts")),
+    }
     streams.StreamVariable.hash_impl = _ours("stream_hash", VariableTracker.hash_impl)
 
     def undo() -> None:
-        del streams.StreamVariable.hash_impl
+        del streams.StreamVariable.hash_impl, streams.StreamContextVariable.tp_methods
         for table, contents in reversed(saved):
             table.clear()
             table.update(contents)

@@ -80,6 +80,8 @@ class StreamState(SymbolicStreamState):
         super().__init__()
         self.cuda = torch.accelerator.is_available()
         self.levels = [_Level({}, None)]
+        # Contexts entered by calls of `__enter__` and not left, each with the stream that was current before.
+        self.manual: list[tuple[StreamContextVariable, StreamVariable]] = []
         self.default_streams: dict[int, StreamVariable] = {}
         self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
         # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
@@ -160,7 +162,8 @@ class StreamState(SymbolicStreamState):
             assert stream.user_object_index is not None
             frame = registry.current()
             frame.set_streams.pop(device, None)
-            frame.set_streams[device] = stream.user_object_index
+            if not isinstance(stream, AmbientStreamVariable):  # it is current when the graph has returned
+                frame.set_streams[device] = stream.user_object_index
             self._annotate_until_the_end(tx)
         custom = fx_traceback.current_meta.get("custom", {})
         fx_traceback.current_meta["custom"] = {**custom, "stream": stream.user_object_index}

@@ -1,0 +1,142 @@
+"""Python around streams: where programs keep them, how they enter them, what they ask and print."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from stream_programs._program import Kit, matrices, program
+
+
+def _fork_join(k: Kit, side: torch.cuda.Stream, x: torch.Tensor) -> torch.Tensor:
+    """Work on the side stream beside work on the caller's."""
+    current = torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        a = k.sleep(x @ x)
+    b = x * 3
+    current.wait_stream(side)
+    return a + b
+
+
+# ---- streams in closure cells of methods of an object that the compiled function makes
+
+
+@program("a class uses a stream of its enclosing function in `__init__` and in a method")
+def closure_of_a_class(k: Kit) -> Any:
+    side, done = k.stream(), torch.cuda.Event()
+
+    class Branch:
+        def __init__(self, scale):
+            self.stream, self.scale = side, scale
+
+        def run(self, x):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = k.sleep(x @ x) * self.scale
+                done.record()
+            return y
+
+    def fn(x):
+        a = Branch(2).run(x)
+        b = x + 1
+        done.wait()
+        return a + b
+
+    return fn
+
+
+@program("the streams are in a list, a default argument, a property and a base class")
+def closure_of_a_class_with_containers(k: Kit) -> Any:
+    sides = [k.stream(), k.stream()]
+
+    class Base:
+        def __init__(self):
+            self.first = sides[0]
+
+    class Branch(Base):
+        def __init__(self):
+            super().__init__()
+            self.scale = 2
+
+        @property
+        def second(self):
+            return sides[1]
+
+        def run(self, x, side=sides[1]):
+            return _fork_join(k, side, x) * self.scale + _fork_join(k, self.first, x)
+
+    def fn(x):
+        branch = Branch()
+        return branch.run(x) + _fork_join(k, branch.second, x)
+
+    return fn
+
+
+@program("a context manager of the user's own enters and leaves a stream of its closure")
+def closure_of_a_context_manager(k: Kit) -> Any:
+    side = k.stream()
+
+    class OnSide:
+        def __enter__(self):
+            self.context = torch.cuda.stream(side)
+            side.wait_stream(torch.cuda.current_stream())
+            self.context.__enter__()
+
+        def __exit__(self, *exception):
+            self.context.__exit__(*exception)
+            torch.cuda.current_stream().wait_stream(side)
+
+    def fn(x):
+        with OnSide():
+            y = k.sleep(x @ x)
+        return y + x
+
+    return fn
+
+
+# ---- contexts that are entered by calls
+
+
+@program("a stack of contexts enters a stream and joins it by a callback")
+def exit_stack(k: Kit) -> Any:
+    side = k.stream()
+
+    def fn(x):
+        with contextlib.ExitStack() as stack:
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            stack.callback(current.wait_stream, side)
+            stack.enter_context(torch.cuda.stream(side))
+            y = k.sleep(x @ x)
+        return y + x
+
+    return fn
+
+
+@program("a stack of contexts is closed inside another stream's block, or behind it", matrices(2))
+def exit_stack_across_blocks(k: Kit) -> Any:
+    first, second = k.stream(), k.stream()
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        second.wait_stream(current)
+        inner, outer = contextlib.ExitStack(), contextlib.ExitStack()
+        with torch.cuda.stream(second):
+            inner.enter_context(first)
+            a = k.sleep(x @ x)
+            inner.close()
+            b = k.sleep(y @ y)
+        outer.enter_context(torch.cuda.stream(second))
+        b = b * 2
+        with torch.cuda.stream(first):
+            a = a * 2
+        outer.close()
+        current.wait_stream(first)
+        current.wait_stream(second)
+        return a + b
+
+    return fn
