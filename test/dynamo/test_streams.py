@@ -8,12 +8,14 @@ they are, on a simulated GPU that logs what is done to streams and events.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import threading
 import weakref
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -840,8 +842,100 @@ return mul""",
                 return x + 1
             return x
 
-        with self.assertRaisesRegex(Exception, "(?s)data-dependent.*if s.query"):
+        text = "(?s)branch on whether a stream is done.*only known when the code runs.*Leave out fullgraph.*`synchronize"
+        with self.assertRaisesRegex(torch._dynamo.exc.UserError, text + ".*if s.query"):
             self.graph(fn, self.x, self.s)
+
+    def test_loop_until_an_event_under_fullgraph_is_an_error_that_says_so(self) -> None:
+        def fn(x, event):
+            while not event.query():
+                x = x + 1
+            return x
+
+        with self.assertRaisesRegex(torch._dynamo.exc.UserError, "whether an event has happened"):
+            self.graph(fn, self.x, torch.cuda.Event())
+
+    def test_branch_on_a_number_of_the_users_own_keeps_its_error(self) -> None:
+        def fn(x, s, n):
+            torch._check(n.item() > 3)
+            if n.item() > 5:
+                return x
+            with s:
+                return x + 1
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True), self.assertRaisesRegex(Exception, "u0 > 5"):
+            self.graph(fn, self.x, self.s, torch.tensor(7))
+
+    def test_capture_comes_from_the_run(self) -> None:
+        """A side stream may join the capture of the caller's later than in eager, so both are asked."""
+
+        def fn(x, s):
+            with s:
+                inside = torch.cuda.is_current_stream_capturing()
+                y = x + 1
+            return y, torch.cuda.is_current_stream_capturing(), inside
+
+        compiled, graphs = self.compile(fn)
+        self.assertEqual(compiled(self.x, self.s)[1:], (False, False))
+        self.assertExpectedInline(
+            str(graphs),
+            """\
+is_capturing_default = is_capturing(1, 0) @1
+add = add(l_x_, 1) @1
+item = item(is_capturing_default) @1
+ne = ne(item, 0) @1
+is_capturing_default_1 = is_capturing(0, 0)
+item_1 = item(is_capturing_default_1)
+ne_1 = ne(item_1, 0)
+return add, ne_1, ne""",
+        )
+        with mock.patch("torch.cuda.graphs._cuda_isCurrentStreamCapturing", lambda: True):
+            self.assertEqual(compiled(self.x, self.s)[1:], (True, True))
+
+    def test_branch_on_capture_breaks_the_graph_or_is_an_error(self) -> None:
+        def fn(x, s):
+            with s:
+                y = x + 1
+            return y if torch.cuda.is_current_stream_capturing() else y * 2
+
+        self.assertEqual(self.graph(fn, self.x, self.s, fullgraph=False).count("----"), 1)
+        torch._dynamo.reset()
+        with self.assertRaisesRegex(torch._dynamo.exc.UserError, "whether a CUDA graph is being captured"):
+            self.graph(fn, self.x, self.s)
+
+    def test_raw_handle_is_that_of_the_current_stream(self) -> None:
+        def fn(x, s):
+            with s:
+                inside = torch._C._cuda_getCurrentRawStream(0)
+            return x + 1, inside == s.cuda_stream, inside, torch._C._cuda_getCurrentRawStream(x.device.index)
+
+        self.graph(fn, self.x, self.s)
+        self.assertEqual(self.result[1:], (True, self.s.cuda_stream, 0))
+
+    def test_device_of_an_event_is_that_of_its_first_record(self) -> None:
+        def fn(x, event, s):
+            before = event.device
+            event.record(s)
+            own = torch.cuda.Event()
+            unrecorded = own.device
+            own.record()
+            return x + 1, before, event.device, unrecorded, own.device
+
+        device = torch.device("cuda:0")
+        compiled, graphs = self.compile(fn)
+        self.assertEqual(compiled(self.x, torch.cuda.Event(), self.s)[1:], (None, device, None, device))
+        self.assertEqual(compiled(self.x, self.recorded(), self.s)[1:], (device, device, None, device))
+        self.assertEqual(len(graphs.texts), 2)
+
+    def test_text_of_a_stream_needs_no_guard(self) -> None:
+        def fn(x, s):
+            return x + 1, f"on {s}", str(s), f"{s!r:>60}", repr(torch.cuda.current_stream())
+
+        compiled, graphs = self.compile(fn)
+        for s in (self.s, self.s2):
+            with s:
+                self.assertEqual(compiled(self.x, s)[1:], fn(self.x, s)[1:])
+        self.assertEqual(len(graphs.texts), 1)
 
     def test_handle_of_a_stream_of_the_frame_comes_from_the_run(self) -> None:
         def fn(x):
@@ -1820,6 +1914,112 @@ class TestClosures(StreamTestCase):
         classes.clear()
         gc.collect()
         self.assertIsNone(reference())
+
+
+class TestLookups(StreamTestCase):
+    def test_cached_property_makes_its_stream_once(self) -> None:
+        class Block:
+            @functools.cached_property
+            def side(self):
+                return torch.cuda.Stream()
+
+        block = Block()
+
+        def fn(x):
+            with block.side:
+                return x * 2
+
+        compiled, graphs = self.compile(fn)
+        compiled(self.x)
+        first = block.side
+        compiled(self.x)
+        self.assertIs(block.side, first)
+        self.assertEqual(graphs.texts, ["mul = mul(l_x_, 2) @1\nreturn mul"] * 2)
+        self.assertEqual(sum("new" in line for line in self.log), 3)
+
+    def test_each_thread_finds_its_stream(self) -> None:
+        streams: dict[int, torch.cuda.Stream] = {}
+
+        def fn(x):
+            thread = threading.get_ident()
+            if thread not in streams:
+                streams[thread] = torch.cuda.Stream()
+            with streams[thread]:
+                return x * 2, torch.cuda.current_stream()
+
+        compiled, _ = self.compile(fn)
+        found = []
+
+        def work() -> None:
+            with _disable_current_modes():
+                found.append([compiled(torch.empty(8))[1] for _ in range(3)])
+
+        self.assertEqual([compiled(self.x)[1] for _ in range(3)], [streams[threading.get_ident()]] * 3)
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+        self.assertEqual(found, [[streams[other.ident]] * 3])
+        self.assertEqual(len({s.cuda_stream for s in streams.values()}), 2)
+
+    def test_device_of_a_tensor(self) -> None:
+        def fn(x, host, s):
+            with torch.cuda.device_of(x), torch.cuda.device_of(host), s:
+                return x * 2
+
+        self.assertExpectedInline(
+            str(self.trace(fn, self.x, torch.empty(2, device="cpu"), self.s)[1]),
+            """\
+_cuda_exchange_device = _cuda_exchangeDevice(0)
+mul = mul(l_x_, 2) @1
+_cuda_maybe_exchange_device = _cuda_maybeExchangeDevice(_cuda_exchange_device)
+return mul""",
+        )
+
+    def test_frame_without_streams_is_traced_as_on_stock(self) -> None:
+        class Block:
+            @functools.cached_property
+            def scale(self):
+                return 3
+
+        block = Block()
+
+        def of_thread(x):
+            y = x + 1
+            return y * (threading.get_ident() > 0)
+
+        def of_capture(x):
+            y = x + 1
+            return y * torch.cuda.is_current_stream_capturing()
+
+        def of_tensor(x):
+            y = x + 1
+            with torch.cuda.device_of(x):
+                return y * 2
+
+        def cached(x):
+            y = x + 1
+            return y * block.scale
+
+        from torch_overlay import config
+
+        for fn in (of_thread, of_capture, of_tensor, cached):
+            torch._dynamo.reset()
+            _, ours = self.trace(fn, self.x, fullgraph=False)
+            torch._dynamo.reset()
+            vars(block).clear()
+            with config.patch(streams=False):
+                _, stock = self.trace(fn, self.x, fullgraph=False)
+            self.assertEqual(str(ours), str(stock), fn.__name__)
+
+    def test_first_stream_may_come_after(self) -> None:
+        def fn(x, s):
+            y = x + 1
+            thread = threading.get_ident()
+            with s:
+                return y * 2, thread
+
+        self.trace(fn, self.x, self.s, fullgraph=False)
+        self.assertEqual(dict(counters["graph_break"]), {})
 
 
 class TestSwitch(StreamTestCase):

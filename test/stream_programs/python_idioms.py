@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from typing import Any
 
 import torch
 
-from stream_programs._program import Kit, matrices, program
+from stream_programs._program import joins_all, Kit, matrices, program
 
 
 def _fork_join(k: Kit, side: torch.cuda.Stream, x: torch.Tensor) -> torch.Tensor:
@@ -138,5 +140,75 @@ def exit_stack_across_blocks(k: Kit) -> Any:
         current.wait_stream(first)
         current.wait_stream(second)
         return a + b
+
+    return fn
+
+
+# ---- where streams are kept
+
+
+@program("a stream is made by a cached property at the first call, and found there at the next")
+def cached_property(k: Kit) -> Any:
+    class Block(torch.nn.Module):
+        @functools.cached_property
+        def side(self):
+            return k.stream()
+
+        @functools.cached_property
+        def other(self):
+            return torch.cuda.Stream()
+
+        def forward(self, x):
+            return _fork_join(k, self.side, x) + _fork_join(k, self.other, x)
+
+    block = Block()
+    block.side  # noqa: B018  (a stream that the test may delay is made outside)
+    return block
+
+
+@program("each thread has its own stream, in a dictionary")
+def stream_of_the_thread(k: Kit) -> Any:
+    streams = {threading.get_ident(): k.stream()}
+
+    def fn(x):
+        a = _fork_join(k, streams[threading.get_ident()], x)
+        return _fork_join(k, streams[threading.current_thread().ident], a.clamp(-2, 2))
+
+    return fn
+
+
+# ---- what programs ask, and print
+
+
+@program(
+    "the handle of the current stream, the device of a tensor and of an event, the text of a stream",
+    finish=joins_all,
+    host_reads=True,
+)
+def asks_and_prints(k: Kit) -> Any:
+    side, done, printed = k.stream(), torch.cuda.Event(), []
+
+    def fn(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.device_of(x), torch.cuda.stream(side):
+            y = k.sleep(x @ x)
+            done.record()
+            is_side = torch._C._cuda_getCurrentRawStream(x.device.index) == side.cuda_stream
+        printed[:] = [f"on {side}", f"{torch.cuda.current_stream()!r}", str(side)]
+        done.wait()
+        return y + x, is_side, done.device.index
+
+    return fn
+
+
+@program("whether a CUDA graph is being captured is the run's answer, not the compiler's", host_reads=True)
+def asks_for_capture(k: Kit) -> Any:
+    side = k.stream()
+
+    def fn(x):
+        y = _fork_join(k, side, x)
+        with torch.cuda.stream(side):
+            inside = torch.cuda.is_current_stream_capturing()
+        return y, torch.cuda.is_current_stream_capturing(), inside
 
     return fn

@@ -15,13 +15,15 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamVariable
-from torch._dynamo.variables.tensor import CurrentDeviceVariable
+from torch._dynamo.variables.tensor import CurrentDeviceVariable, TensorVariable
 
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.manual_contexts import bind
 from torch_overlay._dynamo.state import handled
+from torch_overlay._dynamo.stream_frames import expects_streams
 
 
 if TYPE_CHECKING:
@@ -44,8 +46,10 @@ def call_class(
     """Around the call of a class: ours are the stream and event classes of CUDA and the device-agnostic ones."""
     cls = variable.value  # type: ignore[attr-defined]
     make = _MAKERS.get(cls) if isinstance(cls, type) else None
+    if make is make_device_context and not expects_streams(tx):
+        make = None
     if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
-        return bind(cls, args) or original(variable, tx, args, kwargs)
+        return bind(tx, cls, args) or original(variable, tx, args, kwargs)
     return make(tx, cls, args, kwargs)
 
 
@@ -124,6 +128,23 @@ def make_stream_context(
     return make_context(tx, given[0])
 
 
+def make_device_context(
+    tx: InstructionTranslatorBase,
+    cls: type,
+    args: Sequence[VariableTracker],
+    kwargs: Mapping[str, VariableTracker],
+) -> VariableTracker:
+    """torch.cuda.device_of(tensor): the tensor's device is current, or nothing changes if it is on none."""
+    given = [*args, *(value for name, value in kwargs.items() if name == "obj")]
+    tensor = given[0].realize() if given else None
+    if len(given) != 1 or len(args) + len(kwargs) != 1 or not isinstance(tensor, TensorVariable):
+        _refuse(cls, f"arguments {args}, {kwargs}", "device_of takes one tensor.")
+    device = tensor.device
+    if device is None or device.type != "cuda":
+        return NullContextVariable()
+    return CUDADeviceVariable.create(tx, device.index)
+
+
 def stream_variable(tx: InstructionTranslatorBase, value: torch.Stream, index: int) -> StreamVariable:
     proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
     set_example_value(proxy.node, value)
@@ -174,4 +195,5 @@ _MAKERS: dict[type, Callable[..., VariableTracker]] = {
     torch.Event: make_event,
     torch.cuda.Event: make_event,
     torch.cuda.StreamContext: make_stream_context,
+    torch.cuda.device_of: make_device_context,
 }

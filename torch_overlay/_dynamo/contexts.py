@@ -35,6 +35,7 @@ from torch._dynamo.variables.streams import StreamContextVariable, StreamVariabl
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
+from torch_overlay._dynamo.stream_frames import restart_without_streams
 from torch_overlay._functorch.eager_memory import updates_in_place
 from torch_overlay._functorch.stream_placement import annotate, is_stream_op, node_stream, STORAGE, TARGET
 
@@ -199,6 +200,7 @@ def stack_values_to_restore(
 ) -> tuple[list[VariableTracker], StackLocalsMetadata]:
     """Streams in local variables and on the stack are values, not contexts."""
     if handled(tx):
+        restart_without_streams(tx)
         refuse_open_contexts(tx)
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):

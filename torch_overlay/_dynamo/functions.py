@@ -14,9 +14,12 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
-from torch_overlay._dynamo import registry
+from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.contexts import make_context
+from torch_overlay._dynamo.methods import stream_handle
+from torch_overlay._dynamo.ops import runtime_bool
 from torch_overlay._dynamo.state import handled
+from torch_overlay._dynamo.stream_frames import expects_streams
 
 
 if TYPE_CHECKING:
@@ -106,7 +109,28 @@ def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwar
     return ConstantVariable.create(None)
 
 
-def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker]]:
+def raw_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
+    """The handle of the current stream of a device."""
+    registry.note_streams()
+    index = guard_if_dyn(args[0].realize()) if len(args) == 1 and not kwargs else None
+    if not isinstance(index, int):
+        _refuse("torch._C._cuda_getCurrentRawStream", f"args={args}, kwargs={kwargs}", "takes the index of a device")
+    return stream_handle(tx.symbolic_stream_state.current(tx, index), tx)
+
+
+def is_current_stream_capturing(function: Any, tx: InstructionTranslatorBase) -> VariableTracker | None:
+    """A side stream takes part in the capture of the caller's stream, which compiled code may order it after later than
+    the program does. So either is asked.
+    """
+    if not expects_streams(tx):
+        return None
+    state = tx.symbolic_stream_state
+    stream = state.current(tx)
+    caller = state.ambient(tx, stream.device.index)
+    return runtime_bool(tx, ops.is_capturing, stream.user_object_index, caller.user_object_index)
+
+
+def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker | None]]:
     return {
         torch.cuda.current_stream: current_stream,
         torch.accelerator.current_stream: current_stream,
@@ -116,6 +140,8 @@ def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker]]:
         torch.cuda.stream: stream_context,
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
+        torch.cuda.is_current_stream_capturing: is_current_stream_capturing,
+        torch._C._cuda_getCurrentRawStream: raw_stream,
     }
 
 
@@ -132,11 +158,13 @@ def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _choose(
-    ours: Callable[..., VariableTracker], upstream: Callable[..., Any] | None
+    ours: Callable[..., VariableTracker | None], upstream: Callable[..., Any] | None
 ) -> Callable[..., VariableTracker | None]:
     def handler(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker | None:
         if handled(tx) and tx.symbolic_stream_state.cuda:
-            return ours(function, tx, *args, **kwargs)
+            found = ours(function, tx, *args, **kwargs)
+            if found is not None:
+                return found
         return None if upstream is None else upstream(function, tx, *args, **kwargs)
 
     return handler

@@ -23,8 +23,8 @@ from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVa
 from torch._dynamo.variables.misc import CallMethodVariable
 from torch._dynamo.variables.streams import StreamVariable
 
-from torch_overlay._dynamo.registry import program_has_streams
 from torch_overlay._dynamo.state import handled
+from torch_overlay._dynamo.stream_frames import expects_streams
 
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def resolve_cls_descriptor(
     return original(variable, tx, name, descriptor, source)
 
 
-def bind(cls: object, args: Any) -> VariableTracker | None:
+def bind(tx: InstructionTranslatorBase, cls: object, args: Any) -> VariableTracker | None:
     """types.MethodType(torch.cuda.StreamContext.__exit__, context), and what takes its place for no stream."""
     if cls is not types.MethodType or len(args) != 2:
         return None
@@ -118,5 +118,5 @@ def bind(cls: object, args: Any) -> VariableTracker | None:
         return CallMethodVariable(context, method.name)
     if isinstance(context, NullContextVariable) and isinstance(method, UserFunctionVariable):
         # `nullcontext() if s is None else torch.cuda.stream(s)`; upstream knows no methods of it.
-        return UserMethodVariable(method, context) if program_has_streams() else None
+        return UserMethodVariable(method, context) if expects_streams(tx) else None
     return None

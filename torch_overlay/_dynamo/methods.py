@@ -17,7 +17,9 @@ from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.streams import EventVariable, StreamVariable
 
 from torch_overlay._dynamo import ops, registry
@@ -96,7 +98,7 @@ def stream_record_event(self: Any, tx: Any, args: list[Any], kwargs: dict[str, A
         event = new_event(tx, torch.cuda.Event if issubclass(self.python_type(), torch.cuda.Stream) else torch.Event)
     if not isinstance(event, EventVariable):
         _refuse(self, "record_event", "takes an event")
-    _sync(tx, torch.ops.streams.record_event, event.user_object_index, self.user_object_index)
+    _record(tx, event, self)
     return event
 
 
@@ -114,8 +116,7 @@ def event_wait(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> V
 
 
 def event_record(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    stream = _stream(self, tx, "record", args, kwargs)
-    return _sync(tx, torch.ops.streams.record_event, self.user_object_index, stream.user_object_index)
+    return _record(tx, self, _stream(self, tx, "record", args, kwargs))
 
 
 def event_synchronize(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
@@ -177,6 +178,25 @@ def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> Vari
     # CUDA takes what is outside the range to its nearest end.
     least, greatest = getattr(torch.cuda.Stream, "priority_range")()  # noqa: B009, the stub takes it for a method
     return ConstantVariable.create(max(greatest, min(least, requested)))
+
+
+def stream_repr(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
+    """Upstream formats the object when the graph has run: no guard is needed for what the text says."""
+    return StringFormatVariable.create(tx, "{}", [self], {})
+
+
+def event_device(self: EventVariable, tx: InstructionTranslatorBase) -> VariableTracker:
+    """That of its first record; until then a torch.cuda.Event has none."""
+    recorded = registry.current().recorded.get(self.user_object_index)
+    if recorded is None and self.source is not None:
+        install_guard(AttrSource(self.source, "device").make_guard(GuardBuilder.EQUALS_MATCH))
+    return VariableTracker.build(tx, recorded or self.value.device)
+
+
+def _record(tx: InstructionTranslatorBase, event: EventVariable, stream: StreamVariable) -> VariableTracker:
+    if event.value.device is None:
+        registry.current().recorded.setdefault(event.user_object_index, stream.device)
+    return _sync(tx, torch.ops.streams.record_event, event.user_object_index, stream.user_object_index)
 
 
 def stream_hash(self: StreamVariable, tx: InstructionTranslatorBase) -> tuple[int, bool]:

@@ -13,6 +13,7 @@ are indices (objects.py). They look at, and must stay behind, the syncs that pre
     stream_handle(int stream)               Stream.cuda_stream
     stream_id(int stream)                   Stream.stream_id
     same_stream(int left, int right)        whether two streams are equal, as 0 or 1
+    is_capturing(int left, int right)       whether a CUDA graph is captured from one of two streams, as 0 or 1
 
 The truth values are integers because an unbacked bool brings range assertions into the graph.
 """
@@ -52,14 +53,31 @@ def _define(name: str, schema: str, dtype: torch.dtype, read: Callable[..., obje
     return overload
 
 
+def _is_capturing(*streams: torch.Stream) -> bool:
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                return True
+    return False
+
+
 query_event = _define("query_event", _ONE_INDEX, torch.int64, lambda event: event.query())
 query_stream = _define("query_stream", _ONE_INDEX, torch.int64, lambda stream: stream.query())
 elapsed_time = _define("elapsed_time", _TWO_INDICES, torch.float64, lambda start, end: start.elapsed_time(end))
 stream_handle = _define("stream_handle", _ONE_INDEX, torch.int64, lambda stream: stream.cuda_stream)
 stream_id = _define("stream_id", _ONE_INDEX, torch.int64, lambda stream: stream.stream_id)
 same_stream = _define("same_stream", _TWO_INDICES, torch.int64, lambda left, right: left == right)
+is_capturing = _define("is_capturing", _TWO_INDICES, torch.int64, _is_capturing)
 
-HOST_READS = (query_event, query_stream, elapsed_time, stream_handle, stream_id, same_stream)
+HOST_READS = (query_event, query_stream, elapsed_time, stream_handle, stream_id, same_stream, is_capturing)
+
+# Of the operators on which programs branch.
+_QUESTIONS = {
+    query_event: "whether an event has happened (`query`)",
+    query_stream: "whether a stream is done (`query`)",
+    same_stream: "whether a stream that the function makes is another one",
+    is_capturing: "whether a CUDA graph is being captured (`is_current_stream_capturing`)",
+}
 
 
 def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
@@ -75,6 +93,9 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
     result = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", op, indices, {}))
     with config.patch(capture_scalar_outputs=True):
         number = result.call_method(tx, "item", [], {})
+    if isinstance(number, SymNodeVariable):
+        symbols = dict.fromkeys(number.sym_num.node.expr.free_symbols, _QUESTIONS.get(op, "what the run reads"))
+        tx.symbolic_stream_state.run_time_symbols.update(symbols)
     if isinstance(number, SymNodeVariable) and isinstance(result, TensorVariable) and number.python_type() is float:
         number._tensor_var = result  # a float leaves the graph as a tensor; here is one already
     return number
@@ -86,3 +107,24 @@ def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Varia
 
     number = runtime_scalar(tx, op, *indices)
     return VariableTracker.build(tx, operator.ne).call_function(tx, [number, VariableTracker.build(tx, 0)], {})
+
+
+def evaluate_expr(original: Callable[..., Any], number: Any, output: Any = None) -> Any:
+    """Around what makes a constant of a number: of ours the error says where the number comes from."""
+    from torch._dynamo.exc import UserError
+
+    try:
+        return original(number, output)
+    except UserError as error:
+        state = getattr(getattr(output, "root_tx", None), "symbolic_stream_state", None)
+        known = getattr(state, "run_time_symbols", {})
+        asked = [known[s] for s in number.sym_num.node.expr.free_symbols if s in known]
+        if not asked:
+            raise
+        wait = "; or, if it is there to wait for work, call `synchronize()` instead" if "(`query`)" in asked[0] else ""
+        raise UserError(
+            error.error_type,
+            f"A branch on {asked[0]} can't be compiled into one graph: the answer is only known when the code runs. "
+            "Leave out fullgraph=True, and the graph breaks here, so that the branch is taken at run time; or return "
+            f"the answer and branch outside of the compiled function{wait}.",
+        ) from error

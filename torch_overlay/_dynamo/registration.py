@@ -71,6 +71,8 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     attributes(streams.StreamVariable.tp_getset, _STREAM_ATTRIBUTES, only_cuda=False)
     attributes(streams.StreamVariable.tp_getset, _CUDA_STREAM_ATTRIBUTES, only_cuda=True)
     attributes(streams.CudaStreamVariable.tp_getset, {"cuda_stream": "stream_handle"}, only_cuda=True)
+    streams.EventVariable.tp_getset = {"device": GetSet(_ours("event_device", None), readonly_setter)}
+    streams.StreamVariable.tp_repr_impl = _ours("stream_repr", VariableTracker.tp_repr_impl)
     streams.StreamContextVariable.tp_methods = {
         "__enter__": Method(_ours("context_enter", None, module="manual_contexts")),
         "__exit__": Method(_ours("context_exit", None, module="manual_contexts")),
@@ -78,7 +80,8 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     streams.StreamVariable.hash_impl = _ours("stream_hash", VariableTracker.hash_impl)
 
     def undo() -> None:
-        del streams.StreamVariable.hash_impl, streams.StreamContextVariable.tp_methods
+        del streams.StreamVariable.hash_impl, streams.StreamVariable.tp_repr_impl
+        del streams.StreamContextVariable.tp_methods, streams.EventVariable.tp_getset
         for table, contents in reversed(saved):
             table.clear()
             table.update(contents)

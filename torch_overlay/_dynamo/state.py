@@ -80,6 +80,8 @@ class StreamState(SymbolicStreamState):
         super().__init__()
         self.cuda = torch.accelerator.is_available()
         self.levels = [_Level({}, None)]
+        # Numbers that only the run knows -> where they come from (ops.py).
+        self.run_time_symbols: dict[Any, str] = {}
         # Contexts entered by calls of `__enter__` and not left, each with the stream that was current before.
         self.manual: list[tuple[StreamContextVariable, StreamVariable]] = []
         self.default_streams: dict[int, StreamVariable] = {}

@@ -1,0 +1,68 @@
+"""How programs find their streams: a cached property of an object, a dictionary with an entry for each thread.
+
+The stream of a cached property that has not been read yet is made by the frame, and stored in the object as the
+property does it. The number of the thread is a constant under a guard, since it is the key of a dictionary: each thread
+gets code of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
+
+from torch_overlay._dynamo.functions import raw_stream
+from torch_overlay._dynamo.stream_frames import expects_streams
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+
+_THREAD = {threading.get_ident: "get_ident", threading.get_native_id: "get_native_id"}
+
+
+def call_skipped(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Around the call of a function that Dynamo doesn't trace."""
+    function = variable.value
+    # By its current name: a simulated GPU exchanges it.
+    if function is torch._C._cuda_getCurrentRawStream and expects_streams(tx):
+        return raw_stream(variable, tx, *args, **kwargs)
+    name = _THREAD.get(function) if type(function) is type(threading.get_ident) else None
+    if name is None or args or kwargs or not expects_streams(tx):
+        return original(variable, tx, args, kwargs)
+    source = CallFunctionNoArgsSource(AttrSource(tx.import_source("threading"), name))
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    return ConstantVariable.create(function())
+
+
+def invoke_descriptor_get(
+    original: Callable[..., VariableTracker],
+    owner: Any,
+    tx: InstructionTranslatorBase,
+    name: str,
+    descriptor: object,
+    source: Any,
+) -> VariableTracker:
+    """Around the `__get__` of a descriptor: functools.cached_property holds a lock, in some versions of Python."""
+    if type(descriptor) is not functools.cached_property or not expects_streams(tx):
+        return original(owner, tx, name, descriptor, source)
+    where = owner.get_source_by_walking_mro(tx, name) if owner.cls_source is not None else None
+    getter = UserFunctionVariable(descriptor.func, source=where and AttrSource(where, "func"))
+    value = UserMethodVariable(getter, owner).call_function(tx, [], {})
+    tx.output.side_effects.store_instance_dict_attr(owner, descriptor.attrname, value)
+    return value

@@ -1,0 +1,40 @@
+"""Python that is traced in programs with streams only: in others it breaks the graph, as in stock PyTorch.
+
+Such code may stand before the first stream of a frame. So it is traced as if streams came, and where the graph ends
+and none did, the frame is traced anew and the code left to upstream. Under `fullgraph=True`, where stock has an error,
+it is traced in any case.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch._dynamo.exc import RestartAnalysis
+
+from torch_overlay._dynamo import registry
+from torch_overlay._dynamo.state import handled
+
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+def expects_streams(tx: InstructionTranslatorBase) -> bool:
+    """Whether to trace what upstream doesn't."""
+    if not handled(tx) or not tx.symbolic_stream_state.cuda:
+        return False
+    # The log is one for all attempts at a frame.
+    if getattr(tx.speculation_log, "overlay_found_no_streams", False):
+        return False
+    registry.current().expects_streams = True
+    return True
+
+
+def restart_without_streams(tx: InstructionTranslatorBase) -> None:
+    """At the end of a graph, before anything is made of it."""
+    frame = registry.current()
+    if not frame.expects_streams or frame.has_streams or tx.one_graph or tx.error_on_graph_break:
+        return
+    tx.speculation_log.clear()
+    tx.speculation_log.overlay_found_no_streams = True  # type: ignore[attr-defined]
+    raise RestartAnalysis(restart_reason="the frame has no streams")
