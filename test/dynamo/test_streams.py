@@ -2022,6 +2022,37 @@ return mul""",
         self.assertEqual(dict(counters["graph_break"]), {})
 
 
+class TestExport(StreamTestCase):
+    def test_exported_as_on_stock(self) -> None:
+        from torch_overlay import config
+
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.side, self.done = torch.cuda.Stream(), torch.cuda.Event()
+
+            def forward(self, x):
+                own = torch.cuda.Stream()
+                for stream in (self.side, own):
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        y = x * 2
+                        self.done.record()
+                    self.done.wait()
+                return y + 1
+
+        def export() -> list[Any]:
+            program = torch.export.export(Block(), (self.x,), strict=True)
+            self.assertEqual(program.module()(self.x).shape, self.x.shape)
+            return [(str(n.target), [a for a in n.args if isinstance(a, int)]) for n in program.graph.nodes]
+
+        with config.patch(streams=False):
+            stock = export()
+        torch._dynamo.reset()
+        self.assertEqual(export(), stock)
+        self.assertEqual(sum("streams" in target for target, _ in stock), 6)
+
+
 class TestSwitch(StreamTestCase):
     def test_off_gives_upstreams_handling_back(self) -> None:
         from torch_overlay import config

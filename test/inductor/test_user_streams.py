@@ -774,6 +774,12 @@ free buf2 (stream 1) after exit
         with torch._inductor.config.patch(cpp_wrapper=True), refusal:
             compile_program(program)
 
+    def test_fx_wrapper_is_refused_with_a_reason(self) -> None:
+        for mode in (None, "reduce-overhead"):
+            refusal = self.assertRaisesRegex(Exception, "events, and the FX wrapper.*_inductor.config.fx_wrapper = False")
+            with torch._inductor.config.patch(fx_wrapper=True), refusal:
+                compile_program(by_name("fork_join"), mode)
+
 
 class TestPasses(TestCase):
     """A placement survives every pass between Dynamo and the wrapper."""

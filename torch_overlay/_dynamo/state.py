@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._dynamo import graph_break_hints
+from torch._dynamo import graph_break_hints, graph_bytecode_inputs as upstream
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.source import CurrentStreamSource
@@ -88,6 +89,10 @@ class StreamState(SymbolicStreamState):
         self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
         # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
         self.entry_device = torch.accelerator.current_device_index() if self.cuda else -1
+        if self.cuda:
+            # The object that nodes show, which the graph keeps alive: torch.export runs it when this state is gone.
+            known = weakref.ref(objects.ambient(self.entry_device))
+            upstream.index_to_external_object_weakref[registry.AMBIENT_INDEX] = known
 
     def device_index(self) -> int:
         """The current device at this point of the program. Dynamo executes device contexts while it traces them."""

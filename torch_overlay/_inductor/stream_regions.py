@@ -49,12 +49,13 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
-CPP_WRAPPER = (
-    "torch_overlay: this graph uses CUDA streams or events, and the C++ wrapper (cpp_wrapper, AOTInductor) can't "
-    "generate them yet. Compile it with the Python wrapper (torch._inductor.config.cpp_wrapper = False), take the "
-    "streams out of the exported function, or give upstream's handling back with torch_overlay.config.streams = False."
+_OTHER_WRAPPER = (
+    "torch_overlay: this graph uses CUDA streams or events, and the {} can't generate them yet. Compile it with the "
+    "Python wrapper (torch._inductor.config.{} = False), take the streams out of the {} function, or give upstream's "
+    "handling back with torch_overlay.config.streams = False."
 )
-
+CPP_WRAPPER = _OTHER_WRAPPER.format("C++ wrapper (cpp_wrapper, AOTInductor)", "cpp_wrapper", "exported")
+FX_WRAPPER = _OTHER_WRAPPER.format("FX wrapper (fx_wrapper)", "fx_wrapper", "compiled")
 
 CROSS_DEVICE = "cross-device ops"  # upstream's reason
 
@@ -78,6 +79,8 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
         return original(scheduler, nodes)
     if V.graph.cpp_wrapper:
         raise UnsupportedStreams(CPP_WRAPPER)
+    if V.graph.fx_wrapper:
+        raise UnsupportedStreams(FX_WRAPPER)
     region = plan_region(scheduler, nodes, _is_enclosed())
     emitter = RegionEmitter(scheduler, region)
     # What an earlier region allocated stays its stream's memory.
