@@ -985,6 +985,26 @@ return add, ne, sym_not""",
             self.graph(fn, self.x, self.s, torch.ones(()), fullgraph=False)
         self.assertIn("Tensor.item()", str(counters["graph_break"]))
 
+    def test_size_that_depends_on_data_breaks_the_graph_as_on_stock(self) -> None:
+        """The hint names the setting, which traces it, as fullgraph=True does."""
+
+        def fn(x, s):
+            y = x + 1
+            with s:
+                return y.nonzero() * 2
+
+        with contextlib.suppress(Exception):  # a fake tensor has no such size
+            self.graph(fn, self.x, self.s, fullgraph=False)
+        (reason,) = counters["graph_break"]
+        self.assertIn("`torch._dynamo.config.capture_dynamic_output_shape_ops = True`", reason)
+        traced = "add = add(l_x_, 1)\nnonzero = nonzero(add) @1\n"
+        for fullgraph, setting in ((True, False), (False, True)):
+            torch._dynamo.reset()
+            counters.clear()
+            with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=setting):
+                self.assertIn(traced, self.graph(fn, self.x, self.s, fullgraph=fullgraph))
+            self.assertEqual(dict(counters["graph_break"]), {})
+
 
 class TestObjects(StreamTestCase):
     def test_objects_in_containers_globals_and_modules(self) -> None:

@@ -176,6 +176,35 @@ def item_on_side_stream(k: Kit) -> Any:
     return fn
 
 
+def _size_on_side_stream(k: Kit) -> Any:
+    """Sizes that depend on data, of values of the side stream, read there and by the caller's."""
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            y = sleep(x).abs()
+            places = y.nonzero()
+            largest = y[y > 1]
+            ones = y.new_ones(y.amax().long().item())
+        b = x * 2
+        current.wait_stream(side)
+        return places + 1, largest.sum() + b, ones * 2
+
+    return fn
+
+
+@program("a size that depends on data on a side stream, in one graph", host_reads=True)
+def size_on_side_stream(k: Kit) -> Any:
+    return _size_on_side_stream(k)
+
+
+@program("the same under default settings: graph breaks inside the stream's block", fullgraph=False, host_reads=True)
+def size_on_side_stream_breaks(k: Kit) -> Any:
+    return _size_on_side_stream(k)
+
+
 # ---- copies
 
 
