@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import sys
 import threading
 import weakref
@@ -2071,6 +2072,143 @@ class TestExport(StreamTestCase):
         torch._dynamo.reset()
         self.assertEqual(export(), stock)
         self.assertEqual(sum("streams" in target for target, _ in stock), 6)
+
+
+class TestRanges(StreamTestCase):
+    def graph(self, fn: Callable[..., Any], *args: Any, fullgraph: bool = True, **options: Any) -> str:
+        from torch_overlay import config
+
+        torch._dynamo.reset()
+        with config.patch(**options):
+            self.result, graphs = self.trace(fn, *args, fullgraph=fullgraph)
+        return str(graphs)
+
+    def annotated(self, x):
+        s = self.s
+
+        @torch.cuda.nvtx.range("branch")
+        def branch(x):
+            return x * 2
+
+        with torch.cuda.nvtx.range("step {}", 3), torch.profiler.record_function("outer", "of all"):
+            depth = torch.cuda.nvtx.range_push("side")
+            with s:
+                y = branch(x)
+            torch.cuda.nvtx.range_pop()
+        torch.cuda.nvtx.mark("done")
+        number = torch.cuda.nvtx.range_start("across")
+        y = y + 1
+        torch.cuda.nvtx.range_end(number)
+        return y, depth
+
+    def test_ranges_that_nobody_wants_are_left_out(self) -> None:
+        expected = "mul = mul(l_x_, 2) @1\nadd = add(mul, 1)\nreturn add"
+        for options in ({}, {"nvtx": False}):
+            self.assertEqual(self.graph(self.annotated, self.x, **options), expected)
+        self.assertEqual(self.result[1], -2)  # as NVTX answers without a tool
+        self.assertEqual(self.graph(self.annotated, self.x, fullgraph=False), expected)
+
+    def test_ranges_stay_in_order(self) -> None:
+        def fn(x, s):
+            with torch.cuda.nvtx.range("step {}", 3), torch.profiler.record_function("outer", "of all"):
+                torch.cuda.nvtx.range_push("side")
+                with s:
+                    y = x * 2
+                torch.cuda.nvtx.range_pop()
+            torch.cuda.nvtx.mark("done")
+            return y + 1
+
+        expected = """\
+range_push = range_push(nvtx, step 3, None)
+range_push_1 = range_push(record_function, outer, of all)
+range_push_2 = range_push(nvtx, side, None)
+mul = mul(l_x_, 2) @1
+range_pop = range_pop(nvtx)
+range_pop_1 = range_pop(record_function)
+range_pop_2 = range_pop(nvtx)
+range_mark = range_mark(done)
+add = add(mul, 1)
+return add"""
+        text = re.sub(r"range_(push|pop|mark)_default", r"range_\1", self.graph(fn, self.x, self.s, nvtx=True))
+        self.assertEqual(text, expected)
+        with mock.patch.dict("os.environ", {"NVTX_INJECTION64_PATH": "/opt/tool.so"}):
+            self.assertEqual(self.graph(fn, self.x, self.s).count("range_"), text.replace("_default", "").count("range_"))
+        with torch.autograd.profiler.profile(use_cpu=True):
+            self.assertIn("side", self.graph(fn, self.x, self.s))
+            self.assertNotIn("side", self.graph(fn, self.x, self.s, nvtx=False))
+
+    def test_upstreams_option_keeps_ranges_of_record_function(self) -> None:
+        def fn(x, s):
+            with torch.cuda.nvtx.range("step"), torch.profiler.record_function("outer"), s:
+                return x * 2
+
+        with torch._dynamo.config.patch(capture_profiler_record_function=True):
+            self.assertExpectedInline(
+                self.graph(fn, self.x, self.s),
+                """\
+range_push_default = range_push(record_function, outer, None)
+mul = mul(l_x_, 2) @1
+range_pop_default = range_pop(record_function)
+return mul""",
+            )
+
+    def test_range_that_ends_in_other_code_stays(self) -> None:
+        """Eager code, or another graph, opens it or closes it."""
+
+        def opens(x, s):
+            torch.cuda.nvtx.range_push("step")
+            torch.cuda.nvtx.range_push("inside")
+            with s:
+                y = x * 2
+            torch.cuda.nvtx.range_pop()
+            return y
+
+        def closes(x, s):
+            with s:
+                y = x * 2
+            torch.cuda.nvtx.range_pop()
+            return y
+
+        self.assertIn("range_push(nvtx, step, None)\nmul = mul(l_x_, 2) @1\nreturn", self.graph(opens, self.x, self.s))
+        self.assertIn("@1\nrange_pop_default = range_pop(nvtx)\n", self.graph(closes, self.x, self.s))
+
+    def test_break_in_a_range_compiles_both_halves(self) -> None:
+        def fn(x, s):
+            with torch.cuda.nvtx.range("step"), s:
+                y = x * 2
+                torch._dynamo.graph_break()
+                return y + 1
+
+        self.assertEqual(
+            self.graph(fn, self.x, self.s, fullgraph=False),
+            "mul = mul(l_x_, 2) @1\nreturn mul\n----\nadd = add(l_y_, 1) @1\nreturn add",
+        )
+
+    def test_name_that_only_the_run_knows_is_refused_where_it_is_wanted(self) -> None:
+        def fn(x, s):
+            with torch.cuda.nvtx.range(f"on {s}"), s:
+                return x * 2
+
+        self.assertEqual(self.graph(fn, self.x, self.s), "mul = mul(l_x_, 2) @1\nreturn mul")
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "(?s)known only at run time.*constant name.*nvtx = F"):
+            self.graph(fn, self.x, self.s, nvtx=True)
+
+    def test_frame_without_streams_is_traced_as_on_stock(self) -> None:
+        def pushes(x):
+            y = x + 1
+            torch.cuda.nvtx.range_push("side")
+            y = y * 2
+            torch.cuda.nvtx.range_pop()
+            return y - 3
+
+        def records(x):
+            with torch.profiler.record_function("outer"):
+                return x + 1
+
+        for fn in (pushes, records):
+            for nvtx in (True, None):
+                ours = self.graph(fn, self.x, fullgraph=False, nvtx=nvtx)
+                self.assertEqual(ours, self.graph(fn, self.x, fullgraph=False, streams=False), fn.__name__)
 
 
 class TestSwitch(StreamTestCase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import Any
 
@@ -210,5 +211,49 @@ def asks_for_capture(k: Kit) -> Any:
         with torch.cuda.stream(side):
             inside = torch.cuda.is_current_stream_capturing()
         return y, torch.cuda.is_current_stream_capturing(), inside
+
+    return fn
+
+
+# ---- profiler ranges
+
+
+def _in_ranges(k: Kit) -> Any:
+    side = k.stream()
+
+    @torch.cuda.nvtx.range("branch")
+    def branch(x):
+        return k.sleep(x @ x) * 2
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        a = x + 1
+        with torch.cuda.nvtx.range("step {}", 3), torch.profiler.record_function("step"):
+            side.wait_stream(current)
+            torch.cuda.nvtx.range_push("side")
+            with torch.cuda.stream(side):
+                y = branch(a)
+            torch.cuda.nvtx.range_pop()
+            b = a * 3
+        torch.cuda.nvtx.mark("joined")
+        current.wait_stream(side)
+        return y + b, x.add_(b)
+
+    return fn
+
+
+@program("profiler ranges that nobody wants are left out of the graph")
+def ranges_left_out(k: Kit) -> Any:
+    return _in_ranges(k)
+
+
+@program("profiler ranges stay among the launches, and order nothing on the device", frames=True)
+def ranges_kept(k: Kit) -> Any:
+    compiled = k.compile(_in_ranges(k))
+    config = sys.modules.get("torch_overlay.config")  # on stock there is none
+
+    def fn(x):
+        with config.patch(nvtx=True) if config else contextlib.nullcontext():
+            return compiled(x)
 
     return fn

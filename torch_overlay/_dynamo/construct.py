@@ -7,6 +7,7 @@ time, with the same class and arguments (registry.add_owned).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any, NoReturn, TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from torch._dynamo.variables.tensor import CurrentDeviceVariable, TensorVariable
 from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.manual_contexts import bind
+from torch_overlay._dynamo.ranges import decorated
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
 
@@ -49,7 +51,10 @@ def call_class(
     if make is make_device_context and not expects_streams(tx):
         make = None
     if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
-        return bind(tx, cls, args) or original(variable, tx, args, kwargs)
+        found = bind(tx, cls, args)
+        if cls is contextlib._GeneratorContextManager and len(args) == 3 and handled(tx):
+            found = decorated(tx, *args)
+        return found or original(variable, tx, args, kwargs)
     return make(tx, cls, args, kwargs)
 
 

@@ -18,6 +18,7 @@ from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.methods import stream_handle
 from torch_overlay._dynamo.ops import runtime_bool
+from torch_overlay._dynamo.ranges import HANDLERS
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
 
@@ -142,6 +143,7 @@ def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker | None]]:
         torch.accelerator.synchronize: synchronize,
         torch.cuda.is_current_stream_capturing: is_current_stream_capturing,
         torch._C._cuda_getCurrentRawStream: raw_stream,
+        **HANDLERS,
     }
 
 

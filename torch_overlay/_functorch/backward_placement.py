@@ -47,6 +47,7 @@ from torch_overlay._functorch.stream_placement import (
     MEMORY,
     node_stream,
     ORDER,
+    RANGE,
     OWNED,
     READS,
     REQUIRES,
@@ -100,7 +101,7 @@ def place_recomputed(graph: Graph) -> None:
         if node.target is operator.getitem:
             annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
         inside = ("s0",) if node_stream(node) else ()
-        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER))
+        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE))
         annotate(node, **gone, **{AFTER: inside, BEFORE: inside})
 
 
@@ -124,7 +125,7 @@ def place_computed_early(graph: Graph) -> None:
             stream = node_stream(node)
             after = waited.get(stream, {"s0"} - {f"s{stream}"})
             before = {"s0"} if joined.get(stream) else promised.get(stream, set())
-            annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before))})
+            annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before)), RANGE: None})
 
 
 def place_saved(forward: Graph, backward: Graph) -> None:

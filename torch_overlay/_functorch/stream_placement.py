@@ -53,6 +53,7 @@ RESULTS = "stream_results"  # of each result that is no gradient, what its memor
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
 STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
+RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `stream_ranges`
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
@@ -549,6 +550,20 @@ def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
     return registry.program_has_streams() and any(blocks_host(n) and not _is_number(n) for n in nodes)
 
 
+def _number_ranges(nodes: Sequence[Node]) -> None:
+    """Note [Ranges], in `stream_ranges`."""
+    from torch_overlay._dynamo.range_ops import RANGES
+
+    if not any(node.target in RANGES for node in nodes):
+        return
+    before = {True: 0, False: 0}  # in the backward, in the forward
+    for node in nodes:
+        if node.op == "call_function":
+            side = bool(is_backward(node))
+            annotate(node, **{RANGE: before[side]})
+            before[side] += node.target in RANGES
+
+
 def _is_number(node: Node) -> bool:
     """The upload of a single value, as of a learning rate: nobody takes it for a synchronisation."""
     value = node.meta.get("val")
@@ -620,6 +635,7 @@ def place_streams(gm: GraphModule) -> None:
     _place_program(gm, [n for n in nodes if not is_backward(n)])
     _place_program(gm, [n for n in nodes if is_backward(n)])
     _follow_mutations(gm)
+    _number_ranges(nodes)
     gm.recompile()
 
 

@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
-from torch_overlay._inductor import offload_codegen, plan_log
+from torch_overlay._inductor import offload_codegen, plan_log, stream_ranges
 from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_alignment import AlignedInputs
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
@@ -703,6 +703,8 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
         wrapper.writeline(f"{destination}.copy_({source}, True)")
     elif offload_codegen.write(wrapper, node):
         return
+    elif (line := stream_ranges.text(node.op_overload, getattr(node, "constant_args", ()))) is not None:
+        wrapper.writeline(line)
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
 

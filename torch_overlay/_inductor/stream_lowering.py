@@ -37,7 +37,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
     viewed,
 )
-from torch_overlay._inductor import offload_codegen
+from torch_overlay._inductor import offload_codegen, stream_ranges
 from torch_overlay._inductor.host_copies import download_in_place, upload_returned_memory_at_once
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
@@ -77,8 +77,12 @@ def order_graph(graph: torch.fx.Graph) -> None:
             wanted[node].add(awaited)
         if barrier is not None and _touches_callers_memory(node) and not _promises(node, barrier):
             wanted[node].add(barrier)
-    # A pass may have made one node of what stands before a synchronisation and behind it.
-    order = next((found for edges in (wanted, after) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
+    in_ranges = {node: set(needed) for node, needed in wanted.items()}
+    for first, second in stream_ranges.order(nodes):
+        in_ranges[second].add(first)
+    # A pass may have made one node of what stands before a synchronisation, or the end of a range, and behind it.
+    choices = (in_ranges, wanted, after)
+    order = next((found for edges in choices if len(found := _sorted(nodes, edges)) == len(nodes)), None)
     if order is None:
         raise AssertionError("the stream program contradicts the order of the data that it synchronises")
     if order != nodes:
@@ -180,6 +184,8 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
                 for origin in (earlier, *gather_origins([value], {}))
             ):
                 value.realize()
+    if config.streams and stream_ranges.is_range(node):
+        stream_ranges.realize_before(graph, node)
     is_counted_on = token is not None and blocks_host(node)
     with _by_the_device(graph, node) if _downloads(graph, node, is_counted_on) else contextlib.nullcontext():
         result = original(graph, node)
@@ -244,6 +250,8 @@ def order_stream_operations(scheduler: Any) -> None:
     earlier: list[str] = []
     awaited: set[str] = set()
     barriers: set[str] = set()
+    launched: dict[str, int] = {}  # buffer -> number of its kernel, as far as there are ranges
+    ranges: dict[int, set[str]] = {}
     for node in scheduler.nodes:  # in the order of the graph: what a later one computes again was promised before
         own = set(node.get_buffer_names())
         dependencies = V.graph.additional_buffer_deps[node.get_name()]
@@ -251,6 +259,9 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
+            for place in (stream_ranges.number(n) for n in _origins(node) if stream_ranges.is_range(n)):
+                needed += [name for name, known in launched.items() if place is not None and known <= place]
+                ranges[place or 0] = own
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
             awaited |= own if any(map(is_synchronization, _origins(node))) else set()
@@ -258,6 +269,9 @@ def order_stream_operations(scheduler: Any) -> None:
         else:
             dependencies.update(awaited if any(map(_touches_host_memory, _origins(node))) else ())
             dependencies.update(barriers if any(map(_touches_callers_memory, _origins(node))) else ())
+            if (place := stream_ranges.largest(_origins(node))) is not None:
+                launched.update(dict.fromkeys(own, place))
+                dependencies.update(ranges.get(place - 1, ()))
         for origin in _origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
                 carriers.setdefault(token, []).extend(own)

@@ -1,0 +1,71 @@
+"""Profiler ranges among the launches of a graph.
+
+Note [Ranges]
+A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark`
+(`_dynamo/range_ops.py`) are ordered on the host, and nothing on the device waits for them. When streams are placed,
+each node is told how many of these operations the program has before it (`number`). From then on an operation comes
+after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
+realized into buffers, in the scheduler. Kernels are so not fused across the end of a range. A kernel that computes
+nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data comes first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor import ir
+
+from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES
+from torch_overlay._functorch.stream_placement import RANGE
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+def is_range(node: torch.fx.Node) -> bool:
+    return node.target in RANGES
+
+
+def number(node: torch.fx.Node) -> int | None:
+    """How many operations of ranges come before the node; of such an operation its own place among them."""
+    return node.meta.get("custom", {}).get(RANGE)
+
+
+def order(nodes: Sequence[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, torch.fx.Node]]:
+    """Pairs of nodes of which the first is to come before the second. Operations of ranges are in order themselves."""
+    places = {number(n): n for n in nodes if is_range(n)}
+    for node in nodes:
+        known = number(node)
+        if known is None or is_range(node) or node.op != "call_function":
+            continue
+        if (following := places.get(known)) is not None:
+            yield node, following
+        if (previous := places.get(known - 1)) is not None:
+            yield previous, node
+
+
+def realize_before(graph: Any, node: torch.fx.Node) -> None:
+    """What the program computes before the operation becomes buffers before it."""
+    for earlier, value in graph.env.items():
+        is_constant = earlier.op == "call_function" and not earlier.all_input_nodes
+        if isinstance(value, ir.TensorBox) and earlier.op == "call_function" and not is_constant:
+            value.realize()
+
+
+def largest(origins: Iterable[torch.fx.Node]) -> int | None:
+    """The number of a kernel."""
+    return max((known for n in origins if not is_range(n) and (known := number(n)) is not None), default=None)
+
+
+def text(overload: Any, arguments: Sequence[Any]) -> str | None:
+    """A line of generated code: ranges of NVTX are direct calls."""
+    if overload is range_mark:
+        return f"torch.cuda.nvtx.mark({arguments[0]!r})"
+    if overload not in RANGES or arguments[0] != NVTX:
+        return None
+    if overload is range_push:
+        return f"torch.cuda.nvtx.range_push({arguments[1]!r})"
+    assert overload is range_pop
+    return "torch.cuda.nvtx.range_pop()"
