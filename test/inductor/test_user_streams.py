@@ -10,6 +10,7 @@ written.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import unittest
@@ -773,6 +774,69 @@ free buf2 (stream 1) after exit
         refusal = self.assertRaisesRegex(Exception, "uses CUDA streams or events, and the C\\+\\+ wrapper")
         with torch._inductor.config.patch(cpp_wrapper=True), refusal:
             compile_program(program)
+
+    def test_ranges_stand_among_the_launches(self) -> None:
+        def launches(mode: str | None) -> list[str]:
+            (wrapper,) = compiled("ranges_kept", mode).wrappers
+            body = re.sub(r"#.*", "", wrapper[wrapper.index("def call(self, args)") :].split("runner =")[0])
+            return re.findall(r"nvtx.*|range_\w+\.default.*|kernels\.\w+|fused_\w+|partitions\[\d\]", body)
+
+        self.assertExpectedInline(
+            "\n".join(launches(None)),
+            """\
+fused_add_0
+nvtx.range_push('step 3')
+range_push.default('record_function', 'step', None)
+nvtx.range_push('side')
+nvtx.range_push('branch')
+kernels.mm
+fused_mul_1
+nvtx.range_pop()
+nvtx.range_pop()
+fused_mul_2
+range_pop.default('record_function')
+nvtx.range_pop()
+nvtx.mark('joined')
+fused_add_copy__3""",
+        )
+        self.assertExpectedInline(
+            "\n".join(launches("reduce-overhead")),
+            """\
+partitions[0]
+nvtx.range_push('step 3')
+range_push.default('record_function', 'step', None)
+nvtx.range_push('side')
+nvtx.range_push('branch')
+partitions[1]
+nvtx.range_pop()
+nvtx.range_pop()
+partitions[2]
+range_pop.default('record_function')
+nvtx.range_pop()
+nvtx.mark('joined')
+partitions[3]""",
+        )
+
+    def test_ranges_left_out_leave_no_trace(self) -> None:
+        def without(k: Any) -> Any:
+            side = k.stream()
+
+            def fn(x):
+                current = torch.cuda.current_stream()
+                a = x + 1
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    y = k.sleep(a @ a) * 2
+                b = a * 3
+                current.wait_stream(side)
+                return y + b, x.add_(b)
+
+            return fn
+
+        plain = dataclasses.replace(by_name("ranges_left_out"), build=without)
+        for mode in (None, "reduce-overhead"):
+            texts = [compile_program(p, mode)[0].wrappers[0] for p in (by_name("ranges_left_out"), plain)]
+            self.assertEqual(*[re.sub(r"#.*", "", text) for text in texts])
 
     def test_fx_wrapper_is_refused_with_a_reason(self) -> None:
         for mode in (None, "reduce-overhead"):
