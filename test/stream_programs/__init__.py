@@ -3,6 +3,7 @@
 - idioms: every way to write a stream program that PyTorch's users have
 - python_idioms: where programs keep their streams, and how they enter them
 - waiting: events and streams that the host asks or waits for, and copies between host and device
+- asynchronous_copies: copies between host and device, into memory that the program names
 - hazards: what upstream's users reported, each named after what went wrong
 - memory: whose memory a block is, and when it may be freed
 - training: steps with a forward, a backward and what stands around them; their names begin with `train_`
@@ -14,6 +15,7 @@
 """
 
 from stream_programs import (  # noqa: F401  (they register their programs)
+    asynchronous_copies,
     compute,
     hazards,
     idioms,

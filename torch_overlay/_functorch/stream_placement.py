@@ -138,7 +138,7 @@ def written_arguments(call: Any) -> dict[Any, Node]:
     return {index: value for index, value in found.items() if isinstance(value, torch.fx.Node)}
 
 
-def _constants(graph: Graph) -> set[Node]:
+def constants(graph: Graph) -> set[Node]:
     """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
     found: set[Node] = set()
     for node in graph.nodes:
@@ -167,6 +167,14 @@ def blocks_host(node: Node) -> bool:
     if not (waits and isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
         return False
     return (made.device.type == "cpu") != (given.device.type == "cpu")
+
+
+def is_asynchronous_copy(node: Node) -> bool:
+    """A copy between host and device into memory that the user names, for which the host doesn't wait."""
+    if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
+        return False
+    sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
+    return {v.device.type for v in sides if isinstance(v, torch.Tensor)} == {"cpu", "cuda"}
 
 
 def node_stream(node: Node) -> int:
@@ -496,7 +504,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     output = gm.graph.output_node()
     returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
     handed_over = eager_memory.results_made(output)
-    constants, values = _constants(gm.graph), set(output.all_input_nodes)
+    known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
     # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
@@ -511,7 +519,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
         # where its base is, and a view of a constant a constant of its own.
         made = viewed(node)
-        maker = made if made in constants or (node in values and made.op == "call_function") else node
+        maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker) or None
         # Note [A backward is a region of its own], in `backward_placement`
         engine = {"s0"} if stream and is_backward(node) else set()
@@ -599,7 +607,7 @@ def _keep_waits(graph: Graph) -> None:
     if not (registry.current().goes_on or registry.current().is_resumed):
         return
     read: set[Any] = set()
-    constants = _constants(graph)
+    known = constants(graph)
     for node in reversed(graph.nodes):
         if is_stream_op(node) or node.op != "call_function":
             read.update(node.all_input_nodes)
@@ -608,11 +616,30 @@ def _keep_waits(graph: Graph) -> None:
         if is_read:
             # What `copy` overwrites gives it no more than its layout.
             read.update(node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes)
-        is_left_out = not is_read or (node in constants and not _is_number(node))
+        is_left_out = not is_read or (node in known and not _is_number(node))
         if blocks_host(node) and not is_backward(node) and is_left_out:
             with graph.inserting_before(node):
                 wait = graph.call_function(_streams.synchronize_stream.default, (node_stream(node),))
             wait.meta = {key: node.meta[key] for key in _KEPT_WITH_WAITS if key in node.meta}
+
+
+def _split_lists(graph: Graph) -> None:
+    """`_foreach_copy_` between host and device is one copy after the other, in eager, too."""
+    for node in graph.find_nodes(op="call_function", target=_aten._foreach_copy.default):
+        targets, sources, *waits = node.args
+        devices = {value.meta["val"].device.type for value in (*targets, *sources)}
+        if len(devices) == 1:
+            continue
+        given = (node.kwargs["non_blocking"],) if "non_blocking" in node.kwargs else tuple(waits)
+        made = []
+        with graph.inserting_before(node):
+            for target, source, value in zip(targets, sources, node.meta["val"]):
+                made.append(graph.call_function(_aten.copy.default, (target, source, *given)))
+                made[-1].meta = {**node.meta, "val": value}
+        for user in list(node.users):
+            user.replace_all_uses_with(made[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def place_streams(gm: GraphModule) -> None:
@@ -621,6 +648,10 @@ def place_streams(gm: GraphModule) -> None:
     A graph without streams is left untouched, but for one that blocks the host in a program that has streams. A block
     on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
+    from torch_overlay._dynamo import registry
+
+    if registry.program_has_streams():
+        _split_lists(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_subgraphs(gm)
     if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not _orders_by_blocking(nodes):

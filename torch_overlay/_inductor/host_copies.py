@@ -1,83 +1,130 @@
-"""Copies between the device and host memory of the caller: asynchronous where eager's are, and only there.
+"""Copies between the device and host memory that don't block the host: the operation, and how Inductor writes it.
 
-`result.copy_(y, non_blocking=True)` into a pinned tensor of the caller is, after functionalization, a new host tensor
-that is filled by a copy which blocks the host, and then a copy on the CPU into the caller's. Values are right, but
-the side stream that was to carry the download is waited for in the middle of the graph. Here the pair becomes one
-operation that copies into the caller's tensor on its stream, as eager does.
+`destination.copy_(source, non_blocking=True)` between device and host is written as such a call, into the memory and
+from the memory that the user names (`copies_in_place` finds it): a copy on the stream where the user put it, as eager
+does. Whether it returns early is the memory's affair: pinned memory is copied behind the host's back, pageable memory
+is not, and a copy that has to gather elements of the host or to scatter them there waits, in eager, too.
 
-What the graph computes on the host and uploads with `non_blocking=True` Inductor makes in pinned memory, so that the
-upload doesn't block. If the caller gets that memory, too, it may write there while the copy still reads: eager's memory
-is pageable, and has been read when the call returns. Such an upload blocks.
+What the graph computes on the host and uploads with `.to("cuda", non_blocking=True)` Inductor makes in pinned memory,
+so that the upload doesn't block. If the caller gets that memory, too, it may write there while the copy still reads:
+eager's memory is pageable, and has been read when the call returns. Such an upload blocks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
+import sympy
 import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.utils import get_free_symbols
+from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay._functorch.eager_memory import results_made
 from torch_overlay._functorch.stream_placement import viewed
-from torch_overlay._inductor.stream_passes import union_of_tokens
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Graph, Node
 
-
-@custom_op("streams_memory::copy_to_host_", mutates_args=("destination",))
-def copy_to_host_(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies device memory into host memory without blocking the host, in the order of the current stream."""
-    destination.copy_(source, non_blocking=True)
+DESTINATION = "overlay_destination"  # in `meta`, of a copy: a fake tensor, the part of the memory that is written
 
 
-@copy_to_host_.register_fake
-def _(destination: torch.Tensor, source: torch.Tensor) -> None:
+@custom_op("streams_memory::copy_async_", mutates_args=("memory",))
+def copy_async_(memory: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between device and host, in the order of the current stream. Compiled code writes a part of `memory`."""
+    memory.copy_(source, non_blocking=True)
+
+
+@copy_async_.register_fake
+def _(memory: torch.Tensor, source: torch.Tensor) -> None:
     return None
 
 
-COPY_TO_HOST = torch.ops.streams_memory.copy_to_host_.default
+COPY_ASYNC = torch.ops.streams_memory.copy_async_.default
+
+
+class AsyncCopy(ir.ExternKernel):
+    """Fills a part of a buffer from a value on the other side."""
+
+    def __init__(self, memory: ir.IRNode, part: ir.FixedLayout, source: ir.IRNode) -> None:
+        inputs = self.unwrap_storage([self.realize_input(memory), self.realize_input(source)])
+        sides = (memory.get_device(), source.get_device())
+        device = next(d for d in sides if d is not None and d.type != "cpu")
+        super().__init__(None, ir.NoneLayout(device=device), inputs, (), op_overload=COPY_ASYNC)
+        self.part = part
+        V.graph.mark_buffer_mutated(self.input_name(0))
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+
+    def destination(self) -> str:
+        memory: Any = self.inputs[0]
+        layout, whole = self.part, memory.get_layout()
+        if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
+            return memory.codegen_reference()
+        return ir.ReinterpretView(data=memory, layout=layout).codegen_reference()
+
+    def codegen(self, wrapper: Any) -> None:
+        source: Any = self.inputs[1]
+        self.codegen_comment(wrapper)
+        wrapper.writeline(f"{self.destination()}.copy_({source.codegen_reference()}, True)")
+
+    def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+        used = super().get_free_symbol_uses(unbacked_only)
+        for expressions in (self.part.size, self.part.stride, (self.part.offset,)):
+            used |= get_free_symbols(expressions, unbacked_only)
+        return used
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def has_side_effects(self) -> bool:
+        return True
+
+    def get_mutation_names(self) -> Sequence[str]:
+        return [self.input_name(0)]
+
+
+def _expression(value: Any) -> sympy.Expr:
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
+
+
+def _copy_async(memory: Any, source: Any) -> None:
+    node: Any = V.graph.current_node
+    whole, part = node.args[0].meta["val"], node.meta[DESTINATION]
+    fix_layout(node.args[0], memory)
+    offset = _expression(part.storage_offset()) - _expression(whole.storage_offset())
+    layout = ir.FixedLayout(
+        memory.get_device(),
+        memory.get_dtype(),
+        [_expression(n) for n in part.shape],
+        [_expression(n) for n in part.stride()],
+        offset,
+    )
+    AsyncCopy(memory, layout, source)
+
+
+def fix_layout(node: Node, result: ir.TensorBox) -> None:
+    """Its memory is eager's from the start, so that what the caller gets of it, or what is put into it, is no other."""
+    result.realize()
+    value = node.meta.get("val")
+    is_open = isinstance(value, torch.Tensor) and isinstance(result.maybe_get_layout(), ir.FlexibleLayout)
+    if is_open and is_non_overlapping_and_dense_or_false(value):
+        ir.ExternKernel.require_exact_strides(result, value.stride())
+
+
+def register() -> None:
+    lowerings[COPY_ASYNC] = _copy_async
 
 
 def _device_type(node: object) -> str:
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     return value.device.type if isinstance(value, torch.Tensor) else ""
-
-
-def _downloads(write: Node) -> Node | None:
-    """The device tensor that a write-back to an input copies from, if the user wrote a non-blocking copy."""
-    destination, value = write.args[:2]
-    if not isinstance(destination, torch.fx.Node) or not isinstance(value, torch.fx.Node):
-        return None
-    if destination.op != "placeholder" or _device_type(destination) != "cpu" or len(value.users) != 1:
-        return None
-    if value.target is not torch.ops.aten.copy.default or len(value.args) < 3 or value.args[2] is not True:
-        return None
-    source = value.args[1]
-    same = isinstance(source, torch.fx.Node) and source.meta["val"].shape == destination.meta["val"].shape
-    return source if same and _device_type(source) == "cuda" else None  # type: ignore[return-value]
-
-
-def download_in_place(graph: Graph) -> None:
-    """The copy is made where the user made it, for what it reads may be written later."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        source = _downloads(write)
-        if source is None or write.users:
-            continue
-        destination, value = write.args[:2]
-        if any(position.get(n, 0) > position[value] for n in destination.users if n not in (value, write)):
-            continue  # what was in the tensor before is read later
-        with graph.inserting_before(value):
-            node = graph.call_function(COPY_TO_HOST, (destination, source))
-        node.meta.update({key: item for key, item in value.meta.items() if key != "val"})
-        customs = [n.meta.get("custom", {}) for n in (value, write)]
-        if any(customs):
-            node.meta["custom"] = {**customs[0], **customs[1], **union_of_tokens(customs)}
-        node.meta["val"] = None
-        graph.erase_node(write)
-        graph.erase_node(value)
 
 
 def upload_returned_memory_at_once(graph: Graph) -> None:
@@ -86,7 +133,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
     for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = viewed(node.args[0])
-            if source not in returned or source.op == "placeholder" or _is_pinned(source):
+            if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
             if _device_type(source) == "cpu" and _device_type(node) == "cuda":
                 if "non_blocking" in node.kwargs:
@@ -94,7 +141,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
                 node.args = (*node.args[:2], *(False for _ in node.args[2:]))
 
 
-def _is_pinned(node: Node) -> bool:
+def is_pinned(node: Node) -> bool:
     """Whether eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
     if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
         return True

@@ -30,7 +30,6 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor import offload_codegen, plan_log, stream_ranges
-from torch_overlay._inductor.host_copies import COPY_TO_HOST
 from torch_overlay._inductor.stream_alignment import AlignedInputs
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
 from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
@@ -698,10 +697,7 @@ def _is_pinned(buffer: Any) -> bool:
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active(V.graph.scheduler)
-    if node.op_overload is COPY_TO_HOST:
-        destination, source = node.codegen_args()[:2]
-        wrapper.writeline(f"{destination}.copy_({source}, True)")
-    elif offload_codegen.write(wrapper, node):
+    if offload_codegen.write(wrapper, node):
         return
     elif (line := stream_ranges.text(node.op_overload, getattr(node, "constant_args", ()))) is not None:
         wrapper.writeline(line)

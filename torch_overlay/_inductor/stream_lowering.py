@@ -20,7 +20,6 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import NodeUser
 from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay import config
 from torch_overlay._functorch.offload_ops import OPERATIONS
@@ -38,7 +37,8 @@ from torch_overlay._functorch.stream_placement import (
     viewed,
 )
 from torch_overlay._inductor import offload_codegen, stream_ranges
-from torch_overlay._inductor.host_copies import download_in_place, upload_returned_memory_at_once
+from torch_overlay._inductor.copies_in_place import IN_PLACE, make_copies_in_place
+from torch_overlay._inductor.host_copies import fix_layout, upload_returned_memory_at_once
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
 
@@ -141,7 +141,7 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
         offload_codegen.register()
     if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
         order_graph(gm.graph)
-        download_in_place(gm.graph)
+        make_copies_in_place(gm.graph)
         upload_returned_memory_at_once(gm.graph)
         _name_memory(gm.graph)
         if config.fold_branches_below_us > 0:
@@ -156,15 +156,6 @@ def _name_memory(graph: torch.fx.Graph) -> None:
     for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         record.replace_input_with(record.args[0], viewed(record.args[0]))  # type: ignore[arg-type]
         record.meta.pop("eager_input_vals", None)
-
-
-def _fix_layout(node: torch.fx.Node, result: ir.TensorBox) -> None:
-    """Its memory is eager's from the start, so that what the caller gets of it is no other."""
-    result.realize()
-    value = node.meta.get("val")
-    is_open = isinstance(value, torch.Tensor) and isinstance(result.maybe_get_layout(), ir.FlexibleLayout)
-    if is_open and is_non_overlapping_and_dense_or_false(value):
-        ir.ExternKernel.require_exact_strides(result, value.stride())
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
@@ -191,8 +182,9 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
         result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
         result.realize()
-    if config.streams and isinstance(result, ir.TensorBox) and any(u.target is _RECORD_STREAM for u in node.users):
-        _fix_layout(node, result)
+    if config.streams and isinstance(result, ir.TensorBox) and node.op == "call_function":
+        if IN_PLACE in node.meta or any(u.target is _RECORD_STREAM for u in node.users):
+            fix_layout(node, result)
     return result
 
 

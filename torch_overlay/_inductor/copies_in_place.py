@@ -1,0 +1,337 @@
+"""Copies between device and host that don't block are made in the memory that the user names.
+
+`host[1].copy_(y, non_blocking=True)` is, after functionalization, a new value of the row, a new value of all of
+`host`, and a copy of that into the caller's tensor. Upstream computes the three as values, through pageable memory and
+on the CPU, and blocks the host for it. Here a value that an update makes of another one is the memory of that one
+again, where nobody reads what was there before: the copy becomes an operation that writes there
+(`host_copies.copy_async_`), where the user made it, for what it reads may be written later; the values of all of the
+memory become names of it; and what is left of the copy into the caller's tensor is nothing.
+
+Memory that is written like that is the caller's, where it has the new value at the end, or it is made by the graph and
+computed from nothing (`torch.empty`, `torch.zeros`): of other memory it isn't known whether Inductor gives it to
+several values. A copy that goes elsewhere, or whose old value is read later, fills new memory, from which the device
+takes its value. To the host, that new memory is read by the host, which waits.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
+from torch._inductor.virtualized import V
+
+from torch_overlay._functorch.stream_placement import constants, is_asynchronous_copy, is_view, node_stream, viewed
+from torch_overlay._inductor import host_copies
+from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, is_pinned
+from torch_overlay._inductor.stream_passes import union_of_tokens
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.fx import Graph, Node
+
+_aten = torch.ops.aten
+IN_PLACE = "overlay_in_place"  # in `meta`, of a value whose memory is written in place
+
+
+def make_copies_in_place(graph: Graph) -> None:
+    known = constants(graph)  # are made on the device, without a copy
+    copies = [
+        node
+        for node in graph.find_nodes(op="call_function", target=_aten.copy.default)
+        if is_asynchronous_copy(node) and (root := viewed(node.args[1])) not in known and root.op != "get_attr"
+    ]
+    if copies:
+        host_copies.register()
+        _Rewriter(graph, copies).run()
+
+
+def _is_made_from_nothing(node: Node) -> bool:
+    """Memory of its own for sure, of which there may be another one with the same values."""
+    value = node.meta.get("val")
+    inputs = (n.meta.get("val") for n in node.all_input_nodes)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and isinstance(value, torch.Tensor)
+        and not any(isinstance(v, torch.Tensor) for v in inputs)
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+
+
+def _is_new_host_memory(node: Node) -> bool:
+    return node.target is _aten._pin_memory.default or (is_pinned(node) and node.op == "call_function")
+
+
+def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.dtype, tuple(value.shape), tuple(value.stride()), value.storage_offset()
+
+
+def _evaluate(node: Node, values: dict[Node, Any]) -> Any:
+    def known(n: Node) -> Any:
+        return values.get(n, n.meta.get("val"))
+
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known)  # type: ignore[misc]
+    with V.fake_mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _reads(user: Node, value: Node) -> bool:
+    """Whether an operation reads elements of a value, and not its layout only."""
+    overwrites = user.target in (_aten.copy.default, _aten.copy_.default) and value not in user.args[1:]
+    return not overwrites
+
+
+class _Rewriter:
+    def __init__(self, graph: Graph, copies: list[Node]) -> None:
+        self.graph, self.copies = graph, dict.fromkeys(copies)
+        self.order: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
+        self.writes: dict[Node, Node] = {}  # by memory: the last copy into it
+        self.in_place = self.updates_in_place()
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node in self.copies:
+                if not any(self.is_put_by(node, user) for user in node.users):
+                    self.copy(node)
+            elif node in self.in_place or node.target is _aten.copy_.default:
+                if self.is_put_by(update := node.args[1], node):
+                    self.copy(update)  # type: ignore[arg-type]
+                self.scatter(node) if node in self.in_place else self.write_back(node)
+        for copy in self.copies:
+            if copy.users:
+                self.into_new_memory(copy)
+
+    def is_put_by(self, update: Any, user: Node) -> bool:
+        """Whether a node puts a copy into its place: where that is, is known when it is that node's turn."""
+        is_step = user in self.in_place or user.target is _aten.copy_.default
+        return update in self.copies and update in self.in_place and is_step and user.args[1] is update
+
+    def chain(self, value: Node) -> tuple[Node, list[Node]]:
+        """What a value was before updates, and the updates, of parts of it, too."""
+        steps: list[Node] = []
+        root = viewed(value)
+        while self.is_update(root):
+            steps.append(root)
+            root = viewed(root.args[0])  # type: ignore[arg-type]
+        for step in list(steps):
+            if step not in self.copies and self.is_update(part := step.args[1]):
+                base, parts = self.chain(part)
+                steps += parts if base is root else ()
+        return root, steps
+
+    def is_update(self, value: Any) -> bool:
+        return value in self.copies or (isinstance(value, torch.fx.Node) and value.target in _SCATTER_OP_TO_VIEW)
+
+    def updates_in_place(self) -> set[Node]:
+        """The values that are to be the memory that they update."""
+        written: dict[Node, set[Node]] = {}  # the caller's memory -> updates that it gets
+        for write in self.graph.find_nodes(op="call_function", target=_aten.copy_.default):
+            root, steps = self.chain(write.args[1])
+            if root.op == "placeholder" and viewed(write.args[0]) is root:
+                written.setdefault(root, set()).update(steps)
+        found: set[Node] = set()
+        memory: set[Node] = set()
+        for copy in self.copies:
+            root, steps = self.chain(copy)
+            if copy in written.get(root, ()):
+                found |= written[root]
+            elif root.op == "call_function" and (_is_made_from_nothing(root) or _is_new_host_memory(root)):
+                found.update(steps)
+                memory.add(root)
+        for node in self.graph.nodes:  # puts a copy there, or what the host computes
+            if node.target in _SCATTER_OP_TO_VIEW and self.chain(node)[0] in memory:
+                if node.args[1] in found or node.meta["val"].device.type == "cpu":
+                    found.add(node)
+        return found
+
+    # ---- steps
+
+    def copy(self, node: Node) -> None:
+        """The copy is made where it stands, or where its only reader is."""
+        if node not in self.in_place:
+            return
+        base: Any = node.args[0]
+        users = list(node.users)
+        places = [node, *(users if len(users) == 1 else ())]
+        for place in places:
+            if place is not node and self.may_change(node.args[1], node, place):  # type: ignore[arg-type]
+                continue
+            if (given := self.given(base, node, place)) is not None:
+                base = given
+                if (values := self.as_memory(node, base)) is None:
+                    return
+                self.emit(node, viewed(base), base.meta["val"], place)
+                self.replace(node, base, values)
+                return
+
+    def scatter(self, node: Node) -> None:
+        base, update = node.args[:2]
+        is_made = self.is_part(update, base, self.part(node, base))  # type: ignore[arg-type]
+        if not is_made and (base := self.given(base, node, node)) is None:
+            return
+        if (values := self.as_memory(node, base)) is None:  # type: ignore[arg-type]
+            return
+        if not is_made:
+            with self.graph.inserting_before(node):
+                view = self.graph.call_function(_SCATTER_OP_TO_VIEW[node.target], (base, *node.args[2:]), node.kwargs)
+                write = self.graph.call_function(_aten.copy_.default, (view, update))
+            view.meta = write.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
+            self.order[view] = self.order[write] = self.order[node]
+            viewed(base).meta[IN_PLACE] = True  # type: ignore[arg-type]
+        self.replace(node, base, values)
+
+    def write_back(self, node: Node) -> None:
+        """A copy of memory into itself is none. The caller counts on what was said of it."""
+        target, value = node.args[:2]
+        memory = viewed(target)  # type: ignore[arg-type]
+        if IN_PLACE not in memory.meta or not self.is_part(value, target, target.meta["val"]):  # type: ignore[arg-type, union-attr]
+            return
+        if (last := self.writes.get(memory)) is not None and node_stream(last) == node_stream(node):
+            customs = [n.meta.get("custom", {}) for n in (last, node)]
+            last.meta["custom"] = {**customs[0], **customs[1], **union_of_tokens(customs)}
+        node.replace_all_uses_with(target)  # type: ignore[arg-type]
+        self.graph.erase_node(node)
+
+    def into_new_memory(self, copy: Node) -> None:
+        value = copy.meta["val"]
+        root = viewed(copy.args[0])  # type: ignore[arg-type]
+        pinned = value.device.type == "cpu" and is_pinned(root)
+        with self.graph.inserting_before(copy):
+            made = self.graph.call_function(
+                _aten.empty_strided.default,
+                (list(value.shape), list(value.stride())),
+                {"dtype": value.dtype, "device": value.device, "pin_memory": pinned},
+            )
+        made.meta = {**copy.meta, "val": value}
+        self.emit(copy, made, value, copy)
+        copy.replace_all_uses_with(made)
+        self.graph.erase_node(copy)
+
+    # ---- what a step needs
+
+    def given(self, base: Any, node: Node, place: Node) -> Node | None:
+        """The memory to write to, or a view of it: none of it may be read later that is as before. What is computed
+        from nothing is computed once more for that.
+        """
+        root = viewed(base)
+        if root in self.in_place:  # an update that couldn't be made in place
+            return None
+        if not self.is_read_later(base, node, place):
+            return base
+        if root in self.writes or root.op != "call_function" or not _is_made_from_nothing(root):
+            return None
+        copies: dict[Node, Node] = {}
+        for value, user in list(self.users(root)):
+            if self.puts(user, value, node, base.meta["val"]):
+                user.replace_input_with(value, self.again(value, copies))
+        return self.again(base, copies)
+
+    def again(self, value: Node, copies: dict[Node, Node]) -> Node:
+        """A node, and those that it is a view of, once more."""
+        if value not in copies:
+            inputs = {n: self.again(n, copies) for n in value.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)}
+            with self.graph.inserting_before(value.next):
+                copies[value] = self.graph.node_copy(value, lambda n: inputs.get(n, n))
+            self.order[copies[value]] = self.order[value]
+        return copies[value]
+
+    def users(self, memory: Node) -> Iterator[tuple[Node, Node]]:
+        """The operations that use memory or a view of it, each with the node that it has as an argument."""
+        todo, seen = [memory], {memory}
+        while todo:
+            value = todo.pop()
+            for user in list(value.users):
+                if user.op == "call_function" and is_view(user):
+                    todo += () if user in seen else (user,)
+                    seen.add(user)
+                else:
+                    yield value, user
+
+    def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
+        root, part = viewed(base), base.meta["val"]
+        # Upstream has made the update in place; what is read behind it is the new value.
+        ends = [self.order[u] for u in node.users if u.target is _aten.copy_.default and self.is_put(u, root, part)]
+        for value, user in self.users(root):
+            is_later = self.order[user] > self.order[place] or user is place is not node
+            is_own = (user is node and value is base) or any(self.order[user] > end for end in ends)
+            if is_later and not is_own and _reads(user, value):
+                if not self.puts(user, value, node, part):
+                    return True
+        return False
+
+    def is_put(self, write: Node, memory: Node, part: torch.Tensor) -> bool:
+        target: Any = write.args[0]
+        return viewed(target) is memory and _geometry(target.meta["val"]) == _geometry(part)
+
+    def puts(self, user: Node, base: Node, node: Node, part: torch.Tensor) -> bool:
+        """Whether an update puts a copy into the part of the memory into which it is made anyway."""
+        if user.target not in _SCATTER_OP_TO_VIEW or user.args[0] is not base:
+            return False
+        made, update = _geometry(self.part(user, base)), user.args[1]
+        if update is node:
+            return made == _geometry(part)
+        if not isinstance(update, torch.fx.Node) or update.target not in _SCATTER_OP_TO_VIEW:
+            return False
+        inner: Any = update.args[0]
+        is_same = viewed(inner) is viewed(base) and _geometry(inner.meta["val"]) == made
+        return is_same and self.puts(update, inner, node, part)
+
+    def may_change(self, source: Node, first: Node, last: Node) -> bool:
+        """Whether what a copy reads is written between two places."""
+        root, node = viewed(source), first.next
+        while node is not last:
+            schema = getattr(node.target, "_schema", None)
+            writes = schema is not None and schema.is_mutable
+            if (writes or schema is None) and node.op == "call_function" and node.target is not operator.getitem:
+                if any(viewed(n) is root for n in node.all_input_nodes):
+                    return True
+            node = node.next
+        return False
+
+    def part(self, scatter: Node, base: Node) -> torch.Tensor:
+        """What a scatter writes of the memory."""
+        arguments = torch.fx.map_arg(scatter.args[2:], lambda n: n.meta.get("val"))
+        with V.fake_mode:
+            return _SCATTER_OP_TO_VIEW[scatter.target](base.meta["val"], *arguments, **scatter.kwargs)  # type: ignore[index, misc]
+
+    def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
+        """Whether a value is that part of the memory that a base is a view of."""
+        if not isinstance(value, torch.fx.Node) or viewed(value) is not viewed(base):
+            return False
+        return _geometry(value.meta["val"]) == _geometry(part)
+
+    def as_memory(self, node: Node, base: Node) -> dict[Node, Any] | None:
+        """The views of a value, by layout, once it is the memory that `base` is; None if they can't be had of that."""
+        values: dict[Node, Any] = {node: base.meta["val"]}
+        if node.meta["val"].dtype != values[node].dtype or viewed(base).meta["val"].dtype != values[node].dtype:
+            return None
+        todo = [node]
+        while todo:
+            for user in todo.pop().users:
+                if user.op == "call_function" and is_view(user) and user not in values:
+                    try:
+                        values[user] = _evaluate(user, values)
+                    except RuntimeError:  # of the layout that there is
+                        return None
+                    todo.append(user)
+        return values
+
+    # ---- changes of the graph
+
+    def emit(self, copy: Node, memory: Node, part: torch.Tensor, place: Node) -> None:
+        with self.graph.inserting_before(place):
+            node = self.graph.call_function(COPY_ASYNC, (memory, copy.args[1]))
+        node.meta = {**copy.meta, "val": None, DESTINATION: part}
+        memory.meta[IN_PLACE] = True
+        self.order[node] = self.order[place]
+        self.writes[memory] = node
+
+    def replace(self, node: Node, base: Node, values: dict[Node, Any]) -> None:
+        node.replace_all_uses_with(base)
+        for view, value in values.items():
+            if view is not node:
+                view.meta["val"] = value
+        self.graph.erase_node(node)
