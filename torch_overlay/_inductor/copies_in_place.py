@@ -61,10 +61,6 @@ def _is_made_from_nothing(node: Node) -> bool:
     )
 
 
-def _is_new_host_memory(node: Node) -> bool:
-    return node.target is _aten._pin_memory.default or (is_pinned(node) and node.op == "call_function")
-
-
 def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
     return value.dtype, tuple(value.shape), tuple(value.stride()), value.storage_offset()
 
@@ -133,12 +129,12 @@ class _Rewriter:
             if root.op == "placeholder" and viewed(write.args[0]) is root:
                 written.setdefault(root, set()).update(steps)
         found: set[Node] = set()
-        memory: set[Node] = set()
+        memory = {n for n in self.graph.nodes if n.op == "call_function" and is_pinned(n)}
         for copy in self.copies:
             root, steps = self.chain(copy)
             if copy in written.get(root, ()):
                 found |= written[root]
-            elif root.op == "call_function" and (_is_made_from_nothing(root) or _is_new_host_memory(root)):
+            elif root in memory or (root.op == "call_function" and _is_made_from_nothing(root)):
                 found.update(steps)
                 memory.add(root)
         for node in self.graph.nodes:  # puts a copy there, or what the host computes
@@ -232,7 +228,9 @@ class _Rewriter:
     def again(self, value: Node, copies: dict[Node, Node]) -> Node:
         """A node, and those that it is a view of, once more."""
         if value not in copies:
-            inputs = {n: self.again(n, copies) for n in value.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)}
+            inputs = {
+                n: self.again(n, copies) for n in value.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)
+            }
             with self.graph.inserting_before(value.next):
                 copies[value] = self.graph.node_copy(value, lambda n: inputs.get(n, n))
             self.order[copies[value]] = self.order[value]

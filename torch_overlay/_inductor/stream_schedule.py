@@ -37,6 +37,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
     RESULTS,
 )
+from torch_overlay._inductor.copied_parts import name_parts
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
 
@@ -634,5 +635,6 @@ def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclos
     reader.read()
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
-    plan = plan_streams(reader.ops, buffers, reader.promised())
+    ops, buffers = name_parts(nodes, reader.index, reader.ops, buffers, reader.storage)
+    plan = plan_streams(ops, buffers, reader.promised())
     return Region(plan, reader.index, reader.devices, reader.numbers, frozenset(reader.private), enclosed)

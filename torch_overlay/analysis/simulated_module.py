@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._inductor import stream_native, stream_runtime
+from torch_overlay.analysis.host_kernel_ranges import HostKernelRanges
 from torch_overlay.analysis.kernel_ranges import KernelRanges
 from torch_overlay.analysis.trace import HOST, Span, View
 
@@ -25,6 +26,7 @@ from torch_overlay.analysis.trace import HOST, Span, View
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch_overlay.analysis.kernel_ranges import Elements
     from torch_overlay.analysis.simulated_device import SimulatedDevice
 
 _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
@@ -132,10 +134,15 @@ class _Kernels:
         return kernels[0]  # one of several that compute the same
 
     def cpp_pybinding(self, kinds: Sequence[str], source: str, *args: Any, **kwargs: Any) -> Callable[..., None]:
+        ranges = HostKernelRanges(source)
+        parameters = re.findall(r"\b(\w+)(?:,|\))", source.partition("kernel(")[2].partition("\n{")[0])
+
         def run(*values: Any) -> None:
-            tensors = [(kind, v) for kind, v in zip(kinds, values) if isinstance(v, torch.Tensor)]
-            reads = [v for kind, v in tensors if "const" in kind]
-            writes = [v for kind, v in tensors if "const" not in kind]
+            reads, writes = [], []
+            for kind, parameter, value in zip(kinds, parameters, values):
+                if isinstance(value, torch.Tensor):
+                    touched = _touched(self.device, value, ranges.elements(parameter) if value.numel() else None)
+                    (reads if "const" in kind else writes).extend(touched)
             self.device.launch("C++ kernel", HOST, [*reads, *writes], writes)
 
         return run
@@ -178,15 +185,17 @@ class _Triton:
 
     def touched(self, tensor: torch.Tensor, parameter: str, kind: str, numbers: dict[str, int]) -> list[Any]:
         """The tensor, or the parts of its memory that are known to be all that the kernel loads, or stores."""
-        found = self.ranges.of(parameter, kind, numbers) if tensor.numel() else None
-        if found is None:
-            return [tensor]
-        item, first = tensor.element_size(), int(tensor.storage_offset())
-        memory = self.device.memory(tensor)
-        return [
-            View(memory, Span((first + e.offset) * item, e.sizes, tuple(s * item for s in e.strides), item))
-            for e in found
-        ]
+        return _touched(self.device, tensor, self.ranges.of(parameter, kind, numbers) if tensor.numel() else None)
+
+
+def _touched(device: SimulatedDevice, tensor: torch.Tensor, found: list[Elements] | None) -> list[Any]:
+    if found is None:
+        return [tensor]
+    item, first = tensor.element_size(), int(tensor.storage_offset())
+    memory = device.memory(tensor)
+    return [
+        View(memory, Span((first + e.offset) * item, e.sizes, tuple(s * item for s in e.strides), item)) for e in found
+    ]
 
 
 def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:

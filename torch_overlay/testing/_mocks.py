@@ -173,7 +173,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         Mock(
             "torch._inductor.fx_passes.joint_graph.UniformValueConstantFolder.run",
             lambda folder: _on_cpu(fold, folder),
-            "folds by executing constant nodes on their device, with all modes off",
+            "folds by executing constant nodes on their device, or in pinned memory, with all modes off",
         ),
         Mock(
             "torch._inductor.fx_passes.pad_mm._should_pad",
@@ -212,6 +212,7 @@ class _OnCpu(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
         # A copy to a device is given it by position.
         args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         return func(*args, **kwargs)
