@@ -218,6 +218,7 @@ class Report:
         ]
         note = "" if placed else ", all on the current stream"
         self._table(f"{region.kind} graph{note}", ("stream", "node", "line", "code"), rows)
+        self._blocking(region)
         for plan in region.plans:
             self._line(f"{region.kind} plan")
             self._text(plan.table())
@@ -227,6 +228,14 @@ class Report:
             from torch_overlay.testing._text import call_bodies
 
             self._text(call_bodies(region.wrapper))
+
+    def _blocking(self, region: Region) -> None:
+        rows = []
+        for copy in region.blocking:
+            file, line, code = innermost_frame(copy.stack_trace)
+            rows.append((f"{_short(file)}:{line}" if file else "", code, copy.reason))
+        if rows:
+            self._table("Copies that block the host", ("line", "code", "why"), rows)
 
     def _offloads(self, seen: Compiled) -> None:
         """What waits on the host: from which line, and when its copies are launched and waited for."""

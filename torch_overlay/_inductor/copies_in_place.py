@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.stream_placement import constants, is_asynchronous_copy, is_view, node_stream, viewed
 from torch_overlay._inductor import host_copies
-from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, is_pinned
+from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned
 from torch_overlay._inductor.stream_passes import union_of_tokens
 
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _aten = torch.ops.aten
 IN_PLACE = "overlay_in_place"  # in `meta`, of a value whose memory is written in place
+READ_LATER = "overlay_read_later"  # in `meta`, of a copy to the host that goes into new memory, which the host copies
 
 
 def make_copies_in_place(graph: Graph) -> None:
@@ -62,7 +63,8 @@ def _is_made_from_nothing(node: Node) -> bool:
 
 
 def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
-    return value.dtype, tuple(value.shape), tuple(value.stride()), value.storage_offset()
+    """Of sizes that aren't known the expressions: to compare the sizes would make a guard."""
+    return value.dtype, *map(expression, (*value.shape, *value.stride(), value.storage_offset()))
 
 
 def _evaluate(node: Node, values: dict[Node, Any]) -> Any:
@@ -138,9 +140,10 @@ class _Rewriter:
                 found.update(steps)
                 memory.add(root)
         for node in self.graph.nodes:  # puts a copy there, or what the host computes
-            if node.target in _SCATTER_OP_TO_VIEW and self.chain(node)[0] in memory:
-                if node.args[1] in found or node.meta["val"].device.type == "cpu":
-                    found.add(node)
+            if node.target not in _SCATTER_OP_TO_VIEW or self.chain(node)[0] not in memory:
+                continue
+            if node.args[1] in found or node.meta["val"].device.type == "cpu":
+                found.add(node)
         return found
 
     # ---- steps
@@ -202,7 +205,9 @@ class _Rewriter:
                 {"dtype": value.dtype, "device": value.device, "pin_memory": pinned},
             )
         made.meta = {**copy.meta, "val": value}
-        self.emit(copy, made, value, copy)
+        emitted = self.emit(copy, made, value, copy)
+        if value.device.type == "cpu" and any(user.op == "call_function" for user in copy.users):
+            emitted.meta[READ_LATER] = True
         copy.replace_all_uses_with(made)
         self.graph.erase_node(copy)
 
@@ -255,9 +260,8 @@ class _Rewriter:
         for value, user in self.users(root):
             is_later = self.order[user] > self.order[place] or user is place is not node
             is_own = (user is node and value is base) or any(self.order[user] > end for end in ends)
-            if is_later and not is_own and _reads(user, value):
-                if not self.puts(user, value, node, part):
-                    return True
+            if is_later and not is_own and _reads(user, value) and not self.puts(user, value, node, part):
+                return True
         return False
 
     def is_put(self, write: Node, memory: Node, part: torch.Tensor) -> bool:
@@ -282,10 +286,9 @@ class _Rewriter:
         root, node = viewed(source), first.next
         while node is not last:
             schema = getattr(node.target, "_schema", None)
-            writes = schema is not None and schema.is_mutable
-            if (writes or schema is None) and node.op == "call_function" and node.target is not operator.getitem:
-                if any(viewed(n) is root for n in node.all_input_nodes):
-                    return True
+            writes = node.target is not operator.getitem if schema is None else schema.is_mutable
+            if node.op == "call_function" and writes and root in map(viewed, node.all_input_nodes):
+                return True
             node = node.next
         return False
 
@@ -319,13 +322,14 @@ class _Rewriter:
 
     # ---- changes of the graph
 
-    def emit(self, copy: Node, memory: Node, part: torch.Tensor, place: Node) -> None:
+    def emit(self, copy: Node, memory: Node, part: torch.Tensor, place: Node) -> Node:
         with self.graph.inserting_before(place):
             node = self.graph.call_function(COPY_ASYNC, (memory, copy.args[1]))
         node.meta = {**copy.meta, "val": None, DESTINATION: part}
         memory.meta[IN_PLACE] = True
         self.order[node] = self.order[place]
         self.writes[memory] = node
+        return node
 
     def replace(self, node: Node, base: Node, values: dict[Node, Any]) -> None:
         node.replace_all_uses_with(base)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 DESTINATION = "overlay_destination"  # in `meta`, of a copy: a fake tensor, the part of the memory that is written
+RETURNED = "overlay_returned"  # in `meta`, of an upload that blocks because the caller gets what it reads
 
 
 @custom_op("streams_memory::copy_async_", mutates_args=("memory",))
@@ -90,7 +91,7 @@ class AsyncCopy(ir.ExternKernel):
         return [self.input_name(0)]
 
 
-def _expression(value: Any) -> sympy.Expr:
+def expression(value: Any) -> sympy.Expr:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
@@ -98,12 +99,12 @@ def _copy_async(memory: Any, source: Any) -> None:
     node: Any = V.graph.current_node
     whole, part = node.args[0].meta["val"], node.meta[DESTINATION]
     fix_layout(node.args[0], memory)
-    offset = _expression(part.storage_offset()) - _expression(whole.storage_offset())
+    offset = expression(part.storage_offset()) - expression(whole.storage_offset())
     layout = ir.FixedLayout(
         memory.get_device(),
         memory.get_dtype(),
-        [_expression(n) for n in part.shape],
-        [_expression(n) for n in part.stride()],
+        [expression(n) for n in part.shape],
+        [expression(n) for n in part.stride()],
         offset,
     )
     AsyncCopy(memory, layout, source)
@@ -136,6 +137,8 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
             if source not in returned or source.op == "placeholder" or is_pinned(source):
                 continue
             if _device_type(source) == "cpu" and _device_type(node) == "cuda":
+                if (node.args[2:] or (node.kwargs.get("non_blocking"),))[0]:
+                    node.meta[RETURNED] = True
                 if "non_blocking" in node.kwargs:
                     node.kwargs = {**node.kwargs, "non_blocking": False}
                 node.args = (*node.args[:2], *(False for _ in node.args[2:]))

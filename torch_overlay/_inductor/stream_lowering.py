@@ -36,7 +36,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
     viewed,
 )
-from torch_overlay._inductor import offload_codegen, stream_ranges
+from torch_overlay._inductor import copy_log, offload_codegen, stream_ranges
 from torch_overlay._inductor.copies_in_place import IN_PLACE, make_copies_in_place
 from torch_overlay._inductor.host_copies import fix_layout, upload_returned_memory_at_once
 from torch_overlay._inductor.stream_folding import fold_branches
@@ -146,6 +146,7 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
         _name_memory(gm.graph)
         if config.fold_branches_below_us > 0:
             fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
+    copy_log.publish(gm.graph)
     original(lowering, gm, *args, **kwargs)
 
 
@@ -182,9 +183,9 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
         result = original(graph, node)
     if config.streams and isinstance(result, ir.TensorBox) and _is_for_another_stream(node):
         result.realize()
-    if config.streams and isinstance(result, ir.TensorBox) and node.op == "call_function":
-        if IN_PLACE in node.meta or any(u.target is _RECORD_STREAM for u in node.users):
-            fix_layout(node, result)
+    is_fixed = IN_PLACE in node.meta or any(user.target is _RECORD_STREAM for user in node.users)
+    if config.streams and isinstance(result, ir.TensorBox) and node.op == "call_function" and is_fixed:
+        fix_layout(node, result)
     return result
 
 

@@ -69,6 +69,7 @@ class Region:
     wrapper: str | None = None
     plans: list[Any] = dataclasses.field(default_factory=list)
     copies: Any = None  # of saved activations: offload_log.Copies
+    blocking: list[Any] = dataclasses.field(default_factory=list)  # copy_log.BlockingCopy
 
     @property
     def graph(self) -> str:
@@ -167,6 +168,10 @@ class _Observer:
             elif self.seen.regions:
                 self.seen.regions[-1].copies = found
 
+        def keep_blocking(found: list[Any]) -> None:
+            if self.seen.regions:
+                self.seen.regions[-1].blocking += found
+
         with (
             mock.patch.object(OutputGraph, "call_user_compiler", keep_frame),
             mock.patch.object(compile_fx, "fx_codegen_and_compile", keep_graph),
@@ -174,6 +179,7 @@ class _Observer:
             mock.patch.object(InstructionTranslatorBase, "log_graph_break", keep_break),
             _plans_go_to(keep_plan),
             _offloads_go_to(keep_offload),
+            _blocking_copies_go_to(keep_blocking),
         ):
             yield
 
@@ -244,6 +250,20 @@ def _offloads_go_to(observer: Any) -> Iterator[None]:
         yield
         return
     unsubscribe = offload_log.subscribe(observer)
+    try:
+        yield
+    finally:
+        unsubscribe()
+
+
+@contextlib.contextmanager
+def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
+    try:
+        from torch_overlay._inductor import copy_log
+    except ImportError:  # a build without it
+        yield
+        return
+    unsubscribe = copy_log.subscribe(observer)
     try:
         yield
     finally:

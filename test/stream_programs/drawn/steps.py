@@ -39,6 +39,8 @@ KINDS = {
     "item": 1,
     "graph_break": 1,
 }
+# Copies between device and host that don't block, into memory that is there: in some programs, among the other steps.
+COPY_KINDS = {"copy_in": 1, "copy_out": 1}
 LARGEST = 63
 
 
@@ -70,20 +72,25 @@ def random_spec(seed: int, number: int, wide: bool = False) -> Spec:
         (kind,) = rng.choices(kinds, weights)
         return kind, *(rng.randint(0, LARGEST) for _ in range(3))  # type: ignore[return-value]
 
-    return Spec(
+    spec = Spec(
         rng.choice((1, 2, 2, 3, 3, 4, 5)),
         rng.random() < 0.4,
         rng.random() < 0.25,
         tuple(step() for _ in range(count)),
         wide,
     )
+    steps = list(spec.steps)
+    for _ in range(rng.choice((0, 0, 1, 2, 4))):
+        kind = rng.choice(list(COPY_KINDS))
+        steps.insert(rng.randint(0, len(steps)), (kind, *(rng.randint(0, LARGEST) for _ in range(3))))  # type: ignore[arg-type]
+    return dataclasses.replace(spec, steps=tuple(steps))
 
 
 def specs() -> Any:
     """Hypothesis' strategy."""
     from hypothesis import strategies as st
 
-    weighted = [kind for kind, weight in KINDS.items() for _ in range(weight)]
+    weighted = [kind for kind, weight in (KINDS | COPY_KINDS).items() for _ in range(weight)]
     number = st.integers(0, LARGEST)
     step = st.tuples(st.sampled_from(weighted), number, number, number)
     return st.builds(Spec, st.integers(1, 5), st.booleans(), st.booleans(), st.lists(step, max_size=25).map(tuple))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from stream_programs.drawn.operations import (
     FULL,
     InPlace,
+    largest,
     MORE_OPERATIONS,
     MORE_UPDATES,
     MORE_VIEWS,
@@ -374,6 +375,62 @@ class Writer:
         self.copies_to_host = True
         if not copies:
             self.order.wait_stream(HOST, self.stream)
+
+    def do_copy_in(self, a: int, b: int, c: int) -> None:
+        """Pinned memory is copied into a matrix, or into a part of it, and the host doesn't wait."""
+        source = (self.pinned, self.out)[b % 2]
+        whole = "{t}.copy_({s}, non_blocking=True)"
+        if a % 4 == 0:
+            self.ensure(self.stream, [source], [], style=c, allocates=True)
+            name = self.fresh()
+            self.line(f'{name} = torch.empty(32, 32, device="cuda")')
+            target = self.made(name, FULL, source.storage.bound)
+            text = whole
+        else:
+            update = InPlace(whole, 1, largest, reads=a % 4 != 1, chains=False)
+            found = [v for v in self.recent() if self.writable(v, update) and not v.gradient]
+            if not found:
+                return
+            target = found[c % len(found)]
+            rows = ("{t}[4:20].copy_({s}[8:24], non_blocking=True)", "{t}[3].copy_({s}[5], non_blocking=True)")
+            lists = "torch._foreach_copy_([{t}[2:4], {t}[8:20]], [{s}[6:8], {s}[12:24]], non_blocking=True)"
+            text = (whole, rows[b // 2 % 2], lists)[a % 4 - 1]
+            self.ensure(self.stream, [target, source], [target], style=a + b + c, allocates=True)
+        self.line(text.format(t=target.name, s=source.name))
+        self.use(target, source)
+        target.storage.bound = max(target.storage.bound, source.storage.bound)
+        if target.storage.bound > 2.0 and (target.storage.persistent or target.name in ARGUMENTS):
+            self.line(f"{target.name}.clamp_(-2, 2)")
+            target.storage.bound = 2.0
+        self.order.launch(self.stream, [source.storage], [target.storage])
+
+    def do_copy_out(self, a: int, b: int, c: int) -> None:
+        """A matrix is copied into pinned memory, or into a part of it, and the host doesn't wait."""
+        value = self.choose(b, full=True)
+        if value is None:
+            return
+        self.ensure(self.stream, [value], [], style=a + b + c, allocates=True)
+        source = f"{value.name}.detach()" if value.gradient else value.name
+        whole = "{t}.copy_({s}, non_blocking=True)"
+        if a % 2:
+            name = self.fresh()
+            self.line(f"{name} = torch.{'empty' if a % 4 == 1 else 'zeros'}(32, 32, pin_memory=True)")
+            target = Value(name, Storage(HOST, value.storage.bound, names={name}), FULL)
+            self.values.append(target)
+            self.returned.append(target)
+            text = whole if a % 4 == 1 else "{t}[4:20].copy_({s}[8:24], non_blocking=True)"
+        else:
+            target = self.out
+            missing = self.order.missing(self.stream, [], [target.storage])
+            self.synchronize(self.stream, missing, c)
+            rows = "{t}[3].copy_({s}[5], non_blocking=True)"
+            lists = "torch._foreach_copy_([{t}[2:4], {t}[8:20]], [{s}[6:8], {s}[12:24]], non_blocking=True)"
+            text = (whole, rows, lists)[a // 2 % 3]
+        self.line(text.format(t=target.name, s=source))
+        self.use(value, target)
+        target.storage.bound = max(target.storage.bound, value.storage.bound)
+        self.order.launch(self.stream, [value.storage], [target.storage])
+        self.copies_to_host = True
 
     def do_host_compute(self, a: int, b: int, c: int) -> None:
         value = self.choose(b, host=True)
