@@ -1,7 +1,8 @@
 """Copies between device and host that don't block the host, into memory that the program names.
 
 Each of `COPIES` is made twice by its program: on a side stream, and on the caller's beside it. Host memory is pinned.
-In eager the call returns at once; compiled code must copy from and to the same memory, on the same stream.
+In eager the call returns at once, but for columns, which it gathers on the host; compiled code must copy from and to
+the same memory, on the same stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROWS, COLUMNS = 16, 64
 COPIES: dict[str, Any] = {}
 
 
-def copy(body: Any) -> Any:
+def case(body: Any) -> Any:
     COPIES[body.__name__] = body
     return body
 
@@ -26,40 +27,42 @@ def copy(body: Any) -> Any:
 # ---- to the device
 
 
-@copy
+@case
 def to_input(device, host, x):
     device.copy_(host, non_blocking=True)
 
 
-@copy
+@case
 def to_rows_of_input(device, host, x):
     device[1:3].copy_(host[2:4], non_blocking=True)
     return device * 2
 
 
-@copy
+@case
 def to_row_of_input(device, host, x):
     device[1].copy_(host[2], non_blocking=True)
 
 
-@copy
+@case
 def to_columns_of_input(device, host, x):
-    device[:, 1:9].copy_(host[:, 2:10], non_blocking=True)
+    n = x.shape[1] // 2
+    device[:, 1:n].copy_(host[:, 2 : n + 1], non_blocking=True)
 
 
-@copy
+@case
 def to_part_of_flat_input(device, host, x):
-    device.view(-1)[5:70].copy_(host.view(-1)[2:67], non_blocking=True)
+    n = x.numel() // 2
+    device.view(-1)[5 : n + 3].copy_(host.view(-1)[2:n], non_blocking=True)
 
 
-@copy
+@case
 def to_own_buffer(device, host, x):
     buffer = torch.empty_like(x)
     buffer.copy_(host, non_blocking=True)
     return buffer
 
 
-@copy
+@case
 def to_rows_of_own_buffer(device, host, x):
     buffer = torch.zeros_like(x)
     buffer[1:3].copy_(host[2:4], non_blocking=True)
@@ -67,7 +70,7 @@ def to_rows_of_own_buffer(device, host, x):
     return buffer
 
 
-@copy
+@case
 def list_to_device(device, host, x):
     torch._foreach_copy_([device[0], device[1:3]], [host[3], host[4:6]], non_blocking=True)
 
@@ -75,50 +78,51 @@ def list_to_device(device, host, x):
 # ---- to the host
 
 
-@copy
+@case
 def to_host_input(device, host, x):
     host.copy_(x, non_blocking=True)
 
 
-@copy
+@case
 def to_row_of_ring(device, host, x):
     host[1].copy_(x[0], non_blocking=True)
 
 
-@copy
+@case
 def to_rows_of_host_input(device, host, x):
     host[1:3].copy_(x[2:4], non_blocking=True)
     host[5:7].copy_(x[0:2], non_blocking=True)
 
 
-@copy
+@case
 def to_columns_of_host_input(device, host, x):
-    host[:, 1:9].copy_(x[:, 2:10], non_blocking=True)
+    n = x.shape[1] // 2
+    host[:, 1:n].copy_(x[:, 2 : n + 1], non_blocking=True)
 
 
-@copy
+@case
 def to_pinned_buffer(device, host, x):
-    buffer = torch.empty(ROWS, COLUMNS, pin_memory=True)
+    buffer = torch.empty(x.shape, pin_memory=True)
     buffer.copy_(x, non_blocking=True)
     return buffer
 
 
-@copy
+@case
 def to_pinned_buffer_like_it(device, host, x):
     buffer = torch.empty_like(x, device="cpu", pin_memory=True)
     buffer.copy_(x, non_blocking=True)
     return buffer
 
 
-@copy
+@case
 def to_rows_of_pinned_buffer(device, host, x):
-    buffer = torch.zeros(ROWS, COLUMNS, pin_memory=True)
+    buffer = torch.zeros(x.shape, pin_memory=True)
     buffer[1:3].copy_(x[2:4], non_blocking=True)
     buffer[5].copy_(x[0], non_blocking=True)
     return buffer
 
 
-@copy
+@case
 def list_to_host(device, host, x):
     torch._foreach_copy_([host[0], host[1:3]], [x[3], x[4:6]], non_blocking=True)
 
