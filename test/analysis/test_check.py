@@ -264,6 +264,48 @@ redundant: ev1.record(stream1_raw): nobody waits for it
         self.assertEqual(len(report.traces), 2)  # as they are, and as CUDA graphs
 
     @simulated_gpu()
+    def test_host_reads_a_row_while_a_copy_fills_it(self) -> None:
+        """Of pinned memory of the caller, by each call that copies; another row may be read."""
+        side = torch.cuda.Stream()
+
+        def one(ring: torch.Tensor, x: torch.Tensor) -> None:
+            ring[1].copy_(x[1], non_blocking=True)
+
+        def listed(ring: torch.Tensor, x: torch.Tensor) -> None:
+            torch._foreach_copy_([ring[1]], [x[1]], non_blocking=True)
+
+        for copies in (one, listed):
+            for row, races in ((1, {"host"}), (2, set())):
+
+                def fn(ring: torch.Tensor, x: torch.Tensor, copies: Any = copies, row: int = row) -> torch.Tensor:
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        copies(ring, x)
+                    return ring[row] + 1
+
+                report = check(fn, torch.zeros(4, 8).pin_memory(), torch.randn(4, 8, device="cuda"), compile=False)
+                self.assertEqual({race.kind for race in report.races}, races, str(report))
+
+    @simulated_gpu()
+    def test_generated_code_reads_a_row_while_a_copy_fills_it(self) -> None:
+        """If the synchronisation is taken out of the text."""
+        side = torch.cuda.Stream()
+
+        def fn(ring: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                ring[1].copy_(x[1], non_blocking=True)
+            side.synchronize()
+            return ring[1] + 1
+
+        (text,) = compile_only(fn, torch.zeros(4, 8).pin_memory(), torch.randn(4, 8, device="cuda")).wrappers
+        self.assertTrue((report := check_wrapper(text)).ok, str(report))
+        waits = re.findall(r"^ *\w+\.synchronize\(\)\n", text, re.MULTILINE)
+        self.assertEqual(len(waits), 1, text)
+        kinds = {race.kind for race in check_wrapper(text.replace(waits[0], "")).races}
+        self.assertEqual(kinds, {"host"})
+
+    @simulated_gpu()
     def test_host_does_not_wait_for_nothing(self) -> None:
         """Eager makes an empty tensor on the device without a copy, and so without a promise to the host."""
 

@@ -14,6 +14,7 @@ from torch._inductor.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.analysis import check
+from torch_overlay.analysis.host_kernel_ranges import HostKernelRanges
 from torch_overlay.analysis.kernel_ranges import Elements, KernelRanges
 from torch_overlay.testing import simulated_gpu
 
@@ -32,6 +33,23 @@ def triton_poi_0(in_ptr0, out_ptr0, {numbers}XBLOCK : tl.constexpr):
 {variables}
     tmp0 = tl.load(in_ptr0 + ({load}), xmask)
     tl.store(out_ptr0 + ({store}), tmp0, xmask)
+"""
+
+
+_ON_HOST = """
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* out_ptr0)
+{
+    for(int64_t x0=static_cast<int64_t>(0L); x0<static_cast<int64_t>(2L); x0+=static_cast<int64_t>(1L))
+    {
+        for(int64_t x1=static_cast<int64_t>(0L); x1<static_cast<int64_t>(64L); x1+=static_cast<int64_t>(8L))
+        {
+            auto tmp0 = at::vec::Vectorized<float>::loadu(in_ptr0 + static_cast<int64_t>(64L + x1 + 128L*x0), 8);
+            auto tmp1 = in_ptr0[static_cast<int64_t>(320L + x0)];
+            tmp0.store(out_ptr0 + static_cast<int64_t>(x1 + 64L*x0));
+        }
+    }
+}
 """
 
 
@@ -136,6 +154,24 @@ def triton_red_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr, R0_
         ):
             self.assertIsNone(KernelRanges(source).of("out_ptr0", "store", {}), why)
         self.assertEqual(KernelRanges(known).of("in_ptr0", "store", {}), [])
+
+    def test_kernels_of_the_host(self) -> None:
+        ranges = HostKernelRanges(_ON_HOST)
+        rows = {64 + 128 * x0 + x1 for x0 in range(2) for x1 in range(64)}
+        self.assertEqual(reached(ranges.elements("in_ptr0")), rows | {320, 321})
+        self.assertEqual(reached(ranges.elements("out_ptr0")), set(range(128)))
+
+    def test_kernels_of_the_host_that_may_reach_everything(self) -> None:
+        for old, new, why in (
+            ("64L + x1", "tmp0 + x1", "an index from memory"),
+            ("64L + x1", "64L + c10::div_floor_integer(x1, 2L)", "an index that isn't a sum"),
+            ("64L + x1", "x1 - 64L", "behind a condition"),
+            ("auto tmp1 =", "auto tmp2 = in_ptr0; auto tmp1 =", "a use besides"),
+            ("for(int64_t x1=static_cast<int64_t>(0L);", "for(int64_t x1=first;", "a loop of another kind"),
+        ):
+            source = _ON_HOST.replace(old, new)
+            self.assertNotEqual(source, _ON_HOST)
+            self.assertIsNone(HostKernelRanges(source).elements("in_ptr0"), why)
 
     @simulated_gpu()
     def test_rows_that_are_left_alone_may_be_read(self) -> None:

@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 
 _COPIES = (aten.copy_.default, aten._to_copy.default)
-_COPY_TO_HOST = "streams_memory::copy_to_host_"  # asynchronous by name
+_WAITING_COPIES = (*_COPIES, aten._foreach_copy_.default)
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
@@ -367,12 +367,12 @@ class SimulatedDevice:
         if not any(t.numel() for t in operator.touched):
             return False  # nothing is copied: `torch.tensor([], device="cuda")`
         host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
-        if func._schema.name == _COPY_TO_HOST:
-            return any(not self.mode.is_pinned(t) for t in host_writes)
         if host_writes:
             made = func is aten._to_copy.default  # into pinned memory, if it may return early
             return not (operator.no_wait and (made or all(self.mode.is_pinned(t) for t in host_writes)))
-        return func in _COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
+        return (
+            func in _WAITING_COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
+        )
 
     def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """A copy between devices runs on the source's stream, and PyTorch orders both streams around it."""
@@ -401,7 +401,7 @@ class Operator:
     def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.reads: list[torch.Tensor] = []
         self.writes: list[torch.Tensor] = []
-        self.no_wait = func._schema.name == _COPY_TO_HOST
+        self.no_wait = False
         undeclared = _undeclared(func, args, kwargs)
         takes_layout = bool(_LAYOUT_ONLY.fullmatch(func._schema.name))
         aliases = False
@@ -439,7 +439,7 @@ def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
 
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # of the tensor that they are given
-_OVERWRITE = ("::copy_", "::zero_", "::fill_", "::copy_to_host_")
+_OVERWRITE = ("::copy_", "::_foreach_copy_", "::zero_", "::fill_")
 
 
 def _is_compiling() -> bool:
