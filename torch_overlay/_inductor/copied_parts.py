@@ -71,7 +71,7 @@ def _accesses(node: Any, storage: Callable[[str], str]) -> Accesses:
     writes: dict[str, set[Stretch] | None] = {}
     for part in node.get_nodes():
         if isinstance(part.node, AsyncCopy):
-            memory, source = part.node.inputs
+            memory, source = part.node.memory, part.node.source
             _add(writes, storage(memory.get_name()), _of_layout(part.node.part))
             _add(reads, storage(source.get_name()), _of_layout(source.get_layout()))
             reads.setdefault(storage(memory.get_name()), set())  # a dependency for the order
@@ -99,9 +99,8 @@ def _add(found: dict[str, set[Stretch] | None], name: str, stretch: Stretch | No
 
 def _parts(copy: AsyncCopy) -> list[str]:
     """The memory of which a copy touches a part."""
-    memory, source = copy.inputs
-    touched = ((memory, copy.part), (source, source.get_layout()))  # type: ignore[union-attr]
-    return [m.get_name() for m, layout in touched if _of_layout(layout) is not None]  # type: ignore[union-attr]
+    touched = ((copy.memory, copy.part), (copy.source, copy.source.get_layout()))
+    return [memory.get_name() for memory, layout in touched if _of_layout(layout) is not None]
 
 
 def _of_layout(layout: Any) -> Stretch | None:

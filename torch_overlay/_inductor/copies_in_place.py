@@ -107,7 +107,7 @@ class _Rewriter:
         is_step = user in self.in_place or user.target is _aten.copy_.default
         return update in self.copies and update in self.in_place and is_step and user.args[1] is update
 
-    def chain(self, value: Node) -> tuple[Node, list[Node]]:
+    def chain(self, value: Any) -> tuple[Node, list[Node]]:
         """What a value was before updates, and the updates, of parts of it, too."""
         steps: list[Node] = []
         root = viewed(value)
@@ -167,7 +167,8 @@ class _Rewriter:
                 return
 
     def scatter(self, node: Node) -> None:
-        base, update = node.args[:2]
+        base: Any = node.args[0]
+        update, target = node.args[1], _SCATTER_OP_TO_VIEW[node.target]  # type: ignore[index]
         is_made = self.is_part(update, base, self.part(node, base))  # type: ignore[arg-type]
         if not is_made and (base := self.given(base, node, node)) is None:
             return
@@ -175,7 +176,7 @@ class _Rewriter:
             return
         if not is_made:
             with self.graph.inserting_before(node):
-                view = self.graph.call_function(_SCATTER_OP_TO_VIEW[node.target], (base, *node.args[2:]), node.kwargs)
+                view = self.graph.call_function(target, (base, *node.args[2:]), node.kwargs)
                 write = self.graph.call_function(_aten.copy_.default, (view, update))
             view.meta = write.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
             self.order[view] = self.order[write] = self.order[node]

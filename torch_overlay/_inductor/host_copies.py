@@ -63,17 +63,23 @@ class AsyncCopy(ir.ExternKernel):
         self.name = V.graph.register_buffer(self)
         V.graph.register_operation(self)
 
+    @property
+    def memory(self) -> Any:
+        return self.inputs[0]
+
+    @property
+    def source(self) -> Any:
+        return self.inputs[1]
+
     def destination(self) -> str:
-        memory: Any = self.inputs[0]
-        layout, whole = self.part, memory.get_layout()
+        layout, whole = self.part, self.memory.get_layout()
         if (layout.size, layout.stride, layout.offset) == (whole.size, whole.stride, whole.offset):
-            return memory.codegen_reference()
-        return ir.ReinterpretView(data=memory, layout=layout).codegen_reference()
+            return self.memory.codegen_reference()
+        return ir.ReinterpretView(data=self.memory, layout=layout).codegen_reference()
 
     def codegen(self, wrapper: Any) -> None:
-        source: Any = self.inputs[1]
         self.codegen_comment(wrapper)
-        wrapper.writeline(f"{self.destination()}.copy_({source.codegen_reference()}, True)")
+        wrapper.writeline(f"{self.destination()}.copy_({self.source.codegen_reference()}, True)")
 
     def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
         used = super().get_free_symbol_uses(unbacked_only)
@@ -91,7 +97,7 @@ class AsyncCopy(ir.ExternKernel):
         return [self.input_name(0)]
 
 
-def expression(value: Any) -> sympy.Expr:
+def expression(value: Any) -> Any:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 

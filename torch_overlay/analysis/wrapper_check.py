@@ -83,7 +83,9 @@ def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joine
 
 
 def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    """An input of a module. Whether host memory is pinned, its text doesn't say: copies don't wait if it is."""
+    pin = torch.device(device).type == "cpu"
+    return torch.empty_strided(size, stride, dtype=dtype, device=device, pin_memory=pin)
 
 
 def caller_objects(modules: Sequence[Module]) -> list[Any]:
