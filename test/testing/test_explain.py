@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -91,6 +92,39 @@ OFFLOADS = """
 
 
     forward(torch.randn(8192, 1024, device="cuda")).backward()
+"""
+
+COPIES = """\
+
+
+    def copies_inputs():
+        return torch.randn(8, 8, device="cuda"), torch.randn(8, 8).pin_memory(), torch.randn(8, 8).pin_memory()
+
+
+    def copies(x, host, ring):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = host.to("cuda")
+            b = host.to("cuda", non_blocking=True)
+            ring[0].copy_(x[0], non_blocking=True)
+            ring[:, 1:3].copy_(x[:, 1:3], non_blocking=True)
+            own = torch.zeros(8, 8)
+            own[0].copy_(x[0], non_blocking=True)
+            more = host + 1
+            c = more.to("cuda", non_blocking=True)
+            pinned = torch.zeros(8, 8, pin_memory=True)
+            pinned[0].copy_(x[0], non_blocking=True)
+            was = pinned.clone()
+            pinned[1].copy_(x[1], non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+        return a + b, own, more, c, pinned, was
+
+
+    def copies_alone(x, host, ring):
+        x.copy_(host, non_blocking=True)
+
+
+    copies_alone_inputs = copies_inputs
 """
 
 
@@ -191,6 +225,25 @@ class Explain(TestCase):
             self.assertEqual(self.code, 0, self.errors)
             for words in ("Regions without a CUDA graph", "forward of 0/0", "node-kind", "a library", "model.py:3"):
                 self.assertEqual(words in text, not known, text)
+
+    def test_copies_that_block_the_host(self):
+        """With the line and the reason; the others aren't listed."""
+        with open(self.path, "a") as file:
+            file.write(textwrap.dedent(COPIES))
+        text = self.explain(f"{self.path}:copies")
+        self.assertEqual(self.code, 0, self.errors)
+        listed = text.partition("Copies that block the host")[2].partition("inference plan")[0]
+        for line, why in (
+            ('a = host.to("cuda")', "it is made without"),
+            ("ring[:, 1:3].copy_(x[:, 1:3], non_blocking=True)", "the host copies elements"),
+            ("own[0].copy_(x[0], non_blocking=True)", "the host memory isn't pinned"),
+            ('c = more.to("cuda", non_blocking=True)', "the caller gets the host memory"),
+            ("pinned[1].copy_(x[1], non_blocking=True)", "what was in the host memory"),
+        ):
+            self.assertRegex(listed, rf"program\.py:\d+.*{re.escape(line)}.*{re.escape(why)}")
+        self.assertEqual(len(re.findall(r"program\.py:\d+", listed)), 5, listed)
+        self.assertRegex(self.explain(f"{self.path}:copies_alone"), r"x\.copy_\(host, .*the function uses no stream")
+        self.assertNotIn("block the host", self.explain(f"{self.path}:branch"))
 
     def test_graph_break(self):
         text = " ".join(self.explain(f"{self.path}:breaks").split())
