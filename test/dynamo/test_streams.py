@@ -843,7 +843,9 @@ return mul""",
                 return x + 1
             return x
 
-        text = "(?s)branch on whether a stream is done.*only known when the code runs.*Leave out fullgraph.*`synchronize"
+        text = (
+            "(?s)branch on whether a stream is done.*only known when the code runs.*Leave out fullgraph.*`synchronize"
+        )
         with self.assertRaisesRegex(torch._dynamo.exc.UserError, text + ".*if s.query"):
             self.graph(fn, self.x, self.s)
 
@@ -2132,7 +2134,9 @@ return add"""
         text = re.sub(r"range_(push|pop|mark)_default", r"range_\1", self.graph(fn, self.x, self.s, nvtx=True))
         self.assertEqual(text, expected)
         with mock.patch.dict("os.environ", {"NVTX_INJECTION64_PATH": "/opt/tool.so"}):
-            self.assertEqual(self.graph(fn, self.x, self.s).count("range_"), text.replace("_default", "").count("range_"))
+            self.assertEqual(
+                self.graph(fn, self.x, self.s).count("range_"), text.replace("_default", "").count("range_")
+            )
         with torch.autograd.profiler.profile(use_cpu=True):
             self.assertIn("side", self.graph(fn, self.x, self.s))
             self.assertNotIn("side", self.graph(fn, self.x, self.s, nvtx=False))
@@ -2190,7 +2194,9 @@ return mul""",
                 return x * 2
 
         self.assertEqual(self.graph(fn, self.x, self.s), "mul = mul(l_x_, 2) @1\nreturn mul")
-        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "(?s)known only at run time.*constant name.*nvtx = F"):
+        with self.assertRaisesRegex(
+            torch._dynamo.exc.Unsupported, "(?s)known only at run time.*constant name.*nvtx = F"
+        ):
             self.graph(fn, self.x, self.s, nvtx=True)
 
     def test_frame_without_streams_is_traced_as_on_stock(self) -> None:

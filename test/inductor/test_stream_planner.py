@@ -41,7 +41,9 @@ def happens_before(plan, events):
         if all(op.renews != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
             boundary.setdefault((w.before, w.stream), []).append(w.token)
     streams = set(plan.streams) | {int(t[1:]) for op in plan.ops for t in op.before if t[0] == "s"}
+    streams.add(planner.CALLER)
     state = {s: {("entry", s)} for s in streams}
+    state[planner.CALLER] |= {("entry", int(token[1:])) for token in plan.joined}
     state[HOST] = set()
     done = {}
     entry_state = {s: frozenset(state[s]) for s in streams}
@@ -95,6 +97,8 @@ def obligations(plan, buffers, done):
             parts = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.reads | op.writes))
             for n in op.writes:
                 members[n] = parts
+                if not op.reads and n in fresh:  # it is allocated here
+                    taken.setdefault(fresh[n].name, last_on.get(fresh[n].stream))
             continue
         reads = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.reads))
         writes = frozenset().union(*(members.get(n, frozenset((n,))) for n in op.writes))
@@ -117,7 +121,9 @@ def obligations(plan, buffers, done):
         for token in op.after:
             found.add(((("entry", int(token[1:])) if token[0] == "s" else ("token", token)), i))
         accesses.append((i, reads, writes))
-        before = done[latest[op.stream]] if op.stream in latest else {("entry", op.stream)}
+        joined = plan.joined if op.stream == planner.CALLER else ()
+        at_entry = {("entry", op.stream), *(("entry", int(token[1:])) for token in joined)}
+        before = done[latest[op.stream]] if op.stream in latest else at_entry
         latest[op.stream] = i
         if not op.renews or done[i] - {("op", i)} != before:
             last_on[op.stream] = i
@@ -148,6 +154,9 @@ def schedules(draw):
     count = draw(st.integers(1, 14))
     kept = 0
     for i in range(count):
+        if draw(st.integers(0, 7)) == 0:  # an allocation
+            ops.append(Op(f"op{i}", None, writes=frozenset((draw(st.sampled_from(NAMES)),))))
+            continue
         stream = draw(st.sampled_from([*range(streams), *range(streams), HOST]))
         reads = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=3)))
         writes = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=2)))
@@ -175,13 +184,18 @@ def schedules(draw):
         Buffer(n, draw(st.integers(0, streams - 1)), fresh=draw(st.booleans()))
         for n in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
-    return ops, buffers
+    joined = frozenset(draw(st.lists(st.sampled_from([f"s{s}" for s in range(1, streams)]), max_size=2)))
+    return ops, buffers, joined
+
+
+def planned(schedule):
+    ops, buffers, joined = schedule
+    return plan_streams(ops, buffers, joined=joined), buffers
 
 
 def check_schedule(schedule):
     """The plan orders all that it must, and nothing is left over. Returns the number of its waits."""
-    ops, buffers = schedule
-    plan = plan_streams(ops, buffers)
+    plan, buffers = planned(schedule)
     unordered = missing(plan, plan.events, buffers)
     assert not unordered, f"unordered: {sorted(map(str, unordered))}\n{plan.table()}"
     for what, smaller, events in without_one_wait(plan):
@@ -210,6 +224,7 @@ RECORDS_OF_NOTHING_NEW = (
         Op("write", 0, writes=frozenset(("b0",))),
     ],
     [Buffer("b0", 1)],
+    frozenset(),
 )
 
 
@@ -218,15 +233,13 @@ class TestStreamPlannerProperties(unittest.TestCase):
     @example(RECORDS_OF_NOTHING_NEW)
     @given(schedules())
     def test_every_conflicting_pair_and_boundary_effect_is_ordered(self, schedule):
-        ops, buffers = schedule
-        plan = plan_streams(ops, buffers)
+        plan, buffers = planned(schedule)
         self.assertEqual(missing(plan, plan.events, buffers), set(), plan.table())
 
     @settings(max_examples=400, deadline=None)
     @given(schedules())
     def test_without_any_one_wait_something_is_unordered(self, schedule):
-        ops, buffers = schedule
-        plan = plan_streams(ops, buffers)
+        plan, buffers = planned(schedule)
         for what, smaller, events in without_one_wait(plan):
             self.assertTrue(missing(smaller, events, buffers), f"{what} is redundant\n{plan.table()}")
 
@@ -234,23 +247,23 @@ class TestStreamPlannerProperties(unittest.TestCase):
     @given(schedules())
     def test_memory_is_given_back_behind_every_access(self, schedule):
         """At the release point the buffer's stream is ordered after each access, and the point before was too early."""
-        ops, buffers = schedule
-        plan = plan_streams(ops, buffers)
+        plan, buffers = planned(schedule)
+        ops = plan.ops
         done = happens_before(plan, plan.events)
         for buffer in buffers:
-            uses = [i for i, op in enumerate(ops) if buffer.name in op.reads | op.writes and op.stream != HOST]
+            launched = [i for i, op in enumerate(ops) if buffer.name in op.reads | op.writes and op.stream is not None]
+            uses = [i for i in launched if ops[i].stream != HOST]
             foreign = [("op", i) for i in uses if ops[i].stream != buffer.stream]
             own = [i for i, op in enumerate(ops) if op.stream == buffer.stream]
-            everywhere = [i for i, op in enumerate(ops) if buffer.name in op.reads | op.writes]
             position = plan.release.get(buffer.name)
             if position is None:
                 if foreign:
-                    behind = max(i for i in own if i <= max(everywhere))
+                    behind = max(i for i in own if i <= max(launched))
                     self.assertTrue(set(foreign) <= done[behind], plan.table())
             elif position < len(ops):
                 self.assertTrue(set(foreign) <= done[position], plan.table())
                 for earlier in own:
-                    if max(everywhere) < earlier < position:
+                    if max(launched) < earlier < position:
                         self.assertFalse(set(foreign) <= done[earlier], plan.table())
             elif buffer.name not in plan.unordered_at_exit and ("exit", buffer.stream) in done:
                 self.assertTrue(set(foreign) <= done[("exit", buffer.stream)], plan.table())
@@ -258,8 +271,9 @@ class TestStreamPlannerProperties(unittest.TestCase):
     @settings(max_examples=200, deadline=None)
     @given(schedules())
     def test_the_plan_is_a_function_of_its_input(self, schedule):
-        ops, buffers = schedule
-        self.assertEqual(plan_streams(ops, buffers), plan_streams(list(ops), tuple(buffers)))
+        ops, buffers, joined = schedule
+        again = plan_streams(list(ops), tuple(buffers), joined=joined)
+        self.assertEqual(planned(schedule)[0], again)
 
     def test_needs_no_torch(self):
         tree = ast.parse(Path(planner.__file__).read_text())

@@ -6,6 +6,7 @@
 - asynchronous_copies: copies between host and device, into memory that the program names
 - hazards: what upstream's users reported, each named after what went wrong
 - memory: whose memory a block is, and when it may be freed
+- parts: several streams write and read parts of one tensor
 - training: steps with a forward, a backward and what stands around them; their names begin with `train_`
 - training_hazards: the hazards above in training
 - training_idioms: hooks, optimizers, checkpoints, precision, transforms and threads around such steps
@@ -20,6 +21,7 @@ from stream_programs import (  # noqa: F401  (they register their programs)
     hazards,
     idioms,
     memory,
+    parts,
     python_idioms,
     random_training,
     training,

@@ -129,7 +129,11 @@ def nvtx_mark(function: Any, tx: InstructionTranslatorBase, msg: VariableTracker
 
 
 def nvtx_range(
-    function: Any, tx: InstructionTranslatorBase, msg: VariableTracker, *args: VariableTracker, **kwargs: VariableTracker
+    function: Any,
+    tx: InstructionTranslatorBase,
+    msg: VariableTracker,
+    *args: VariableTracker,
+    **kwargs: VariableTracker,
 ) -> VariableTracker | None:
     return _NvtxRange(_message(msg, *args, **kwargs)) if expects_streams(tx) else None
 

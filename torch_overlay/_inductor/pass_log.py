@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
-_watched: set[GraphModule] = set()
+_open: dict[GraphModule, PassLog] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ class PassLog:
         self._hooks = self._register()
 
     @staticmethod
-    def is_watched(gm: GraphModule) -> bool:
-        """A pass within a pass: another log of the module is open."""
-        return gm in _watched
+    def of(graph: Graph) -> PassLog | None:
+        """The open log of a graph's module."""
+        return None if graph.owning_module is None else _open.get(graph.owning_module)
 
     def _register(self) -> tuple[Callable[..., None], ...]:
         # Functions, not bound methods: a pass may copy the module deeply, and its hooks with it.
@@ -84,7 +84,7 @@ class PassLog:
         def on_deepcopy(copy: GraphModule) -> None:
             self._unregister(copy)
 
-        _watched.add(self._gm)
+        _open[self._gm] = self
         hooks = (on_create, on_replace, on_erase, on_deepcopy)
         for hooked, hook in zip(_hook_lists(self._gm), hooks):
             hooked.append(hook)
@@ -96,7 +96,7 @@ class PassLog:
                 hooked.remove(hook)
 
     def close(self) -> None:
-        _watched.discard(self._gm)
+        _open.pop(self._gm, None)
         self._unregister(self._gm)
 
     def replaced(self, graph: Graph) -> dict[Node, list[Node]]:

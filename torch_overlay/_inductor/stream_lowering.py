@@ -39,6 +39,7 @@ from torch_overlay._functorch.stream_placement import (
 from torch_overlay._inductor import copy_log, offload_codegen, stream_ranges
 from torch_overlay._inductor.copies_in_place import IN_PLACE, make_copies_in_place
 from torch_overlay._inductor.host_copies import fix_layout, upload_returned_memory_at_once
+from torch_overlay._inductor.partial_writes import computed_in_place
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
 
@@ -165,6 +166,8 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     stands, not where that stream's consumer does: launched there it would come after all that its own stream does in
     between, beside which the consumer was to run.
     """
+    if computed_in_place(graph, node):
+        return graph.env[node.args[0]]
     token = node.meta.get("custom", {}).get(REQUIRES) if config.streams else None
     if token is not None:
         for earlier, value in graph.env.items():

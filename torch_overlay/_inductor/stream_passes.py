@@ -137,7 +137,7 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
 
 def begin_pass(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
     gm: Any = observer.gm
-    if config.streams and not PassLog.is_watched(gm) and (before := _placements(gm.graph)) is not None:
+    if config.streams and PassLog.of(gm.graph) is None and (before := _placements(gm.graph)) is not None:
         observer._overlay_log = PassLog(gm, before)  # type: ignore[attr-defined]
     return original(observer)
 

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 HOST = -1
 """The stream of operations that the host runs itself, in program order (CPU kernels)."""
 
+CALLER = 0
+"""The caller's stream."""
+
 ENTRY = -1
 """Position of an event that is recorded before the first operation of the region."""
 
@@ -123,7 +126,7 @@ class Plan:
     `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
     last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
     there, because the user never asked for it: they are given back as eager gives them back. `uses` are the operations
-    that touch a buffer.
+    that touch a buffer. `joined`: see `plan_streams`.
     """
 
     ops: tuple[Op, ...]
@@ -134,6 +137,7 @@ class Plan:
     memory: Mapping[str, int] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    joined: frozenset[str] = frozenset()
 
     @property
     def num_waits(self) -> int:
@@ -179,6 +183,7 @@ class Plan:
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         written = {name for op in self.ops for name in op.writes}
+        written |= {b.name for b in self.buffers if not written.isdisjoint(b.views)}
         for name, position in sorted(self.release.items()):
             if name not in written:
                 continue
@@ -222,9 +227,12 @@ def _token_stream(token: str) -> int | None:
 
 
 class _Planner:
-    def __init__(self, ops: Sequence[Op], buffers: Sequence[Buffer], early: frozenset[EarlyWait]) -> None:
+    def __init__(
+        self, ops: Sequence[Op], buffers: Sequence[Buffer], early: frozenset[EarlyWait], joined: frozenset[str]
+    ) -> None:
         self.ops = tuple(ops)
         self.early = early
+        self.joined = joined
         self.buffers = tuple(buffers)
         self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
@@ -244,8 +252,11 @@ class _Planner:
     def clock(self, stream: int) -> _Clock:
         clock = self.clocks.get(stream)
         if clock is None:
-            clock = self.clocks[stream] = _Clock({}, {entry_token(stream)} if stream != HOST else set())
+            clock = self.clocks[stream] = _Clock({}, self.state_at_entry(stream) if stream != HOST else set())
         return clock
+
+    def state_at_entry(self, stream: int) -> set[str]:
+        return {entry_token(stream), *(self.joined if stream == CALLER else ())}
 
     def storage(self, name: str) -> frozenset[str]:
         return self.members.get(name, frozenset((name,)))
@@ -285,12 +296,14 @@ class _Planner:
             assert known is not None
             clock.join(known)
         for token in sorted(set(tokens) - clock.tokens):
+            if token in clock.tokens:  # the caller's stream had waited for it
+                continue
             source = _token_stream(token)
             if source is None:
                 self.boundary_waits.append(BoundaryWait(here, stream, token))
             elif source != stream:
                 self.waits.setdefault((ENTRY, source), []).append((here, stream))
-            clock.tokens.add(token)
+            clock.tokens |= {token} if source is None else self.state_at_entry(source)
 
     def predecessors(self, op: Op) -> set[int]:
         found = {self.launched[name] for name in op.behind if name in self.launched}
@@ -317,7 +330,7 @@ class _Planner:
             assert known is not None
             others = {s: position for s, position in known.seen.items() if s != stream}
             before = {} if earlier is None else {s: position for s, position in earlier.seen.items() if s != stream}
-            tokens = {entry_token(stream)} if earlier is None else earlier.tokens
+            tokens = self.state_at_entry(stream) if earlier is None else earlier.tokens
             if not op.renews or others != before or known.tokens != tokens:
                 return i
         return None
@@ -332,8 +345,7 @@ class _Planner:
             buffer = self.fresh.get(name)
             if buffer is None:
                 continue
-            if buffer.name not in self.taken:
-                self.taken[buffer.name] = self.latest_state(buffer.stream)
+            self.take(buffer)
             if buffer.stream == stream or self.touched[name]:
                 continue
             before = self.taken[buffer.name]
@@ -357,7 +369,13 @@ class _Planner:
         parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
         for name in op.writes:
             self.members[name] = parts
+            if not op.reads and name in self.fresh:
+                self.take(self.fresh[name])  # the block is allocated here, and written later
         self.at.append(None)
+
+    def take(self, buffer: Buffer) -> None:
+        if buffer.name not in self.taken:
+            self.taken[buffer.name] = self.latest_state(buffer.stream)
 
     def launch(self, here: int, op: Op) -> None:
         stream = op.stream
@@ -478,26 +496,31 @@ class _Planner:
             memory={b.name: b.stream for b in self.buffers},
             buffers=self.buffers,
             uses={b.name: frozenset(self.uses(b)) for b in self.buffers},
+            joined=self.joined,
         )
 
 
 def plan_streams(
-    ops: Sequence[Op], buffers: Sequence[Buffer] = (), promised: Mapping[int, frozenset[str]] | None = None
+    ops: Sequence[Op],
+    buffers: Sequence[Buffer] = (),
+    promised: Mapping[int, frozenset[str]] | None = None,
+    joined: frozenset[str] = frozenset(),
 ) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
     `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller.
     `promised` says which of the caller's states (tokens) a stream must be ordered after when the region is left,
-    whether or not an operation needs them.
+    whether or not an operation needs them. `joined` are states of other streams that the caller's stream had waited for
+    before the region was entered.
     """
     promises = promised or {}
     early: frozenset[EarlyWait] = frozenset()
-    plan = _Planner(ops, buffers, early).run(promises)
+    plan = _Planner(ops, buffers, early, joined).run(promises)
     while (late := _late_wait(plan)) is not None:
         early |= {late}
-        plan = _Planner(ops, buffers, early).run(promises)
+        plan = _Planner(ops, buffers, early, joined).run(promises)
     for wait in sorted(early):  # others may bring what it waits for
-        fewer = _Planner(ops, buffers, early - {wait}).run(promises)
+        fewer = _Planner(ops, buffers, early - {wait}, joined).run(promises)
         if _late_wait(fewer) is None:
             early, plan = early - {wait}, fewer
     return plan

@@ -81,7 +81,8 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
         raise UnsupportedStreams(CPP_WRAPPER)
     if V.graph.fx_wrapper:
         raise UnsupportedStreams(FX_WRAPPER)
-    region = plan_region(scheduler, nodes, _is_enclosed())
+    joined = getattr(scheduler, "_overlay_joined", frozenset())
+    region = plan_region(scheduler, nodes, _is_enclosed(), joined if V.graph.name is None else frozenset())
     emitter = RegionEmitter(scheduler, region)
     # What an earlier region allocated stays its stream's memory.
     scheduler._overlay_memory = {**region.plan.memory, **(getattr(scheduler, "_overlay_memory", None) or {})}
@@ -184,6 +185,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         returns=tuple(returns),
         objects=objects,
     )
+    scheduler._overlay_joined = frozenset(f"s{s}" for s in streams if ambient_device(s) is None)
     found = ", ".join(["frame_outer", *returns])
     wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
     for event in objects:

@@ -37,7 +37,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
     RESULTS,
 )
-from torch_overlay._inductor.copied_parts import name_parts
+from torch_overlay._inductor.stream_parts import Access, accesses, parts
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
 
@@ -519,7 +519,8 @@ class RegionReader:
         # What another region allocated on a side stream, unless a graph was launched there.
         memory = getattr(self.scheduler, "_overlay_memory", None) or {}
         elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
-        for name in sorted({n for op in self.ops for n in op.reads | op.writes} - local - set(self.owners)):
+        touched = {self.owners.get(n, n) for op in self.ops for n in op.reads | op.writes}
+        for name in sorted(touched - local):
             device = self.device_of(name)
             if _is_gpu(device) and device is not None:
                 lender = self.lenders.get(name, elsewhere.get(name))
@@ -529,6 +530,7 @@ class RegionReader:
                         name,
                         lender if lender is not None and name in self.owned else ambient_stream(device.index or 0),
                         fresh=False,
+                        views=frozenset(views.get(name, ())),
                         lender=lender,
                         settles=settles,
                         size=self.size_of(name) if name in self.kept else 0,
@@ -594,6 +596,38 @@ class RegionReader:
             self.ops.append(op)
             origins = set(_origins(node))
             self.origins.update((name, origins) for name in node.get_buffer_names())
+        self.name_parts()
+
+    def name_parts(self) -> None:
+        """Operations on disjoint parts of a buffer, on several streams, touch parts by names of their own
+        (`stream_parts`).
+        """
+        users: dict[str, set[int]] = {}  # buffer -> operations that launch something
+        whole: set[str] = set()  # buffers that also go by other names
+        for i, op in enumerate(self.ops):
+            if op.stream is not None:
+                for name in op.reads | op.writes:
+                    users.setdefault(name, set()).add(i)
+            elif op.reads:
+                whole |= op.reads | op.writes
+        found = [(i, a) for node, i in self.index.items() for a in accesses(node, self.storage)]
+        for name in {a.storage for _, a in found if a.writes and a.span is not None} - whole:
+            if len({self.ops[i].stream for i in users.get(name, ())}) < 2:
+                continue
+            mine = [(i, a) for i, a in found if a.storage == name and i in users[name]]
+            mine += [(i, Access(name, None, True)) for i in users[name] - {i for i, _ in mine}]
+            numbers = parts([a.span for _, a in mine], [a.span for _, a in mine if a.writes])
+            if numbers is None:
+                continue
+            touched: dict[int, set[str]] = {}
+            for (i, _), own in zip(mine, numbers):
+                touched.setdefault(i, set()).update(f"{name}[{n}]" for n in own)
+            for i, names in touched.items():
+                op = self.ops[i]
+                self.owners.update(dict.fromkeys(names, name))
+                reads = op.reads - {name} | names if name in op.reads else op.reads
+                writes = op.writes - {name} | names if name in op.writes else op.writes
+                self.ops[i] = replace(op, reads=reads, writes=writes)
 
 
 @dataclass(frozen=True)
@@ -629,12 +663,16 @@ def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
     return False
 
 
-def plan_region(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> Region:
-    """Plan the given nodes, in their order."""
+def plan_region(
+    scheduler: Scheduler,
+    nodes: Sequence[BaseSchedulerNode],
+    enclosed: bool,
+    joined: frozenset[str] = frozenset(),
+) -> Region:
+    """Plan the given nodes, in their order. `joined`: see `plan_streams`."""
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
-    ops, buffers = name_parts(nodes, reader.index, reader.ops, buffers, reader.storage)
-    plan = plan_streams(ops, buffers, reader.promised())
+    plan = plan_streams(reader.ops, buffers, reader.promised(), joined)
     return Region(plan, reader.index, reader.devices, reader.numbers, frozenset(reader.private), enclosed)

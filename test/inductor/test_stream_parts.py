@@ -1,0 +1,114 @@
+"""Accesses to parts of one buffer: which are provably disjoint, and the plans that follow from it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings, strategies as st
+from torch._inductor.test_case import run_tests, TestCase
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import form  # noqa: F401
+from stream_programs import by_name
+from torch_overlay import config
+from torch_overlay._inductor.stream_parts import parts, Span, span_of
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+def elements(span: Span) -> set[int]:
+    indices = itertools.product(*(range(size) for size, _ in span.dims))
+    return {span.offset + sum(i * stride for i, (_, stride) in zip(index, span.dims)) for index in indices}
+
+
+spans = st.builds(
+    Span,
+    st.integers(0, 12),
+    st.lists(st.tuples(st.integers(2, 4), st.sampled_from([1, 2, 3, 4, 6, 8, 12])), max_size=3).map(tuple),
+)
+
+
+class TestSpans(TestCase):
+    @settings(max_examples=500, deadline=None)
+    @given(spans, spans)
+    def test_what_is_called_disjoint_is(self, one, other):
+        if one.is_disjoint(other):
+            self.assertEqual(elements(one) & elements(other), set())
+        if one.contains(other):
+            self.assertLessEqual(elements(other), elements(one))
+        self.assertEqual(one.is_disjoint(other), other.is_disjoint(one))
+
+    def test_rows_columns_and_elements_in_turns_are_disjoint(self):
+        rows = Span(0, ((4, 8), (8, 1))), Span(32, ((4, 8), (8, 1)))
+        columns = Span(0, ((8, 8), (3, 1))), Span(3, ((8, 8), (5, 1)))
+        turns = Span(0, ((16, 2),)), Span(1, ((16, 2),))
+        blocks = Span(0, ((2, 16), (4, 2))), Span(8, ((2, 16), (4, 1)))
+        for one, other in (rows, columns, turns, blocks):
+            self.assertTrue(one.is_disjoint(other))
+        self.assertFalse(Span(0, ((8, 8), (4, 1))).is_disjoint(Span(3, ((8, 8), (5, 1)))))
+
+    def test_symbols_and_negative_strides_are_no_span(self):
+        self.assertIsNone(span_of(0, [4], [-1]))
+        self.assertIsNone(span_of(0, ["s0"], [1]))
+        self.assertIsNone(span_of(0, [0], [1]))
+        self.assertEqual(span_of(2, [4, 1, 3], [3, 7, 0]), Span(2, ((4, 3),)))
+
+    @settings(max_examples=500, deadline=None)
+    @given(st.lists(st.tuples(st.one_of(st.none(), spans), st.booleans()), min_size=2, max_size=6))
+    def test_accesses_that_overlap_have_a_part_in_common(self, accesses):
+        numbers = parts([span for span, _ in accesses], [span for span, writes in accesses if writes])
+        for i, j in itertools.combinations(range(len(accesses)), 2) if numbers is not None else ():
+            (one, writes), (other, also) = accesses[i], accesses[j]
+            overlap = one is None or other is None or elements(one) & elements(other)
+            if (writes or also) and overlap:
+                self.assertTrue(numbers[i] & numbers[j], accesses)
+
+
+class TestPlansOfParts(TestCase):
+    def compiled(self, name: str):
+        program = by_name(name)
+        with simulated_gpu(), config.patch(fold_branches_below_us=0.0):
+            fn = program.instance().fn
+            return compile_only(
+                fn, *program.make_inputs("cuda", torch.Generator().manual_seed(1)), dynamic=program.dynamic
+            )
+
+    def test_no_stream_waits_for_a_write_to_another_part(self):
+        for name, sides in (
+            ("rows_of_an_argument", 2),
+            ("chunks_of_own_buffer", 4),
+            ("columns_of_an_argument", 2),
+            ("elements_in_turns", 2),
+        ):
+            with self.subTest(name):
+                (plan,) = self.compiled(name).plans
+                between = [
+                    (event.stream, stream)
+                    for event in plan.events
+                    for _, stream in event.waits
+                    if event.stream > 0 and stream > 0 and event.after >= 0
+                ]
+                self.assertEqual(between, [])
+                self.assertEqual(len({op.stream for op in plan.ops if op.stream}), sides)
+
+    def test_the_second_of_two_writes_that_overlap_waits(self):
+        (plan,) = self.compiled("overlapping_rows").plans
+        waits = [(event.stream, stream) for event in plan.events for _, stream in event.waits if event.after >= 0]
+        self.assertIn((1, 2), waits)
+
+    def test_nothing_is_copied_but_the_parts(self):
+        """A library's kernel writes its result into the part; no new tensor of the whole size is made."""
+        code = self.compiled("chunks_of_own_buffer").wrappers[0]
+        self.assertEqual(code.count("empty_strided_cuda((64, 64)"), 1)
+        self.assertEqual(code.count("empty_strided_cuda("), 1)
+        self.assertEqual(code.count("out=reinterpret_tensor("), 4)
+        code = self.compiled("rows_of_an_argument").wrappers[0]
+        self.assertNotIn("empty_strided_cuda((64, 64)", code)
+
+
+if __name__ == "__main__":
+    run_tests()
