@@ -145,6 +145,8 @@ def constants(graph: Graph) -> set[Node]:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
             found.add(node)
+        elif getattr(getattr(node.target, "_schema", None), "is_mutable", False):  # fills what was made from nothing
+            found.difference_update(map(viewed, node.all_input_nodes))
     return found
 
 

@@ -101,6 +101,8 @@ def _of_several_streams(graph: Graph) -> Iterable[Node]:
     """The scatters of each chain (the base of one is the result of another) whose values several streams use."""
     chains: dict[Node, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
+        if node.meta["val"].device.type == "cpu":
+            continue
         base: Any = node.args[0]
         chains[node] = chains.get(base, [])
         chains[node].append(node)
