@@ -213,7 +213,7 @@ def product_of_rows_beside_it(k: Kit) -> Any:
             out[:32] = sleep(out)[32:] @ w
         with torch.cuda.stream(other):
             read = w * 2
-        join()
+        other.wait_stream(one)
         with torch.cuda.stream(other):
             out[32:] = read[32:]
         join()
