@@ -51,6 +51,7 @@ def _is_offload(value: Any) -> bool:
 SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch, SPELLINGS)
 OPTIONS: Mapping[str, Option] = {
     "streams": SWITCH,
+    "nvtx": Option("None, True or False", lambda v: v is None or type(v) is bool, read_switch, SPELLINGS),
     "native_events": SWITCH,
     "fold_branches_below_us": Option(
         "a number of microseconds, not negative", lambda v: _is_number(v, math.inf), float

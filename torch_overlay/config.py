@@ -19,10 +19,10 @@ from torch_overlay import _options
 # User streams and events go through the compiler. False gives upstream's handling of them back.
 streams: bool = True
 
-# Ranges and marks of torch.cuda.nvtx, and ranges of torch.profiler.record_function, in programs with streams. True: they
-# stay in compiled code, where the program has them among the launches; kernels are not fused across their ends, and a
-# captured CUDA graph is split there. False: they are left out. None: they stay where a tool is attached to the process
-# (Nsight Systems) or a profiler runs when the function is compiled.
+# Ranges and marks of torch.cuda.nvtx, and ranges of torch.profiler.record_function, in programs with streams. True:
+# they stay in compiled code, where the program has them among the launches; kernels are not fused across their ends,
+# and a captured CUDA graph is split there. False: they are left out. None: they stay where a tool is attached to the
+# process (Nsight Systems) or a profiler runs when the function is compiled.
 nvtx: bool | None = None
 
 # Events of generated code are recorded and waited on by a small C class, built by the compiler that Triton uses.

@@ -2141,6 +2141,26 @@ return add"""
             self.assertIn("side", self.graph(fn, self.x, self.s))
             self.assertNotIn("side", self.graph(fn, self.x, self.s, nvtx=False))
 
+    def test_ranges_that_stay_are_seen_by_the_tool(self) -> None:
+        def fn(x, s):
+            with torch.cuda.nvtx.range("step"), torch.profiler.record_function("outer"):
+                with torch.profiler.record_function("inner"), s:
+                    y = x * 2
+                torch.cuda.nvtx.mark("done")
+            return y
+
+        from torch_overlay import config
+
+        compiled, _ = self.compile(fn)
+        with config.patch(nvtx=True):
+            compiled(self.x, self.s)
+        tool = mock.Mock()
+        with mock.patch("torch.cuda.nvtx._nvtx", tool), torch.autograd.profiler.profile(use_cpu=True) as profile:
+            compiled(self.x, self.s)
+        self.assertEqual(tool.mock_calls, [mock.call.rangePushA("step"), mock.call.markA("done"), mock.call.rangePop()])
+        seen = {e.name: e.time_range for e in profile.function_events if e.name in ("outer", "inner")}
+        self.assertTrue(seen["outer"].start <= seen["inner"].start <= seen["inner"].end <= seen["outer"].end)
+
     def test_upstreams_option_keeps_ranges_of_record_function(self) -> None:
         def fn(x, s):
             with torch.cuda.nvtx.range("step"), torch.profiler.record_function("outer"), s:
@@ -2188,6 +2208,26 @@ return mul""",
             "mul = mul(l_x_, 2) @1\nreturn mul\n----\nadd = add(l_y_, 1) @1\nreturn add",
         )
 
+    def test_stack_of_contexts_holds_ranges(self) -> None:
+        def fn(x, s):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.profiler.record_function("outer"))
+                stack.enter_context(torch.cuda.nvtx.range("inner"))
+                stack.enter_context(s)
+                return x * 2
+
+        self.assertEqual(self.graph(fn, self.x, self.s), "mul = mul(l_x_, 2) @1\nreturn mul")
+        self.assertExpectedInline(
+            self.graph(fn, self.x, self.s, nvtx=True),
+            """\
+range_push_default = range_push(record_function, outer, None)
+range_push_default_1 = range_push(nvtx, inner, None)
+mul = mul(l_x_, 2) @1
+range_pop_default = range_pop(nvtx) @0
+range_pop_default_1 = range_pop(record_function) @0
+return mul""",
+        )
+
     def test_name_that_only_the_run_knows_is_refused_where_it_is_wanted(self) -> None:
         def fn(x, s):
             with torch.cuda.nvtx.range(f"on {s}"), s:
@@ -2211,7 +2251,12 @@ return mul""",
             with torch.profiler.record_function("outer"):
                 return x + 1
 
-        for fn in (pushes, records):
+        def stacked(x):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.profiler.record_function("outer"))
+                return x + 1
+
+        for fn in (pushes, records, stacked):
             for nvtx in (True, None):
                 ours = self.graph(fn, self.x, fullgraph=False, nvtx=nvtx)
                 self.assertEqual(ours, self.graph(fn, self.x, fullgraph=False, streams=False), fn.__name__)

@@ -779,14 +779,14 @@ free buf2 (stream 1) after exit
         def launches(mode: str | None) -> list[str]:
             (wrapper,) = compiled("ranges_kept", mode).wrappers
             body = re.sub(r"#.*", "", wrapper[wrapper.index("def call(self, args)") :].split("runner =")[0])
-            return re.findall(r"nvtx.*|range_\w+\.default.*|kernels\.\w+|fused_\w+|partitions\[\d\]", body)
+            return re.findall(r"nvtx.*|\w+_range\(.*|kernels\.\w+|fused_\w+|partitions\[\d\]", body)
 
         self.assertExpectedInline(
             "\n".join(launches(None)),
             """\
 fused_add_0
 nvtx.range_push('step 3')
-range_push.default('record_function', 'step', None)
+push_range('record_function', 'step', None)
 nvtx.range_push('side')
 nvtx.range_push('branch')
 kernels.mm
@@ -794,7 +794,7 @@ fused_mul_1
 nvtx.range_pop()
 nvtx.range_pop()
 fused_mul_2
-range_pop.default('record_function')
+pop_range('record_function')
 nvtx.range_pop()
 nvtx.mark('joined')
 fused_add_copy__3""",
@@ -804,14 +804,14 @@ fused_add_copy__3""",
             """\
 partitions[0]
 nvtx.range_push('step 3')
-range_push.default('record_function', 'step', None)
+push_range('record_function', 'step', None)
 nvtx.range_push('side')
 nvtx.range_push('branch')
 partitions[1]
 nvtx.range_pop()
 nvtx.range_pop()
 partitions[2]
-range_pop.default('record_function')
+pop_range('record_function')
 nvtx.range_pop()
 nvtx.mark('joined')
 partitions[3]""",

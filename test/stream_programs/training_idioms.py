@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from typing import Any
 
@@ -411,3 +412,59 @@ def train_two_threads(k: Kit) -> Any:
         return seen, take_gradients(*xs, *weights)
 
     return step
+
+
+# ---- Python around streams, and profiler ranges
+
+
+def _annotated_step(k: Kit, **settings: Any) -> Any:
+    side, first, second = k.stream(), *trained(k, 2)
+    config = sys.modules.get("torch_overlay.config")  # on stock there is none
+
+    class Branch:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def run(self, x):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.cuda.nvtx.range("branch"))
+                stack.callback(torch.cuda.nvtx.mark, "joined")
+                stack.callback(join, side)
+                fork(side)
+                stack.enter_context(torch.cuda.stream(side))
+                return k.sleep(x @ self.weight).relu()
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.cuda.nvtx.range("of the backward"), torch.profiler.record_function("too"):
+                return k.sleep(gradient) * 2
+
+    def forward(x):
+        y = Branch(first).run(x)
+        return (Scaled.apply(y) + (x @ second)).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        with config.patch(**settings) if config else contextlib.nullcontext():
+            loss = forward(x)
+            loss.backward()
+        return loss.detach(), take_gradients(x, first, second)
+
+    return step
+
+
+@training("an object that the forward makes enters a stream through a stack of contexts; ranges are left out")
+def train_contexts_and_ranges(k: Kit) -> Any:
+    return _annotated_step(k)
+
+
+@training("the same with its ranges, which stay in forward and backward, each in its own order")
+def train_ranges_kept(k: Kit) -> Any:
+    return _annotated_step(k, nvtx=True)

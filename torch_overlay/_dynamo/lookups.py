@@ -59,10 +59,11 @@ def invoke_descriptor_get(
     source: Any,
 ) -> VariableTracker:
     """Around the `__get__` of a descriptor: functools.cached_property holds a lock, in some versions of Python."""
-    if type(descriptor) is not functools.cached_property or not expects_streams(tx):
+    is_cached = type(descriptor) is functools.cached_property and descriptor.attrname == name
+    if not is_cached or not expects_streams(tx):
         return original(owner, tx, name, descriptor, source)
     where = owner.get_source_by_walking_mro(tx, name) if owner.cls_source is not None else None
     getter = UserFunctionVariable(descriptor.func, source=where and AttrSource(where, "func"))
     value = UserMethodVariable(getter, owner).call_function(tx, [], {})
-    tx.output.side_effects.store_instance_dict_attr(owner, descriptor.attrname, value)
+    tx.output.side_effects.store_instance_dict_attr(owner, name, value)
     return value

@@ -1,8 +1,8 @@
-"""Stream contexts that are entered and left by calls of `__enter__` and `__exit__`, as `contextlib.ExitStack` does.
+"""Contexts that are entered and left by calls of `__enter__` and `__exit__`, as `contextlib.ExitStack` does.
 
-Such a context need not end where its block does, nor in the order in which others do. So it is what it is in eager:
-`__enter__` makes the stream current and remembers which one was, `__exit__` makes that one current again. Both are
-`set_stream` to the symbolic state (state.py).
+Such a context need not end where its block does, nor in the order in which others do. So that of a stream is what it
+is in eager: `__enter__` makes the stream current and remembers which one was, `__exit__` makes that one current again.
+Both are `set_stream` to the symbolic state (state.py). Profiler ranges (ranges.py) are entered so, too.
 
 A context that is open when the graph ends is refused: the object that the caller has, or that crosses a graph break,
 would not know what to go back to.
@@ -35,6 +35,18 @@ if TYPE_CHECKING:
 _METHODS = ("__enter__", "__exit__")
 
 
+class NvtxRange:
+    """What `type` says of torch.cuda.nvtx.range(...): contextlib's class knows its generator only."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+_STREAMS = (torch.Stream, torch.cuda.StreamContext)
+_RANGES = (NvtxRange, torch.profiler.record_function)
+
+
 def context_enter(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     """A stream returns itself, a StreamContext None."""
     stream, state = self.get_stream(), tx.symbolic_stream_state
@@ -45,20 +57,40 @@ def context_enter(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -
 
 def context_exit(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
     state = tx.symbolic_stream_state
-    last = next((i for i in reversed(range(len(state.manual))) if state.manual[i][0] is self), None)
-    if last is None:
-        _refuse("is left by a call of `__exit__`, and was not entered by one of `__enter__` in the same graph", self)
-    _, previous = state.manual.pop(last)
-    state.set_stream(tx, previous)
+    state.set_stream(tx, _leave(tx, self))
     return ConstantVariable.create(None)
+
+
+def range_enter(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker | None:
+    """None declines: the code of the class is traced, or not, as upstream does."""
+    if not expects_streams(tx):
+        return None
+    tx.symbolic_stream_state.manual.append((self, None))
+    return self.enter(tx)
+
+
+def range_exit(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker | None:
+    if not expects_streams(tx):
+        return None
+    _leave(tx, self)
+    return self.exit(tx)
+
+
+def _leave(tx: InstructionTranslatorBase, context: VariableTracker) -> Any:
+    """The stream that was current when the context was entered."""
+    manual = tx.symbolic_stream_state.manual
+    last = next((i for i in reversed(range(len(manual))) if manual[i][0] is context), None)
+    if last is None:
+        _refuse("is left by a call of `__exit__`, and was not entered by one of `__enter__` in the same graph", context)
+    return manual.pop(last)[1]
 
 
 def _refuse(why: str, context: VariableTracker) -> NoReturn:
     unimplemented(
-        gb_type="stream context that is entered by a call",
+        gb_type="context that is entered by a call",
         context=str(context),
-        explanation=f"A stream context {why}.",
-        hints=["Use `with torch.cuda.stream(s):`.", *graph_break_hints.SUPPORTABLE],
+        explanation=f"The context of a stream or a range {why}.",
+        hints=["Use a block, such as `with torch.cuda.stream(s):`.", *graph_break_hints.SUPPORTABLE],
     )
 
 
@@ -69,7 +101,7 @@ def refuse_open_contexts(tx: InstructionTranslatorBase) -> None:
 
 
 class _UnboundMethod(VariableTracker):
-    """`torch.cuda.StreamContext.__enter__`, or `__exit__`, or one of a stream class."""
+    """`torch.cuda.StreamContext.__enter__`, or `__exit__`, or one of the class of a stream or a range."""
 
     _nonvar_fields = {"descriptor", "name", *VariableTracker._nonvar_fields}
 
@@ -99,13 +131,10 @@ def resolve_cls_descriptor(
     source: Any,
 ) -> VariableTracker:
     """Around the attribute of a class that is a descriptor."""
-    if (
-        name in _METHODS
-        and issubclass(variable.value, (torch.Stream, torch.cuda.StreamContext))
-        and handled(tx)
-        and tx.symbolic_stream_state.cuda
-    ):
-        return _UnboundMethod(descriptor, name)
+    if name in _METHODS and handled(tx) and tx.symbolic_stream_state.cuda:
+        cls = variable.value
+        if issubclass(cls, _STREAMS) or (issubclass(cls, _RANGES) and expects_streams(tx)):
+            return _UnboundMethod(descriptor, name)
     return original(variable, tx, name, descriptor, source)
 
 

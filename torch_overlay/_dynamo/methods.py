@@ -16,8 +16,8 @@ import torch
 from torch._dynamo import graph_break_hints
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.streams import EventVariable, StreamVariable

@@ -53,7 +53,7 @@ def _define(name: str, schema: str, dtype: torch.dtype, read: Callable[..., obje
     return overload
 
 
-def _is_capturing(*streams: torch.Stream) -> bool:
+def _is_capturing(*streams: torch.cuda.Stream) -> bool:
     for stream in streams:
         with torch.cuda.stream(stream):
             if torch.cuda.is_current_stream_capturing():

@@ -34,7 +34,7 @@ class _Open(threading.local):
 _open = _Open()
 
 
-def _push(kind: str, message: str, details: str | None) -> None:
+def push_range(kind: str, message: str, details: str | None) -> None:
     if kind == NVTX:
         torch.cuda.nvtx.range_push(message)
     else:
@@ -43,7 +43,7 @@ def _push(kind: str, message: str, details: str | None) -> None:
         _open.ranges.append(opened)
 
 
-def _pop(kind: str) -> None:
+def pop_range(kind: str) -> None:
     if kind == NVTX:
         torch.cuda.nvtx.range_pop()
     elif _open.ranges:
@@ -61,8 +61,8 @@ def _define(name: str, schema: str, run: Callable[..., None]) -> Any:
     return overload
 
 
-range_push = _define("range_push", "(str kind, str message, str? details) -> ()", _push)
-range_pop = _define("range_pop", "(str kind) -> ()", _pop)
+range_push = _define("range_push", "(str kind, str message, str? details) -> ()", push_range)
+range_pop = _define("range_pop", "(str kind) -> ()", pop_range)
 range_mark = _define("range_mark", "(str message) -> ()", _mark)
 
 RANGES = (range_push, range_pop, range_mark)

@@ -16,10 +16,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.base import Method
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable
 
 from torch_overlay import config
+from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_exit
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
@@ -77,6 +79,11 @@ class _NvtxRange(ContextWrappingVariable):
 
     def __init__(self, message: str, **kwargs: Any) -> None:
         super().__init__(target_values=[message], **kwargs)
+
+    tp_methods = {"__enter__": Method(range_enter), "__exit__": Method(range_exit)}
+
+    def python_type(self) -> type:
+        return NvtxRange
 
     def enter(self, tx: InstructionTranslatorBase) -> VariableTracker:
         _push(tx, NVTX, self.target_values[0])

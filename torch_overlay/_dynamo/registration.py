@@ -44,6 +44,7 @@ def _ours(
 
 def register_variables(streams: ModuleType) -> Callable[[], None]:
     """Puts our methods, attributes and hash in the tables of upstream's stream and event variables."""
+    from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.base import GetSet, Method, readonly_setter, VariableTracker
 
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -73,6 +74,11 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     attributes(streams.CudaStreamVariable.tp_getset, {"cuda_stream": "stream_handle"}, only_cuda=True)
     streams.EventVariable.tp_getset = {"device": GetSet(_ours("event_device", None), readonly_setter)}
     streams.StreamVariable.tp_repr_impl = _ours("stream_repr", VariableTracker.tp_repr_impl)
+    profiled = ctx_manager.ProfilerRecordFunctionContextVariable
+    profiled.tp_methods = {
+        "__enter__": Method(_ours("range_enter", None, module="manual_contexts")),
+        "__exit__": Method(_ours("range_exit", None, module="manual_contexts")),
+    }
     streams.StreamContextVariable.tp_methods = {
         "__enter__": Method(_ours("context_enter", None, module="manual_contexts")),
         "__exit__": Method(_ours("context_exit", None, module="manual_contexts")),
@@ -81,7 +87,7 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
 
     def undo() -> None:
         del streams.StreamVariable.hash_impl, streams.StreamVariable.tp_repr_impl
-        del streams.StreamContextVariable.tp_methods, streams.EventVariable.tp_getset
+        del streams.StreamContextVariable.tp_methods, streams.EventVariable.tp_getset, profiled.tp_methods
         for table, contents in reversed(saved):
             table.clear()
             table.update(contents)

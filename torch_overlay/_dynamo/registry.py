@@ -78,7 +78,8 @@ class _Frame:
         self.goes_on = False
         # The frame goes on behind a graph break of its function.
         self.is_resumed = False
-        # It has named a stream or event, were it the current stream; it has code that is traced for that (stream_frames).
+        # It has named a stream or event, were it the current stream; and has code that is traced for that reason
+        # (stream_frames.py).
         self.has_streams = False
         self.expects_streams = False
 

@@ -35,6 +35,7 @@ from torch_overlay._dynamo import objects, registry
 if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
 
 
 class AmbientStreamVariable(CudaStreamVariable):
@@ -83,16 +84,16 @@ class StreamState(SymbolicStreamState):
         self.levels = [_Level({}, None)]
         # Numbers that only the run knows -> where they come from (ops.py).
         self.run_time_symbols: dict[Any, str] = {}
-        # Contexts entered by calls of `__enter__` and not left, each with the stream that was current before.
-        self.manual: list[tuple[StreamContextVariable, StreamVariable]] = []
+        # Contexts entered by calls of `__enter__` and not left; those of streams with the one that was current before.
+        self.manual: list[tuple[VariableTracker, StreamVariable | None]] = []
         self.default_streams: dict[int, StreamVariable] = {}
         self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
         # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
         self.entry_device = torch.accelerator.current_device_index() if self.cuda else -1
         if self.cuda:
             # The object that nodes show, which the graph keeps alive: torch.export runs it when this state is gone.
-            known = weakref.ref(objects.ambient(self.entry_device))
-            upstream.index_to_external_object_weakref[registry.AMBIENT_INDEX] = known
+            ambient: object = objects.ambient(self.entry_device)
+            upstream.index_to_external_object_weakref[registry.AMBIENT_INDEX] = weakref.ref(ambient)
 
     def device_index(self) -> int:
         """The current device at this point of the program. Dynamo executes device contexts while it traces them."""

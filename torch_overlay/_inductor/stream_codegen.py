@@ -697,10 +697,8 @@ def _is_pinned(buffer: Any) -> bool:
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active(V.graph.scheduler)
-    if offload_codegen.write(wrapper, node):
+    if offload_codegen.write(wrapper, node) or stream_ranges.write(wrapper, _root(wrapper), node):
         return
-    elif (line := stream_ranges.text(node.op_overload, getattr(node, "constant_args", ()))) is not None:
-        wrapper.writeline(line)
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
 

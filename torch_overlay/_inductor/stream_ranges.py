@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-import torch
 from torch._inductor import ir
 
-from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES
+from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_push, RANGES
 from torch_overlay._functorch.stream_placement import RANGE
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+
+RUNTIME = "from torch_overlay._dynamo.range_ops import pop_range, push_range"
 
 
 def is_range(node: torch.fx.Node) -> bool:
@@ -59,13 +63,20 @@ def largest(origins: Iterable[torch.fx.Node]) -> int | None:
     return max((known for n in origins if not is_range(n) and (known := number(n)) is not None), default=None)
 
 
-def text(overload: Any, arguments: Sequence[Any]) -> str | None:
-    """A line of generated code: ranges of NVTX are direct calls."""
+def write(wrapper: Any, root: Any, node: Any) -> bool:
+    """A line of generated code: a direct call. False: the node is another operation."""
+    overload = node.op_overload
+    if overload not in RANGES:
+        return False
+    arguments = node.constant_args
     if overload is range_mark:
-        return f"torch.cuda.nvtx.mark({arguments[0]!r})"
-    if overload not in RANGES or arguments[0] != NVTX:
-        return None
-    if overload is range_push:
-        return f"torch.cuda.nvtx.range_push({arguments[1]!r})"
-    assert overload is range_pop
-    return "torch.cuda.nvtx.range_pop()"
+        wrapper.writeline(f"torch.cuda.nvtx.mark({arguments[0]!r})")
+    elif arguments[0] == NVTX:
+        is_push = overload is range_push
+        wrapper.writeline(f"torch.cuda.nvtx.range_push({arguments[1]!r})" if is_push else "torch.cuda.nvtx.range_pop()")
+    else:
+        if not root.imports.contains(RUNTIME):
+            root.imports.writeline(RUNTIME)
+        function = "push_range" if overload is range_push else "pop_range"
+        wrapper.writeline(f"{function}({', '.join(map(repr, arguments))})")
+    return True
