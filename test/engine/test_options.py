@@ -23,6 +23,7 @@ HUGE = 10**400
 SWITCHES = ("streams", "native_events", "cudagraph_verify", "cudagraph_concurrency", "native_relaunch")
 WRONG = {
     **dict.fromkeys(SWITCHES, ("abc", "0", "False", 0, 1, 2, None, math.nan, [], {})),
+    "nvtx": ("abc", "0", "None", 0, 1, 2, math.nan, [], {}),
     "fold_branches_below_us": (math.nan, -1, -0.5, -math.inf, "x", "5", None, True, [5.0], 5j),
     "activation_offload": ("x", -1, 20, True, math.nan, {}, {"budget_gb": math.nan}, {"budget_gb": -1}, {"budget": 1}),
     "cudagraphs": ("abc", "", "Trees", None, True, False, 1, ["off"]),
@@ -31,6 +32,7 @@ WRONG = {
 }
 RIGHT = {
     **dict.fromkeys(SWITCHES, (True, False)),
+    "nvtx": (None, True, False),
     "fold_branches_below_us": (0, 5, 2.5, math.inf),
     "activation_offload": (None, "auto", {"budget_gb": 12.5}, {"budget_gb": 0, "strict": False, "min_bytes": 1}),
     "cudagraphs": MODES,
