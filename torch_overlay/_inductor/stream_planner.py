@@ -421,25 +421,22 @@ class _Planner:
             self.clock(HOST).join(clock)
 
     def leave(self, promised: Mapping[int, frozenset[str]]) -> None:
-        end = len(self.ops)
-        targets = {s for token in self.carriers if (s := _token_stream(token)) is not None} | set(promised)
-        for stream in sorted(targets):
-            if HOST in self.clocks:  # what the caller launches there comes after what the host has waited for
-                self.clock(stream).join(self.clocks[HOST])
-            carriers = self.carriers[entry_token(stream)].values()
-            self.order_after(end, stream, carriers, promised.get(stream, frozenset()))
-        foreign: dict[int, set[int]] = {}
+        predecessors: dict[int, set[int]] = {stream: set() for stream in promised}
+        for token, carriers in self.carriers.items():
+            if (stream := _token_stream(token)) is not None:
+                predecessors.setdefault(stream, set()).update(carriers.values())
         for buffer in self.buffers:
             if buffer.settles:
                 owner = buffer.stream if buffer.lender is None else buffer.lender
-                users = (i for i in self.uses(buffer) if self.ops[i].stream not in (owner, HOST))
-                foreign.setdefault(owner, set()).update(users)
-        for owner in sorted(foreign):
-            self.order_after(end, owner, foreign[owner], ())
+                predecessors.setdefault(owner, set()).update(self.uses(buffer))
+        for stream in sorted(predecessors):
+            if HOST in self.clocks:  # what the caller launches there comes after what the host has waited for
+                self.clock(stream).join(self.clocks[HOST])
+            self.order_after(len(self.ops), stream, predecessors[stream], promised.get(stream, frozenset()))
 
     @staticmethod
-    def covers_all(clock: _Clock | None, accesses: list[tuple[int | None, int]]) -> bool:
-        return clock is not None and all(s is not None and clock.covers(s, i) for s, i in accesses)
+    def covers_all(clock: _Clock | None, accesses: list[tuple[int, int]]) -> bool:
+        return clock is not None and all(clock.covers(stream, i) for stream, i in accesses)
 
     def uses(self, buffer: Buffer) -> set[int]:
         return {i for n in (buffer.name, *buffer.views) for part in self.storage(n) for i in self.touched[part]}
@@ -450,7 +447,7 @@ class _Planner:
         for buffer in self.buffers:
             uses = self.uses(buffer)
             for owner in {buffer.stream} if buffer.lender is None else {buffer.stream, buffer.lender}:
-                foreign = [(self.ops[i].stream, i) for i in uses if self.ops[i].stream not in (owner, HOST)]
+                foreign = [(s, i) for i in uses if (s := self.ops[i].stream) not in (None, owner, HOST)]
                 if foreign:
                     self.release(buffer.name, owner, foreign, max(uses), release, unordered)
         return release, frozenset(unordered)
@@ -459,20 +456,17 @@ class _Planner:
         self,
         name: str,
         owner: int,
-        foreign: list[tuple[int | None, int]],
+        foreign: list[tuple[int, int]],
         last: int,
         release: dict[str, int],
         unordered: set[str],
     ) -> None:
-        """Give `name` back no earlier than `owner` is ordered behind the accesses of other streams."""
-        end = len(self.ops)
+        """Free `name` no earlier than `owner` is ordered after the accesses of other streams; from then on it is."""
         own = self.on_stream[owner]
-        known = [i for i in own if i <= last]
-        if known and self.covers_all(self.at[known[-1]], foreign):
-            return
-        position = next((i for i in own if i > last and self.covers_all(self.at[i], foreign)), end)
-        release[name] = max(release.get(name, ENTRY), position)
-        if position == end and not self.covers_all(self.clocks.get(owner), foreign):
+        position = next((i for i in own if self.covers_all(self.at[i], foreign)), len(self.ops))
+        if position > last:
+            release[name] = max(release.get(name, ENTRY), position)
+        if not self.covers_all(self.clocks.get(owner), foreign):
             unordered.add(name)
 
     def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
