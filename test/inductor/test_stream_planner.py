@@ -503,6 +503,43 @@ free r (stream 2) after exit""",
         )
         self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 0, ((3, 2),))])
 
+    def test_launches_after_a_synchronisation_need_no_event(self):
+        """The host has waited for the carriers of its token."""
+        token = frozenset(("h1",))
+        plan = self.plan(
+            Op("side", 1, writes=frozenset("x"), before=token),
+            Op("synchronize", HOST, requires=token, waits=True),
+            Op("use", 0, frozenset("x")),
+        )
+        self.assertEqual(plan.num_waits, 0)
+
+    def test_a_fill_waits_for_what_the_next_operation_waits_for(self):
+        plan = self.plan(
+            Op("produce", 1, writes=frozenset("x")),
+            Op("fill", 0, writes=frozenset("z"), after=frozenset(("s1",))),
+            Op("use", 0, frozenset("xz"), frozenset("y")),
+        )
+        self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 1, ((1, 0),))])
+
+    def test_a_computation_does_not_wait_for_what_only_the_next_operation_needs(self):
+        plan = self.plan(
+            Op("produce", 1, writes=frozenset("x")),
+            Op("compute", 0, frozenset("w"), frozenset("z"), after=frozenset(("s1",))),
+            Op("use", 0, frozenset("xz"), frozenset("y")),
+        )
+        waits = {(e.after, e.stream, e.waits) for e in plan.events}
+        self.assertEqual(waits, {(ENTRY, 1, ((1, 0),)), (0, 1, ((2, 0),))})
+
+    def test_an_early_wait_that_another_one_brings_is_not_emitted(self):
+        after = frozenset(("e5",))
+        plan = self.plan(
+            Op("record_event", 0, requires=frozenset(("e5.0",)), renews="e5"),
+            Op("b", 2, writes=frozenset("x")),
+            Op("a", 1, frozenset("x"), after=after),
+            Op("c", 2, after=after),
+        )
+        self.assertEqual([(w.before, w.stream, w.token) for w in plan.boundary_waits], [(0, 2, "e5")])
+
     def test_record_of_the_users_event_covers_joined_streams(self):
         token = frozenset(("e3.0",))
         plan = self.plan(

@@ -320,6 +320,13 @@ free buf2 (stream 1) after exit
 """,
         )
 
+    def test_the_callers_event_is_waited_for_again_where_streams_turn_out_to_be_one(self) -> None:
+        """Streams that are one in a call are given new ones, which have waited for nothing yet."""
+        (wrapper,) = compiled("events_as_arguments").wrappers
+        waited = re.search(r"^    .*(event\d+)\.wait\(stream\d+\)$", wrapper, re.MULTILINE)
+        assert waited is not None
+        self.assertIn(f"    waits_again=('{waited[1]}',),\n", wrapper)
+
     def test_host_waits_before_it_reads_189096(self) -> None:
         self.assertExpectedInline(
             self.calls("event_synchronize_before_host_read"),
