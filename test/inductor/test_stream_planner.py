@@ -521,6 +521,19 @@ free r (stream 2) after exit""",
         )
         self.assertEqual([(e.after, e.stream, e.waits) for e in plan.events], [(0, 1, ((1, 0),))])
 
+    def test_a_name_that_was_written_before_it_names_others_counts_as_well(self):
+        plan = self.plan(
+            Op("write", 1, writes=frozenset("c")),
+            Op("left", 2, writes=frozenset("l")),
+            Op("alias", None, frozenset("l"), frozenset("c")),
+            Op("use", 0, frozenset("c")),
+        )
+        self.assertEqual({(e.after, e.waits) for e in plan.events}, {(0, ((3, 0),)), (1, ((3, 0),))})
+
+    def test_an_operation_that_must_come_after_another_waits_without_its_data(self):
+        plan = self.plan(Op("a", 1), Op("b", 0, behind=frozenset("a")))
+        self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((1, 0),))])
+
     def test_a_computation_does_not_wait_for_what_only_the_next_operation_needs(self):
         plan = self.plan(
             Op("produce", 1, writes=frozenset("x")),

@@ -447,7 +447,8 @@ class _Planner:
         for buffer in self.buffers:
             uses = self.uses(buffer)
             for owner in {buffer.stream} if buffer.lender is None else {buffer.stream, buffer.lender}:
-                foreign = [(s, i) for i in uses if (s := self.ops[i].stream) not in (None, owner, HOST)]
+                streams = ((self.ops[i].stream, i) for i in uses)
+                foreign = [(s, i) for s, i in streams if s is not None and s not in (owner, HOST)]
                 if foreign:
                     self.release(buffer.name, owner, foreign, max(uses), release, unordered)
         return release, frozenset(unordered)
