@@ -305,7 +305,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
         for buffer in buffers:
             owner = buffer.stream if buffer.lender is None else buffer.lender
             if buffer.settles:
-                self.assertLessEqual(foreign_uses(ops, buffer, owner), at_exit(done, owner), plan.table())
+                self.assertLessEqual(foreign_uses(plan.ops, buffer, owner), at_exit(done, owner), plan.table())
 
     @settings(max_examples=200, deadline=None)
     @given(schedules())
