@@ -178,6 +178,12 @@ class TestOfCalls(RefusalTestCase):
             run([torch.randn(4), n])
         self.assertEqual(policy.refusals(), [])
 
+    def test_first_calls_before_a_capture_do_not_count(self):
+        run = self.runner("x * n", bound=2)
+        for n in [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]:
+            run([torch.randn(4), n])
+        self.assertEqual((policy.refusals(), counters["torch_overlay"]["cudagraph_captures"]), ([], 2))
+
     def test_collective_that_was_not_split_off(self):
         """As in a backward that is compiled when trees are chosen, of a forward that was not."""
         run = self.runner("x * n if n else torch.ops._c10d_functional.all_reduce(x, 'sum', '0')")

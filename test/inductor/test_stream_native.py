@@ -351,7 +351,7 @@ Region: follows is a tuple or None
 """,
         )
 
-    def test_events_give_the_context_back(self):
+    def test_events_release_the_context(self):
         """Also where they could not be made; and what was not retained is not released."""
         output = self.run_script("""
             events = [native.Event(1) for _ in range(5)]

@@ -86,7 +86,7 @@ class Runner:
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
         self.keyed: tuple[int, ...] = ()  # positions of what is in a key: numbers, then scalars
         self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
-        self.has_large = False  # tensors in host memory, and somebody knows
+        self.has_large = False  # a tensor in host memory was too large for a key; it is told once
         self.seeds: frozenset[int] = frozenset()  # positions
         self.captures = 0
         self.warm_ups = 0  # since the last capture
