@@ -324,6 +324,19 @@ class TestStages(RelaunchTestCase):
     def stages(self):
         return self.device.arrangements[-1].stages
 
+    def test_only_the_end_of_a_large_input_matters(self):
+        """Others are too little to cut a graph for, and to look for their ends takes time."""
+        source = "def region(args):\n    x, y = args\n    args.clear()\n    z = x.sum() + y.sum()\n    return (z,)\n"
+        for size, held, dying in ((2, False, {0}), (2, True, ()), (1, False, ())):
+            with mock.patch.object(runner, "LARGE", 8), self.subTest(size=size, held=held):
+                run, x = self.backward(source, mutated=()), [torch.randn(size)]
+                inputs = [x[0], torch.randn(1)]
+                if not held:
+                    x.clear()
+                run(inputs)
+                (state,) = run.states.values()
+                self.assertEqual((state.plan.dying, state.plan.detail), (frozenset(dying), bool(dying)))
+
     def test_results_are_those_of_the_whole(self):
         run = self.backward()
         run(backward_inputs())
