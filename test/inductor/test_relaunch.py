@@ -1477,7 +1477,7 @@ class TestPolicy(TestCase):
 
         (forward, backward), _ = self.compiled("relaunch", fn, args, backward=True)
         self.assertEqual((forward.is_backward, backward.is_backward), (False, True))
-        self.assertTrue(forward.name.startswith("forward of compiled frame"), forward.name)
+        self.assertRegex(forward.name, r"^forward of compiled frame \d+/\d+$", "there is one partition")
         self.assertTrue(forward.saved_outputs)
         self.assertEqual(len(forward.saved_outputs), 2)
         self.assertEqual(backward.saved_outputs, frozenset())
@@ -1502,6 +1502,27 @@ class TestPolicy(TestCase):
 
         made, _ = self.compiled("relaunch", fn, lambda: [torch.randn(64, 64, device="cuda")])
         self.assertEqual([code.name.rpartition(", ")[2] for code in made], ["partition 0", "partition 1"])
+
+    def test_outputs_are_saved_by_a_forward(self):
+        """Gradients behind those that somebody looks at, and bases of views, are not."""
+        graph = SimpleNamespace(_overlay_visible_outputs=(0,), cudagraph_info=SimpleNamespace(stack_traces=[""] * 3))
+        for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
+            with policy.compiling(graph, "relaunch"):
+                code = policy.describe((), device_index=0, is_backward=backward, is_inference=inference)
+            self.assertEqual(code.saved_outputs, frozenset(saved))
+
+    def test_off_is_off_for_inductor(self):
+        """It prepares nothing for graphs."""
+        from torch._inductor.utils import BoxedBool
+
+        for mode, expected in (("off", False), ("trees", True)):
+            wanted = BoxedBool(True)
+            original = mock.Mock(
+                side_effect=lambda *args, wanted=wanted, expected=expected: self.assertEqual(bool(wanted), expected)
+            )
+            with config.patch(cudagraphs=mode):
+                policy.post_compile(original, None, [], None, {"cudagraphs": wanted})
+            original.assert_called_once()
 
     def test_trees_and_off(self):
         def args():
