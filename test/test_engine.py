@@ -309,15 +309,16 @@ class Full:
         plain, method = upstream.plain, upstream.Thing.method
         program = types.ModuleType("a_program")
         program.plain, program.saved, program.method, program.kept = plain, plain, method, [method]
-        for name in ("a_program", "__main__"):
+        for name, saved in (("a_program", 2), ("__main__", 2), ("torchfake.other", 20), ("torch_overlay.ours", 20)):
             with self.subTest(name), mock.patch.dict(sys.modules, {name: program}):
                 installer = self.installer(self.seam("plain"), self.seam("Thing.method"))
                 installer.enable()
-                self.assertEqual((program.plain(1), program.saved(1)), (20, 2))
+                self.assertEqual((program.plain(1), program.saved(1)), (20, saved))
                 hook = program.hook = upstream.plain
                 installer.disable()
                 self.assertEqual((program.plain, program.saved), (plain, plain))
-                self.assertEqual((program.hook, program.method, program.kept), (hook, method, [method]))
+                self.assertEqual(program.hook, hook if saved == 2 else plain)
+                self.assertEqual((program.method, program.kept), (method, [method]))
 
     def test_replacing_a_class_reaches_those_who_imported_it(self) -> None:
         self.write("torchfake/holder.py", "from torchfake.upstream import Child\n")

@@ -10,9 +10,9 @@ Note [What the import does]
 It verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or none; a
 PyTorch that is not the one it was written for is an OverlayError. It imports torch and no compiler module: seams of
 modules that are not loaded yet are installed when they are, or before the next compilation, if another library's import
-hook has loaded them past the overlay. It does not initialise CUDA. A forked child inherits the
-state; a spawned one has the overlay if its main module imports it. Code compiled before enable() or disable() stays as
-it is until torch._dynamo.reset(); a warning says so.
+hook has loaded them past the overlay. It does not initialise CUDA. A forked child inherits the state; a spawned one has
+the overlay if its main module imports it. Code compiled before enable() or disable() stays as it is until
+torch._dynamo.reset(); a warning says so.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 import textwrap
 import unittest
@@ -115,7 +116,7 @@ class TestModulesLoadedPast(WithFinders):
         with self.assertNoLogs("torch_overlay", "WARNING"):
             installer.before_compilation()
         installer.disable()
-        self.assertEqual((module.plain(1), module.Thing().method(1)), (2, 8))
+        self.assertEqual((module.plain(1), module.Thing().method(1), self.states(installer)), (2, 8, {"off"}))
 
     def test_by_a_finder_that_stands_before_ours(self) -> None:
         installer = self.enabled()
@@ -125,6 +126,13 @@ class TestModulesLoadedPast(WithFinders):
         self.assertGreater(finder.loaded, 0)
         self.check(installer, module)
         self.assertIs(holder.plain, module.plain)
+
+    def test_module_that_was_looked_for_before(self) -> None:
+        """To find a module is not to load it."""
+        installer = self.enabled()
+        self.assertIsNotNone(importlib.util.find_spec("torchfake.upstream"))
+        install(Instrumenter("torchfake"))
+        self.check(installer, self.load())
 
     def test_those_who_took_a_function_by_value_meanwhile(self) -> None:
         installer = self.enabled()

@@ -118,9 +118,6 @@ class Installer:
         seams = self.get_seams()
         names = {seam.module for seam in seams}
         edited = verify.check_files(root, seams)
-        for seam in seams:
-            if seam.kind != "wrap" and seam.module in sys.modules:
-                resolve(seam.impl)
         while not self._install_loaded(names, seams):
             pass  # a module that we had not waited for
         self.edited_files = edited
@@ -129,6 +126,9 @@ class Installer:
         """Installs the seams of the modules that are loaded, and sees to the others'; False, and nothing is changed, if
         another thread has begun to import one of them meanwhile."""
         self._wait_for_imports(names)
+        for seam in seams:
+            if seam.kind != "wrap" and seam.module in sys.modules:
+                resolve(seam.impl)
         with self.lock:
             if self.enabled:
                 return True

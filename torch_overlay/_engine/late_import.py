@@ -30,8 +30,8 @@ class LateImportFinder:
     def __init__(self, names: Collection[str], loaded: Callable[[ModuleType], None]) -> None:
         self.names = frozenset(names)
         self.loaded = loaded
-        # Modules whose import will end in a call of `loaded`, because this finder has found them.
-        self.found: set[str] = set()
+        # Modules whose code is running, and will end in a call of `loaded`, because this finder has found them.
+        self.running: set[str] = set()
         self._asking = threading.local()
 
     def stand_first(self) -> None:
@@ -78,18 +78,18 @@ class LateImportFinder:
         def exec_module(module: ModuleType) -> None:
             del own["exec_module"]
             own.update(before)
+            self.running.add(spec.name)
             try:
                 genuine(module)
                 self.loaded(module)
             finally:
-                self.found.discard(module.__name__)
+                self.running.discard(spec.name)
 
         exec_module.reports_to = self  # type: ignore[attr-defined]
         own["exec_module"] = exec_module
-        self.found.add(spec.name)
 
     def will_report(self, name: str) -> bool:
-        return name in self.found
+        return name in self.running
 
 
 def compile_context_init(original: Callable[..., None], self: Any, *args: Any) -> None:
