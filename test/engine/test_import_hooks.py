@@ -113,6 +113,7 @@ class TestModulesLoadedPast(WithFinders):
         self.assertEqual((module.plain(1), module.Thing().method(1)), (20, 80))
         self.assertEqual(self.states(installer), {"installed"})
         self.assertIs(sys.meta_path[0], installer.finder)
+        self.assertEqual(sys.meta_path.count(installer.finder), 1)
         with self.assertNoLogs("torch_overlay", "WARNING"):
             installer.before_compilation()
         installer.disable()

@@ -129,6 +129,18 @@ class TestAssignment(unittest.TestCase):
             self.assertNotEqual(config.get_hash(), before)
         self.assertEqual((seen, config.get_hash()), ([True], before))
 
+    @form.overlay_only
+    def test_status_says_what_is_on_and_who_decided(self) -> None:
+        def found() -> list[tuple[bool, str]]:
+            features = {feature.name: feature for feature in form.overlay.status().features}
+            return [(features[name].on, features[name].why) for name in ("streams", "cudagraphs")]
+
+        with mock.patch.dict("os.environ", TORCH_OVERLAY_STREAMS="0"):  # was not set at the import
+            self.assertEqual(found(), [(True, "default"), (True, "relaunch, default")])
+            with config.patch(streams=False, cudagraphs="off"):
+                assigned = "torch_overlay.config.{} was assigned".format
+                self.assertEqual(found(), [(False, assigned("streams")), (False, f"off, {assigned('cudagraphs')}")])
+
 
 SHOW = "import torch_overlay\nprint([getattr(torch_overlay.config, name) for name in {}])"
 

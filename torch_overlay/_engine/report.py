@@ -103,7 +103,8 @@ def feature(installer: Installer, name: str) -> Feature:
 
     entry: Any = config._config[name]  # type: ignore[attr-defined]
     unset = _config_module._UNSET_SENTINEL
-    if entry.user_override.get() is not unset:
+    by_default = entry.default if entry.env_value_default is unset else entry.env_value_default
+    if entry.user_override.get() not in (unset, by_default):  # config.patch assigns what was before
         why = f"torch_overlay.config.{name} was assigned"
     elif entry.env_value_default is not unset:
         why = f"{variable(name)} is set in the environment"
