@@ -28,7 +28,7 @@ if not form.PATCHED:
     from torch_overlay.__main__ import COMMANDS
     from torch_overlay._engine import verify
     from torch_overlay._engine.install import Installer
-    from torch_overlay._engine.late_import import is_importing
+    from torch_overlay._engine.late_import import forget_after_import, is_importing
     from torch_overlay.errors import OverlayError, REASONS
     from torch_overlay.seams import fingerprint, Seam
 
@@ -341,6 +341,18 @@ class Full:
         self.assertIs(module.__spec__.loader, module.__loader__)
         self.assertIn("def plain", module.__loader__.get_source(module.__name__))
         self.assertNotIn("exec_module", vars(module.__loader__))
+
+    def test_a_package_is_forgotten_at_the_next_import_of_another(self) -> None:
+        finders = list(sys.meta_path)
+        package, holder = importlib.import_module("torchfake"), self.load("holder")
+        forget_after_import("torchfake")
+        self.write("torchfake/late.py", "")
+        self.load("late")
+        self.assertIs(sys.modules["torchfake"], package)
+        importlib.import_module("torchfake_ours")
+        self.assertNotIn("torchfake", sys.modules)
+        self.assertEqual(sys.meta_path, finders)
+        self.assertIsNot(self.load("holder"), holder)
 
     def test_a_module_whose_import_fails_once(self) -> None:
         self.write("torchfake/upstream.py", "1 / 0\n" + textwrap.dedent(UPSTREAM))

@@ -31,7 +31,7 @@ class Option(NamedTuple):
 
 
 def read_switch(text: str) -> bool:
-    word = text.strip().lower()
+    word = text.lower()
     if word not in ON + OFF:
         raise ValueError(text)
     return word in ON
