@@ -7,6 +7,7 @@ trees reach a package through symbolic links, so that this name is not the folde
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import unittest
@@ -119,6 +120,18 @@ left = [d for d in trace_rules.SKIP_DIRS if d not in before or "torch_overlay" i
 assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
 """
                 self.run_ok(code, Path(names[0]), Path(names[1]))
+
+    def test_folder_that_the_link_leads_to(self) -> None:
+        """... from where nothing is imported."""
+        far = self.folder / "far" / "torch_overlay"
+        shutil.copytree(PACKAGE, far, ignore=shutil.ignore_patterns("__pycache__"))
+        self.link("near/torch_overlay", far)
+        self.run_ok(
+            "import torch, torch_overlay\nfrom torch._dynamo import trace_rules\n"
+            f"for file in ({str(far / 'hooks.py')!r}, torch_overlay.__file__):\n"
+            "    assert trace_rules.check_file(file).skipped, file",
+            self.folder / "near",
+        )
 
     def test_another_package_beside_it_is_traced(self) -> None:
         """The rule names folders, not everything that begins like them."""
