@@ -20,7 +20,7 @@ def folder_names(package: str) -> list[str]:
     """The names of a package's folder: those that the package has, where they lead, and those that an import through
     another entry of sys.path would give it.
     """
-    own = [*sys.modules[package].__path__, os.path.dirname(__file__)]
+    own = list(sys.modules[package].__path__)
     others = (os.path.join(entry, *package.split(".")) for entry in sys.path)
     names = [*own, *(name for name in others if _is_one_of(name, own))]
     names += map(os.path.realpath, list(names))
