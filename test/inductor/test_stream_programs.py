@@ -108,6 +108,25 @@ class TestGenerator(TestCase):
         order.wait_stream(HOST, CURRENT)
         self.assertEqual(order.missing(1, [made], []), {})
 
+    def test_what_a_loader_fills_is_recorded_and_waited_for(self) -> None:
+        steps = (("record_stream", 0, 3, 0), ("compute", 1, 3, 2))
+        written = write(Spec(1, steps=steps, misaligned=True, loader=1))
+        lines = [line.strip() for line in written.text.splitlines()]
+        start = lines.index("x.record_stream(current)")
+        self.assertEqual(lines[start + 1 : start + 3], ["current.wait_stream(s1)", "v1 = x + 1"])
+        self.assertEqual(lines[-1], "return calls(k, fn, loads=(s1, [0]))")
+        verdict = judge(written, ["default", "reduce-overhead"], on_gpu=False)
+        self.assertIsNone(verdict, verdict and verdict.text)
+
+    def test_what_one_stream_allocates_is_filled_by_another(self) -> None:
+        written = write(Spec(1, steps=(("fill", 0, 0, 0),)))
+        lines = [line.strip() for line in written.text.splitlines()]
+        filled = lines.index("scaled_into(v1, buffer.contiguous(), 2)")
+        self.assertLess(lines.index('v1 = torch.empty(32, 32, device="cuda")'), filled)
+        self.assertEqual(lines[filled - 2 : filled], ["with torch.cuda.stream(s1):", "s1.wait_stream(current)"])
+        verdict = judge(written, ["default", "reduce-overhead"], on_gpu=False)
+        self.assertIsNone(verdict, verdict and verdict.text)
+
     def test_a_program_that_races_in_eager_is_no_fair_question(self) -> None:
         fair = found.PROGRAMS["scatter_that_a_pass_makes_anew"]
         racy = fair.text.replace("s1.wait_stream(current)", "pass")
@@ -157,7 +176,7 @@ class TestGenerator(TestCase):
     def test_shrinking_keeps_the_fault(self) -> None:
         from stream_programs.drawn import trial
 
-        spec = random_spec(0, 1)
+        spec = random_spec(0, 35)
 
         def fake(written: object, modes: object, on_gpu: bool, seeds: int = 5) -> Verdict | None:
             return Verdict("race", "default", "RAW") if "add_to" in written.text else None  # type: ignore[attr-defined]

@@ -122,9 +122,10 @@ def check_compiled(
     host_waits: bool = False,
     trains: bool = False,
     minimal: bool = True,
+    misaligned: bool = False,
 ) -> Report:
     """Raises `Wrong` with the report if something is wrong."""
-    found = report(program, mode)
+    found = report(program, mode, misaligned=misaligned)
     if notes := "\n".join(found.notes):
         raise Invalid(notes)
     wrong = [f for f in findings(found, host_waits, trains) if minimal or f[0] != "redundant"]

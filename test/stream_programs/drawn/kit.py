@@ -13,15 +13,30 @@ import torch.nn.functional as F
 
 from stream_programs import _ops  # noqa: F401  (registers the operators)
 from stream_programs._program import Inputs, Instance, Kit, Program, tensors, whole_numbers
-from stream_programs.drawn.operations import FULL, SIZE
+from stream_programs.drawn.operations import FULL, LOADED, SIZE
 
+
+try:
+    from user_kernels import scaled_into
+except ImportError:  # there is no Triton
+    scaled_into = None
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stream_programs.drawn.writer import Written
 
+    Loads = tuple[torch.cuda.Stream, Sequence[int]] | None
+
 matrix = whole_numbers(*FULL)
+
+
+def sometimes_misaligned(device: str, generator: torch.Generator) -> torch.Tensor:
+    """A matrix that is aligned at the first call, and at every third one lies where no vector load may read it."""
+    offset = 1 if generator.initial_seed() % 3 == 2 else 0
+    return whole_numbers(SIZE * SIZE + 4)(device, generator)[offset : offset + SIZE * SIZE].view(FULL)
+
+
 ARGUMENTS: dict[str, Callable[[str, torch.Generator], Any]] = {
     "x": matrix,
     "y": matrix,
@@ -40,34 +55,52 @@ def weight(k: Kit, trained: bool = False) -> torch.Tensor:
     return (first - second).to("cuda").requires_grad_(trained)
 
 
-def _compiled(k: Kit, fn: Callable[..., Any], kept: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _loaded(source: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the current stream, aligned as the source is."""
+    offset = source.storage_offset()
+    memory = torch.empty(offset + source.numel(), device=source.device)
+    return memory[offset:].view(source.shape).copy_(source)
+
+
+def _load(inputs: Sequence[Any], loads: Loads) -> list[Any]:
+    """The inputs, of which those at some positions are filled on a stream that nobody has waited for."""
+    if loads is None:
+        return list(inputs)
+    stream, positions = loads
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        return [_loaded(t) if i in positions else t for i, t in enumerate(inputs)]
+
+
+def calls(k: Kit, fn: Callable[..., Any], kept: Sequence[torch.Tensor] = (), loads: Loads = None) -> Callable[..., Any]:
+    """The function, as it is called. `kept` are tensors of its own that it changes."""
     compiled = k.compile(fn)
 
     def call(*inputs: Any) -> Any:
-        return compiled(*inputs)
+        return compiled(*_load(inputs, loads))
 
     call.kept = kept  # type: ignore[attr-defined]
     return call
 
 
-def calls(k: Kit, fn: Callable[..., Any], kept: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
-    """The function, as it is called. `kept` are tensors of its own that it changes."""
-    return _compiled(k, fn, kept)
-
-
 def trains(
-    k: Kit, fn: Callable[..., Any], argument: int | None, weights: Sequence[torch.Tensor], kept: Any = ()
+    k: Kit,
+    fn: Callable[..., Any],
+    argument: int | None,
+    weights: Sequence[torch.Tensor],
+    kept: Any = (),
+    loads: Loads = None,
 ) -> Callable[..., Any]:
     """A training step: the forward, the backward of what carries a gradient, the gradients of input and weights."""
-    call = _compiled(k, fn, kept)
+    compiled = k.compile(fn)
 
     def step(*inputs: Any) -> Any:
-        given = list(inputs)
+        given = _load(inputs, loads)
         leaves = list(weights)
         if argument is not None:
             given[argument] = given[argument].detach().requires_grad_()
             leaves.append(given[argument])
-        outputs = call(*given)
+        outputs = compiled(*given)
         roots = [t for t in outputs if t.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         # AOTAutograd gives zeros where eager gives none: behind what a graph break handed on and nobody used.
@@ -100,14 +133,16 @@ SCOPE = {
     "F": F,
     "double": torch.ops.overlay_test.double,
     "add_to": torch.ops.overlay_test.add_to,
+    "scaled_into": scaled_into,
     "weight": weight,
     "calls": calls,
     "trains": trains,
 }
 
 
-def inputs_of(*names: str) -> Callable[[str, torch.Generator], Inputs]:
-    return tensors(*(ARGUMENTS[name] for name in names))
+def inputs_of(*names: str, misaligned: bool = False) -> Callable[[str, torch.Generator], Inputs]:
+    made = ARGUMENTS | (dict.fromkeys(LOADED, sometimes_misaligned) if misaligned else {})
+    return tensors(*(made[name] for name in names))
 
 
 def as_program(written: Written, name: str) -> Program:
@@ -119,7 +154,7 @@ def as_program(written: Written, name: str) -> Program:
         name,
         "drawn at random",
         scope["build"],
-        inputs_of(*written.inputs),
+        inputs_of(*written.inputs, misaligned=written.misaligned),
         finish=synchronizes if written.host else joins if written.unjoined else finish,
         fullgraph=written.fullgraph,
         frames=True,

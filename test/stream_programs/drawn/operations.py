@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SIZE = 32
 FULL = (SIZE, SIZE)
+LOADED = ("x", "y", "state")  # arguments that the caller may fill on a side stream
 SHAPES = {FULL: "matrix", (1, SIZE): "row", (SIZE, 1): "column", (): "number"}
 
 
@@ -115,6 +116,15 @@ UPDATES = (
     InPlace("add_to({a}, {b})", 2, lambda a, b: a + b, chains=False),
     InPlace("torch.add({a}, {b}, out={a})", 2, lambda a, b: a + b, chains=False),
     InPlace("{a}.relu_()", 1, largest),
+    InPlace("scaled_into({a}, {a}, 2)", 1, lambda a: 2 * a, chains=False),
+    InPlace("scaled_into({a}, {b}.contiguous(), 2)", 2, lambda a, b: 2 * b, reads=False, chains=False),
+)
+
+# Who writes first, and wholly, what `empty_like` has allocated.
+FILLS = (
+    "scaled_into({a}, {b}.contiguous(), 2)",
+    "{a}.copy_({b} * 2)",
+    "torch.mul({b}, 2, out={a})",
 )
 
 # Views of a matrix: text and shape.
@@ -219,7 +229,9 @@ MORE_VIEWS = (
 )
 
 __all__ = [
+    "FILLS",
     "FULL",
+    "LOADED",
     "MORE_OPERATIONS",
     "MORE_UPDATES",
     "MORE_VIEWS",

@@ -33,7 +33,8 @@ KINDS = {
     "host_compute": 2,
     "to_device": 3,
     "delete": 3,
-    "record_stream": 1,
+    "record_stream": 2,
+    "fill": 3,
     "branch": 2,
     "loop": 1,
     "item": 1,
@@ -46,21 +47,27 @@ LARGEST = 63
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """`unjoined` streams are left for the caller to join. `wide` programs have more operators, and aren't exact."""
+    """`unjoined` streams are left for the caller to join. `wide` programs have more operators, and aren't exact. The
+    inputs of `misaligned` programs are aligned at the first call only. `loader`: the caller fills inputs on that
+    stream, in its memory, and doesn't wait.
+    """
 
     streams: int
     train: bool = False
     unjoined: bool = False
     steps: tuple[Step, ...] = ()
     wide: bool = False
+    misaligned: bool = False
+    loader: int = 0
 
     def as_data(self) -> list[Any]:
-        return [self.streams, self.train, self.unjoined, [list(step) for step in self.steps], self.wide]
+        steps = [list(step) for step in self.steps]
+        return [self.streams, self.train, self.unjoined, steps, self.wide, self.misaligned, self.loader]
 
     @classmethod
     def of_data(cls, data: Any) -> Spec:
-        streams, train, unjoined, steps, wide = data
-        return cls(streams, train, unjoined, tuple((k, a, b, c) for k, a, b, c in steps), wide)
+        streams, train, unjoined, steps, *others = data
+        return cls(streams, train, unjoined, tuple((k, a, b, c) for k, a, b, c in steps), *others)
 
 
 def random_spec(seed: int, number: int, wide: bool = False) -> Spec:
@@ -72,18 +79,16 @@ def random_spec(seed: int, number: int, wide: bool = False) -> Spec:
         (kind,) = rng.choices(kinds, weights)
         return kind, *(rng.randint(0, LARGEST) for _ in range(3))  # type: ignore[return-value]
 
-    spec = Spec(
-        rng.choice((1, 2, 2, 3, 3, 4, 5)),
-        rng.random() < 0.4,
-        rng.random() < 0.25,
-        tuple(step() for _ in range(count)),
-        wide,
-    )
-    steps = list(spec.steps)
+    streams, train, unjoined = rng.choice((1, 2, 2, 3, 3, 4, 5)), rng.random() < 0.4, rng.random() < 0.25
+    steps = [step() for _ in range(count)]
     for _ in range(rng.choice((0, 0, 1, 2, 4))):
         kind = rng.choice(list(COPY_KINDS))
-        steps.insert(rng.randint(0, len(steps)), (kind, *(rng.randint(0, LARGEST) for _ in range(3))))  # type: ignore[arg-type]
-    return dataclasses.replace(spec, steps=tuple(steps))
+        copy = (kind, *(rng.randint(0, LARGEST) for _ in range(3)))
+        steps.insert(rng.randint(0, len(steps)), copy)  # type: ignore[arg-type]
+    misaligned, loader = rng.random() < 0.4, rng.choice((0, 0, 1))
+    if loader:  # who takes what another stream has filled tells the allocator first
+        steps[:0] = [("record_stream", 0, rng.randint(0, LARGEST), 0) for _ in range(2)]
+    return Spec(streams, train, unjoined, tuple(steps), wide, misaligned, loader)
 
 
 def specs() -> Any:
@@ -93,7 +98,9 @@ def specs() -> Any:
     weighted = [kind for kind, weight in (KINDS | COPY_KINDS).items() for _ in range(weight)]
     number = st.integers(0, LARGEST)
     step = st.tuples(st.sampled_from(weighted), number, number, number)
-    return st.builds(Spec, st.integers(1, 5), st.booleans(), st.booleans(), st.lists(step, max_size=25).map(tuple))
+    steps = st.lists(step, max_size=25).map(tuple)
+    flags = st.booleans()
+    return st.builds(Spec, st.integers(1, 5), flags, flags, steps, misaligned=flags, loader=st.integers(0, 1))
 
 
 def smaller(spec: Spec) -> Iterator[Spec]:
@@ -108,6 +115,10 @@ def smaller(spec: Spec) -> Iterator[Spec]:
         yield dataclasses.replace(spec, unjoined=False)
     if spec.train:
         yield dataclasses.replace(spec, train=False)
+    if spec.misaligned:
+        yield dataclasses.replace(spec, misaligned=False)
+    if spec.loader:
+        yield dataclasses.replace(spec, loader=0)
     if spec.streams > 1:
         yield dataclasses.replace(spec, streams=spec.streams - 1)
     for i, step in enumerate(spec.steps):

@@ -98,12 +98,14 @@ def _check(written: Written, mode: str, on_gpu: bool, seeds: int) -> None:
 
         # A plan knows nothing of what other regions order, what the caller's event follows, or a copy waits for.
         alone = written.fullgraph and mode == "default" and "ready" not in written.inputs and not written.host_blocks
+        alone = alone and not written.loads
         check_compiled(
             program,
             None if mode == "default" else mode,
             host_waits=written.host_waits,
             trains=written.train,
             minimal=alone,
+            misaligned=written.misaligned,
         )
 
 
@@ -156,6 +158,8 @@ def test_{name}() -> None:
         fullgraph={fullgraph},
         host_waits={host_waits},
         host_blocks={host_blocks},
+        misaligned={misaligned},
+        loads={loads},
     )
     verdict = judge(written, ["{mode}"], on_gpu={on_gpu})
     assert verdict is None, verdict.text
@@ -181,6 +185,8 @@ def as_test(written: Written, verdict: Verdict, origin: str, name: str, on_gpu: 
         fullgraph=written.fullgraph,
         host_waits=written.host_waits,
         host_blocks=written.host_blocks,
+        misaligned=written.misaligned,
+        loads=written.loads,
     )
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stream_programs.drawn.operations import (
+    FILLS,
     FULL,
     InPlace,
     largest,
+    LOADED,
     MORE_OPERATIONS,
     MORE_UPDATES,
     MORE_VIEWS,
@@ -65,6 +67,8 @@ class Written:
     fullgraph: bool
     host_waits: bool = False  # the host waits because it is told to
     host_blocks: bool = False  # the same, or because of a copy
+    misaligned: bool = False  # inputs are aligned at the first call only
+    loads: bool = False  # the caller fills inputs on a side stream
 
 
 class Writer:
@@ -84,6 +88,9 @@ class Writer:
             Value
         ] = []  # copies for which the host waits: compiled code makes them if somebody reads them
         self.random = self.graph_breaks = self.copies_to_host = False
+        self.loader = spec.loader if spec.loader <= spec.streams else CURRENT
+        if self.loader:
+            self.order.clocks[self.loader] = {self.loader: 1, CURRENT: 1}
         for name in ("x", "y", "state"):
             self.values.append(self.given(name, spec.train and name == "x"))
         self.values.append(self.given("buffer", False))
@@ -93,7 +100,8 @@ class Writer:
         self.order.record("ready", CURRENT)
 
     def given(self, name: str, gradient: bool) -> Value:
-        storage = Storage(CURRENT, 2.0, writes={CURRENT: 1}, names={name, f"the caller's {name}"})
+        stream = self.loader if name in LOADED else CURRENT
+        storage = Storage(stream, 2.0, writes={stream: 1}, names={name, f"the caller's {name}"})
         return Value(name, storage, FULL, gradient, leaf=gradient)
 
     # ---- text
@@ -285,7 +293,7 @@ class Writer:
     def do_in_place(self, a: int, b: int, c: int) -> None:
         update = self.updates[a % len(self.updates)]
         found = [v for v in self.recent() if self.writable(v, update)]
-        if "out=" in update.text:
+        if "out=" in update.text or "scaled_into" in update.text:
             found = [v for v in found if v.rows and not v.view]  # Dynamo refuses what isn't contiguous
         if not found:
             return
@@ -313,6 +321,27 @@ class Writer:
         if target.gradient:
             target.gain = min(MAX_GAIN, 2 * (target.gain + sum(o.gain for o in operands)))
         self.order.launch(self.stream, [o.storage for o in operands], [target.storage])
+
+    def do_fill(self, a: int, b: int, c: int) -> None:
+        """Memory that one stream allocates, and another one, or the same, writes first."""
+        source = self.choose(b, full=True)
+        if source is None:
+            return
+        self.ensure(self.stream, [], [], style=a, allocates=True)
+        name = self.fresh()
+        self.line(f'{name} = torch.empty(32, 32, device="cuda")')
+        value = self.made(name, FULL, min(2 * source.storage.bound, 4.0))
+        self.order.launch(self.stream, [], [value.storage])  # what had the block before is over by then
+        depth = len(self.stack)
+        self.do_enter(c, b, b)
+        self.ensure(self.stream, [source], [value], style=a + b + c, allocates=True)
+        given = f"{source.name}.detach()" if source.gradient else source.name
+        given = given if source.storage.bound <= 2 else f"{given}.clamp(-2, 2)"
+        self.line(FILLS[a % len(FILLS)].format(a=name, b=given))
+        self.use(source)
+        self.order.launch(self.stream, [source.storage], [value.storage])
+        if c % 2 and len(self.stack) > depth:
+            self.do_leave(0, 0, 0)
 
     def do_view(self, a: int, b: int, c: int) -> None:
         base = self.choose(b, full=True)
@@ -581,6 +610,8 @@ class Writer:
             not self.graph_breaks,
             "synchronize(" in text and not copies,
             "synchronize(" in text or copies,
+            self.spec.misaligned,
+            "loads=" in text,
         )
 
     def anchor(self) -> None:
@@ -602,7 +633,7 @@ class Writer:
         head = ["def build(k):"]
         text = "\n".join(body)
         for stream in range(1, spec.streams + 1):
-            if f"s{stream}" in text:
+            if f"s{stream}" in text or stream == self.loader:
                 head.append(f"    s{stream} = k.stream()")
         head += [f"    {e} = torch.cuda.Event()" for e in sorted(self.kept_events)]
         weights = [w for w in ("w0", "w1") if w in self.used]
@@ -618,6 +649,8 @@ class Writer:
         returned = ", ".join(v.name for v in outputs)
         lines.append(f"        return {returned}" + ("," if len(outputs) == 1 else ""))
         kept = ", [buffer]" if "buffer" in self.used else ""
+        if self.loader and (loaded := [i for i, name in enumerate(inputs) if name in LOADED]):
+            kept += f", loads=(s{self.loader}, {loaded})"
         if spec.train:
             given = inputs.index("x") if "x" in inputs else None
             end = f"    return trains(k, fn, {given}, [{', '.join(weights)}]{kept})"
