@@ -29,6 +29,7 @@ import corpus
 import form
 from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
 from torch_overlay import config
+from torch_overlay._inductor.stream_runtime import aligned, write_back
 from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
@@ -487,6 +488,15 @@ def call(self, args):
     return (buf1, )
 """,
         )
+
+    def test_only_what_is_not_aligned_is_copied_and_written_back(self) -> None:
+        memory = torch.zeros(17)
+        shifted, whole = memory[1:], memory[:16]
+        self.assertIs(aligned(whole), whole)
+        copy = aligned(shifted)
+        self.assertEqual(copy.data_ptr() % 16, 0)
+        write_back(shifted, copy.fill_(3))
+        self.assertEqual(memory, torch.tensor([0.0, *[3.0] * 16]))
 
     def test_each_stream_realigns_a_misaligned_input_187224(self) -> None:
         self.assertExpectedInline(

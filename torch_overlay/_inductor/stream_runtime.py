@@ -52,7 +52,9 @@ def restore_stream(stream: torch.Stream) -> None:
 
 
 def aligned(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
-    """The tensor, or an aligned copy of it that is made on the stream; None: on the current one."""
+    """The tensor, or an aligned copy of it that is made on the stream. None, which `enter` hands out where a call keeps
+    to the caller's stream, is the current one.
+    """
     if not tensor.data_ptr() % ALIGNMENT:
         return tensor
     with torch.cuda.stream(stream):
@@ -60,7 +62,7 @@ def aligned(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> to
 
 
 def write_back(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
-    """Copy what was written to an aligned copy into the caller's memory, on the stream; None: on the current one."""
+    """Copy what was written to an aligned copy into the caller's memory, on the stream, or on the current one."""
     with torch.cuda.stream(stream):
         target.copy_(source)
 
