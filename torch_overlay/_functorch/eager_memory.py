@@ -96,7 +96,8 @@ def _written(node: Node) -> Node | None:
     if lists := _updated_lists(call):
         which = place[:-1] if len(lists) > 1 else [0]  # the result of one list is it, that of more is a tuple
         return lists[which[0]][place[-1]] if place and which else None
-    return written_arguments(call).get(place[0]) if len(place) == 1 else None
+    written = written_arguments(call)
+    return written.get(place[0]) if written and len(place) == 1 else None
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:

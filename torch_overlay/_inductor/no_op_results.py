@@ -239,7 +239,8 @@ def _updated(value: Any) -> Node | None:
         base = value.args[op.mutated_arg]
     elif value.target is operator.getitem:
         call, index = value.args
-        base = written_arguments(call).get(index)
+        written = written_arguments(call)
+        base = written.get(index) if written else None  # an index of another call may be a slice
     return base if isinstance(base, torch.fx.Node) else None
 
 
