@@ -479,7 +479,8 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="8371187b58a2e8c2",
-        why="A pass must not move a surviving node to another stream, and what it makes runs where what it replaces did.",
+        why="A pass must not move a surviving node to another stream, and a node that it makes runs where the one "
+        "that it replaces did.",
         upstream="pytorch#189095",
         ends="the patch is merged",
     ),
@@ -489,7 +490,8 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="15b36134b1829cfe",
-        why="A pass must not move a surviving node to another stream, and what it makes runs where what it replaces did.",
+        why="A pass must not move a surviving node to another stream, and a node that it makes runs where the one "
+        "that it replaces did.",
         upstream="pytorch#189095",
         ends="the patch is merged",
     ),

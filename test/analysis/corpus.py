@@ -12,7 +12,7 @@ from stream_programs._quiet import quiet
 from torch_overlay import config
 from torch_overlay.analysis.checking import check
 from torch_overlay.analysis.race_report import describe
-from torch_overlay.testing import simulated_gpu
+from torch_overlay.testing import placement_checked, simulated_gpu
 
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check_program(
     options: dict[str, Any] | None = None
     if program.options:
         options = {**(torch._inductor.list_mode_options(mode, program.dynamic) if mode else {}), **program.options}
-    with simulated_gpu(2), config.patch(fold_branches_below_us=threshold), quiet():
+    with simulated_gpu(2), config.patch(fold_branches_below_us=threshold), quiet(), placement_checked():
         instance = program.instance(program.compiler(mode) if program.frames else None, sleeps)
         # A program whose oracle runs on one stream makes its streams for the compiled form only.
         if program.ordered and not program.frames:

@@ -5,6 +5,7 @@
 - waiting: events and streams that the host asks or waits for, and copies between host and device
 - asynchronous_copies: copies between host and device, into memory that the program names
 - hazards: what upstream's users reported, each named after what went wrong
+- one_stream: functions whose whole body runs on one side stream
 - memory: whose memory a block is, and when it may be freed
 - parts: several streams write and read parts of one tensor
 - training: steps with a forward, a backward and what stands around them; their names begin with `train_`
@@ -21,6 +22,7 @@ from stream_programs import (  # noqa: F401  (they register their programs)
     hazards,
     idioms,
     memory,
+    one_stream,
     parts,
     python_idioms,
     random_training,

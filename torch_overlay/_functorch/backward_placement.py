@@ -7,8 +7,9 @@ the backward is owed and owes follows from what autograd's engine does:
 - The engine makes the stream of the forward's call current, and orders it behind the gradients that come in and before
   those that go out. So what runs on a side stream is ordered after the ambient stream's state at the entry, and the
   ambient stream is ordered behind it at the exit: the token "s0", both ways.
-- A gradient is computed where its forward was; a sum of gradients is computed where its consumer runs, and the
-  consumer of a sum that leaves the graph is the engine, on the ambient stream.
+- A gradient is computed where its forward was, by each autograd node that the operation made; a sum of gradients is
+  computed where its consumer runs, and the consumer of a sum that leaves the graph is the engine, on the ambient
+  stream.
 - What is computed again runs where its consumer runs.
 - A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream behind
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
@@ -26,6 +27,7 @@ new value. Upstream says so to the partitioner of inputs that need gradients alo
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections import Counter
 from typing import Any, TYPE_CHECKING
@@ -60,6 +62,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.fx import Graph, GraphModule, Node
+
+
+def assign_second_nodes(graph: Graph) -> None:
+    """An operation may make several autograd nodes, as an update in place through a view does: its own, and one that
+    puts the gradient into the base. Upstream finds the forward of a backward node by the number of the first; the
+    others have the numbers that follow. They run where the operation ran, too.
+    """
+    forward: dict[int, Node] = {}  # number of the last autograd node that there was -> the last operation then
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_stream_op(node) and node.meta.get("partitioner_tag") != "is_backward":
+            forward[node.meta.get("seq_nr", -1)] = node
+    if not any(map(node_stream, forward.values())):
+        return
+    numbers = sorted(forward)
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if (
+            number is not None
+            and node.meta.get("partitioner_tag") == "is_backward"
+            and "fwd_source_fn_stack" not in node.meta
+            and not node.meta.get("is_gradient_acc")
+            and (at := bisect.bisect_left(numbers, number))
+        ):
+            annotate(node, stream=node_stream(forward[numbers[at - 1]]) or None)
 
 
 def assign_sums(graph: Graph) -> None:
@@ -197,6 +223,7 @@ def place_parts(forward: GraphModule, backward: GraphModule) -> None:
 def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> None:
     if not config.streams:
         return original(gm)
+    assign_second_nodes(gm.graph)
     return assign_sums(gm.graph)
 
 

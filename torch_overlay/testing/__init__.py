@@ -10,6 +10,7 @@ print(result.graphs[0], result.wrappers[0])
 
 from torch_overlay.testing._compile import compile_only
 from torch_overlay.testing._observe import Compiled, Frame, GraphBreak, observe, Region
+from torch_overlay.testing._placement import placement_checked, Unplaced
 from torch_overlay.testing._simulate import active, simulated_gpu, Simulation
 
 
@@ -19,8 +20,10 @@ __all__ = [
     "GraphBreak",
     "Region",
     "Simulation",
+    "Unplaced",
     "active",
     "compile_only",
     "observe",
+    "placement_checked",
     "simulated_gpu",
 ]

@@ -1,8 +1,8 @@
 """A check after each pass: is every operation of a graph with streams placed?
 
 `place_streams` gives each node of a graph its stream and its tokens. A node that a pass makes without them runs on the
-caller's stream, and promises what all others of that stream promise: the planner orders it, at the price of events,
-and an event of the program that stood behind the node doesn't wait for it any more.
+caller's stream, and promises what all others of that stream promise. The planner orders it, at the price of events,
+and an event that the program recorded after it on the side stream doesn't wait for it any more.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
-from torch._inductor.graph import GraphLowering
-from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 
 if TYPE_CHECKING:
@@ -65,6 +63,8 @@ def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
     are done. Raises `Unplaced`, or calls `report`.
     """
     from torch._functorch._aot_autograd import graph_compile
+    from torch._inductor.graph import GraphLowering
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
     end_pass, lower = GraphTransformObserver.__exit__, GraphLowering.__init__
     part = graph_compile._partition_joint_graph_into_fw_bw

@@ -1,8 +1,8 @@
 """A drawn program, compiled on a simulated GPU and checked there.
 
 It must have no race, read no memory that nothing has written, keep what eager promises to its caller, and have no event
-that orders nothing. Eager itself is checked in the same way first: a program that races there would be the generator's
-fault (`Invalid`).
+that orders nothing; no pass may leave an operation without its placement. Eager itself is checked in the same way
+first: a program that races there would be the generator's fault (`Invalid`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_overlay import config
 from torch_overlay.analysis.checking import CALLER, check
 from torch_overlay.analysis.race_report import describe
 from torch_overlay.analysis.trace import Boundary, HOST
-from torch_overlay.testing import simulated_gpu
+from torch_overlay.testing import placement_checked, simulated_gpu
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,13 @@ class Wrong(AssertionError):
 
 
 def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) -> Report:
-    with simulated_gpu(), config.patch(fold_branches_below_us=0.0), quiet(), warnings.catch_warnings():
+    with (
+        simulated_gpu(),
+        config.patch(fold_branches_below_us=0.0),
+        quiet(),
+        placement_checked(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         kit = Kit(program.compiler(mode), sleeps=True)
         fn = program.build(kit)

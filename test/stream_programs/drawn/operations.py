@@ -118,6 +118,10 @@ UPDATES = (
     InPlace("{a}.relu_()", 1, largest),
     InPlace("scaled_into({a}, {a}, 2)", 1, lambda a: 2 * a, chains=False),
     InPlace("scaled_into({a}, {b}.contiguous(), 2)", 2, lambda a, b: 2 * b, reads=False, chains=False),
+    InPlace("{a}[1:9][:, 2:5].mul_(2)", 1, lambda a: 2 * a, chains=False),
+    InPlace("{a}[0, 0].sub_({b}[1, 1]).mul_(2)", 2, lambda a, b: 2 * (a + b), chains=False),
+    InPlace("{a}[:, 2][3:9] += {b}[3:9, 0]", 2, lambda a, b: a + b, chains=False),
+    InPlace("{a}[4][::2] = {b}[5][1::2]", 2, largest, chains=False),
 )
 
 # Who writes first, and wholly, what `empty_like` has allocated.
@@ -213,6 +217,12 @@ MORE_UPDATES = (
     InPlace("{a}.bernoulli_(0.5)", 1, fixed(1), reads=False),
     InPlace("{a}.cumsum_(0)", 1, largest),
     InPlace("{a}.clamp_min_(0)", 1, largest),
+    InPlace("{a}[2:20].diagonal()[3:9].mul_(2)", 1, largest, chains=False),
+    InPlace("{a}[3].index_put_((torch.arange(4, device='cuda') * 2,), {b}[6, :4])", 2, largest, chains=False),
+    InPlace("{a}[1][{a}[2] > 0] = 1", 1, largest, chains=False),
+    InPlace("{a}[5:9].copy_({a}[6:10].clone())", 1, largest, chains=False),
+    InPlace("{a}.t()[1:3][:, 4].add_(1)", 1, largest, chains=False),
+    InPlace("torch.as_strided({a}.detach(), (3, 4), (65, 2), 7).mul_(2)", 1, largest, chains=False),
 )
 
 MORE_VIEWS = (

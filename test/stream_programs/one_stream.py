@@ -1,0 +1,256 @@
+"""Functions whose whole body runs on one side stream.
+
+No kernel of theirs belongs on the caller's stream, and one event at each end suffices. What the user doesn't write
+himself, the scatters of an update through views, write-backs and the nodes that passes make, is the side stream's, too:
+otherwise the caller waits for more, and who waits for the side stream alone reads too early.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from stream_programs._program import Kit, matrices, program, tensors, whole_numbers
+from stream_programs.training import leaf, take_gradients, training
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def on_side(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[..., Any]:
+    """After the caller's work and before what the caller does next."""
+
+    def fn(*inputs):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            result = body(*inputs)
+        current.wait_stream(side)
+        return result
+
+    return fn
+
+
+def until_event(side: torch.cuda.Stream, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The host waits for an event of the side stream; the caller's stream doesn't."""
+
+    def fn(*inputs):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            result = body(*inputs)
+            done = side.record_event()
+        done.synchronize()
+        return result
+
+    return fn
+
+
+batches = tensors(*[whole_numbers(4, 32, 32)] * 2)
+cached = tensors(whole_numbers(4, 16, 32), whole_numbers(4, 32), whole_numbers(4, 32))
+
+
+# ---- updates through chained views
+
+
+@program("the scatters of updates through two views run on the caller's stream", batches)
+def rows_of_rows_updated(k: Kit) -> Any:
+    def body(x, y):
+        t = torch.bmm(k.sleep(x), y)
+        t[0][1:3].mul_(2)
+        t[1][2:4].add_(1)
+        return t
+
+    return on_side(k.stream(), body)
+
+
+@program("the host is told that a tensor is there before the last scatter into it", batches)
+def rows_of_rows_updated_until_event(k: Kit) -> Any:
+    def body(x, y):
+        t = torch.bmm(k.sleep(x), y)
+        t[0][1:3].mul_(2)
+        t[1][2:4].add_(1)
+        return t
+
+    return until_event(k.stream(), body)
+
+
+@program("one element is updated twice through one view", matrices(2))
+def element_updated_twice(k: Kit) -> Any:
+    def body(x, y):
+        t = k.sleep(x) @ y
+        t[0, 0].sub_(y[1, 1]).mul_(2)
+        return t
+
+    return on_side(k.stream(), body)
+
+
+@program("an input is updated through chained views, and read as a whole", matrices(2))
+def input_updated_through_views(k: Kit) -> Any:
+    def body(x, y):
+        x[0][1:3].mul_(k.sleep(y)[0][1:3])
+        x[1:4][:, 2:4].add_(y[0, 0])
+        return x + 1
+
+    return on_side(k.stream(), body)
+
+
+@program("the slots of a cache are set and added to", cached)
+def cache_slots_updated(k: Kit) -> Any:
+    def body(cache, new, more):
+        cache[:, 1] = k.sleep(new)
+        cache[:, 2] += more
+        return cache.sum(1)
+
+    return on_side(k.stream(), body)
+
+
+@program("a value of an operator with two results is updated in place", matrices(2))
+def result_of_sort_updated(k: Kit) -> Any:
+    def body(x, y):
+        values, order = torch.sort(k.sleep(x), stable=True)
+        values.add_(y)
+        values[0][1:5].mul_(2)
+        return values, order
+
+    return on_side(k.stream(), body)
+
+
+@program("diagonals and strided views of a product are updated", matrices(2))
+def diagonals_updated(k: Kit) -> Any:
+    def body(x, y):
+        t = k.sleep(x) @ y
+        t.diagonal().mul_(2)
+        t[1:9].diagonal()[2:4].add_(1)
+        t.as_strided((4, 4), (65, 1), 3).sub_(1)
+        return t
+
+    return on_side(k.stream(), body)
+
+
+@program("elements that another tensor names are updated through a view", matrices(2))
+def indexed_rows_updated(k: Kit) -> Any:
+    def body(x, y):
+        t = k.sleep(x) @ y
+        rows = torch.arange(0, 6, 2, device="cuda")
+        t[rows] = y[rows]
+        t[:, 1:][:, rows] += 1
+        t[2][rows] = t[3][rows] * 2
+        t[1][t[1] > 0] = 1
+        return t
+
+    return on_side(k.stream(), body)
+
+
+@program("an updated view is returned beside its base", matrices(2))
+def updated_view_returned(k: Kit) -> Any:
+    def body(x, y):
+        t = k.sleep(x) @ y
+        part = t[2:10]
+        part[1][3:7].add_(y[0][3:7])
+        t[0:4][:, 5].mul_(3)
+        return t, part + 1
+
+    return on_side(k.stream(), body)
+
+
+@program("two streams update parts of one tensor through chained views, one after the other", batches)
+def rows_updated_on_two_streams(k: Kit) -> Any:
+    one, two, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x, y):
+        current = torch.cuda.current_stream()
+        one.wait_stream(current)
+        with torch.cuda.stream(one):
+            t = torch.bmm(sleep(x), y)
+            t[0][1:3].mul_(2)
+        two.wait_stream(one)
+        with torch.cuda.stream(two):
+            t[1][2:4].add_(1)
+            t[0][2:6].sub_(x[1][2:6])
+        current.wait_stream(two)
+        t.record_stream(two)
+        t.record_stream(current)
+        return t + 1
+
+    return fn
+
+
+# ---- operators that passes take apart
+
+
+@program("random numbers and masks are drawn by nodes that a pass makes", matrices(1))
+def random_numbers_drawn(k: Kit) -> Any:
+    def body(x):
+        noise = torch.rand_like(k.sleep(x))
+        kept = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+        return (noise >= 0).all(), ((kept == 0) | (kept == 2)).all(), x + 1
+
+    return on_side(k.stream(), body)
+
+
+@program("operators that write their arguments become functional and are taken apart again", matrices(2))
+def written_by_operators(k: Kit) -> Any:
+    def body(x, y):
+        t = k.sleep(x) @ y
+        torch.ops.overlay_test.add_to(t, y)
+        torch.ops.overlay_test.add_to(t[0:32], y[0:32])
+        t[1][2:6].mul_(2)
+        torch._foreach_add_([t, x], 1)
+        return t
+
+    return on_side(k.stream(), body)
+
+
+@program("constants are folded, and zeros and ones are taken out", matrices(1))
+def constants_folded(k: Kit) -> Any:
+    def body(x):
+        ones = torch.ones(64, 64, device="cuda")
+        full = (ones + 1) * 2
+        return k.sleep(x) * ones + 0, full, torch.zeros_like(x).add_(3)
+
+    return on_side(k.stream(), body)
+
+
+# ---- training
+
+
+@training("the backward of updates through chained views", batches)
+def train_rows_of_rows_updated(k: Kit) -> Any:
+    weight = k.parameter(4, 32, 32).requires_grad_()
+
+    def body(x, y):
+        t = torch.bmm(k.sleep(x), weight)
+        t[0][1:3].mul_(2)
+        t[1][2:4].add_(y[1][2:4])
+        return t.relu().sum()
+
+    forward = k.compile(on_side(k.stream(), body))
+
+    def step(x, y):
+        x = leaf(x)
+        loss = forward(x, y)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
+
+
+@training("a mask that the partitioner moves into the forward, and the pieces of a split that are joined", matrices(1))
+def train_relu_of_pieces(k: Kit) -> Any:
+    weight = k.parameter(64, 64).requires_grad_()
+
+    def body(x):
+        a, b = (k.sleep(x) @ weight).relu().split(32)
+        return (torch.cat([a * 2, b[1:31] + a[1:31]]) * a[0]).sum()
+
+    forward = k.compile(on_side(k.stream(), body))
+
+    def step(x):
+        x = leaf(x)
+        loss = forward(x)
+        loss.backward()
+        return loss.detach(), take_gradients(x, weight)
+
+    return step
