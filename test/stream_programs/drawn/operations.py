@@ -222,7 +222,6 @@ MORE_UPDATES = (
     InPlace("{a}[1][{a}[2] > 0] = 1", 1, largest, chains=False),
     InPlace("{a}[5:9].copy_({a}[6:10].clone())", 1, largest, chains=False),
     InPlace("{a}.t()[1:3][:, 4].add_(1)", 1, largest, chains=False),
-    InPlace("torch.as_strided({a}.detach(), (3, 4), (65, 2), 7).mul_(2)", 1, largest, chains=False),
 )
 
 MORE_VIEWS = (
