@@ -184,16 +184,31 @@ class _Rewriter:
         self.replace(node, base, values)
 
     def write_back(self, node: Node) -> None:
-        """A copy of memory into itself is none. The caller counts on what was said of it."""
-        target, value = node.args[:2]
-        memory = viewed(target)  # type: ignore[arg-type]
-        if IN_PLACE not in memory.meta or not self.is_part(value, target, target.meta["val"]):  # type: ignore[arg-type, union-attr]
-            return
+        """A copy of memory into itself is none, and one of a value that a copy makes is that copy. The caller counts on
+        what was said of it.
+        """
+        target: Any = node.args[0]
+        value: Any = node.args[1]
+        memory, part = viewed(target), target.meta["val"]
+        if IN_PLACE not in memory.meta or not self.is_part(value, target, part):
+            if not self.is_only_for(value, node):
+                return
+            self.emit(value, memory, part, node)
         if (last := self.writes.get(memory)) is not None and node_stream(last) == node_stream(node):
             customs = [n.meta.get("custom", {}) for n in (last, node)]
             last.meta["custom"] = {**customs[0], **customs[1], **union_of_tokens(customs)}
-        node.replace_all_uses_with(target)  # type: ignore[arg-type]
+        node.replace_all_uses_with(target)
         self.graph.erase_node(node)
+        if value in self.copies:
+            self.graph.erase_node(value)
+
+    def is_only_for(self, value: Node, write: Node) -> bool:
+        """Whether a copy makes a value that is copied into memory as it is, and goes nowhere else."""
+        if value not in self.copies or len(value.users) != 1:
+            return False
+        made, part = value.meta["val"], write.args[0].meta["val"]  # type: ignore[union-attr]
+        alike = made.dtype == part.dtype and [*map(expression, made.shape)] == [*map(expression, part.shape)]
+        return alike and not self.may_change(value.args[1], value, write)  # type: ignore[arg-type]
 
     def into_new_memory(self, copy: Node) -> None:
         value = copy.meta["val"]
