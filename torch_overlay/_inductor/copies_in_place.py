@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.stream_placement import constants, is_asynchronous_copy, is_view, node_stream, viewed
 from torch_overlay._inductor import host_copies
-from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned
+from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned, MEMORY_LIKE
 from torch_overlay._inductor.stream_passes import union_of_tokens
 
 
@@ -178,7 +178,8 @@ class _Rewriter:
             with self.graph.inserting_before(node):
                 view = self.graph.call_function(target, (base, *node.args[2:]), node.kwargs)
                 write = self.graph.call_function(_aten.copy_.default, (view, update))
-            view.meta = write.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
+            for made in (view, write):
+                made.meta = {**node.meta, "val": self.part(node, base)}  # type: ignore[arg-type]
             self.order[view] = self.order[write] = self.order[node]
             viewed(base).meta[IN_PLACE] = True  # type: ignore[arg-type]
         self.replace(node, base, values)
@@ -215,11 +216,7 @@ class _Rewriter:
         root = viewed(copy.args[0])  # type: ignore[arg-type]
         pinned = value.device.type == "cpu" and is_pinned(root)
         with self.graph.inserting_before(copy):
-            made = self.graph.call_function(
-                _aten.empty_strided.default,
-                (list(value.shape), list(value.stride())),
-                {"dtype": value.dtype, "device": value.device, "pin_memory": pinned},
-            )
+            made = self.graph.call_function(MEMORY_LIKE, (copy.args[0], pinned))
         made.meta = {**copy.meta, "val": value}
         emitted = self.emit(copy, made, value, copy)
         if value.device.type == "cpu" and any(user.op == "call_function" for user in copy.users):

@@ -17,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 import sympy
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import empty_strided, lowerings
 from torch._inductor.utils import get_free_symbols
 from torch._inductor.virtualized import V
 from torch._library.custom_ops import custom_op
@@ -47,7 +47,19 @@ def _(memory: torch.Tensor, source: torch.Tensor) -> None:
     return None
 
 
+@custom_op("streams_memory::memory_like", mutates_args=())
+def memory_like(value: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """New memory for what a copy brings, in the layout of a value that isn't read."""
+    return torch.empty_like(value, pin_memory=pinned)
+
+
+@memory_like.register_fake
+def _(value: torch.Tensor, pinned: bool) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
 COPY_ASYNC = torch.ops.streams_memory.copy_async_.default
+MEMORY_LIKE = torch.ops.streams_memory.memory_like.default
 
 
 class AsyncCopy(ir.ExternKernel):
@@ -116,6 +128,12 @@ def _copy_async(memory: Any, source: Any) -> None:
     AsyncCopy(memory, layout, source)
 
 
+def _memory_like(value: Any, pinned: bool) -> Any:
+    made: Any = V.graph.current_node.meta["val"]
+    size, stride = ([expression(n) for n in numbers] for numbers in (made.shape, made.stride()))
+    return empty_strided(size, stride, dtype=made.dtype, device=made.device, pin_memory=pinned)
+
+
 def fix_layout(node: Node, result: ir.TensorBox) -> None:
     """Its memory is eager's from the start, so that what the caller gets of it, or what is put into it, is no other."""
     result.realize()
@@ -127,6 +145,7 @@ def fix_layout(node: Node, result: ir.TensorBox) -> None:
 
 def register() -> None:
     lowerings[COPY_ASYNC] = _copy_async
+    lowerings[MEMORY_LIKE] = _memory_like
 
 
 def _device_type(node: object) -> str:
