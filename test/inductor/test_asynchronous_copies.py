@@ -1,7 +1,7 @@
 """Copies between device and host that don't block the host: `stream_programs.asynchronous_copies`.
 
 `TestCode` reads what is generated for them: a copy from and to the memory that the program names, and nothing else on
-the host. `TestGpu` times the calls: each returns while its copy still waits behind other work, and the copy runs beside
+the host. `TestGpu` times the calls: each returns while its copy still waits for other work, and the copy runs beside
 the kernels of another stream.
 """
 

@@ -211,7 +211,7 @@ def copies_of_other_shapes(k: Kit) -> Any:
     return fn
 
 
-@_relative("rows of one ring are filled on two streams, and the host reads each behind its event")
+@_relative("rows of one ring are filled on two streams, and the host reads each after its event")
 def ring_of_two_streams(k: Kit) -> Any:
     one, two, sleep = k.stream(), k.stream(), k.sleep
 
@@ -249,7 +249,7 @@ def host_writes_beside_copy(k: Kit) -> Any:
     return fn
 
 
-@_relative("what was in the memory is read on another stream before the copy, and behind it on a third")
+@_relative("what was in the memory is read on another stream before the copy, and after it on a third")
 def read_before_and_after(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
 

@@ -268,7 +268,7 @@ class _Rewriter:
 
     def is_read_later(self, base: Node, node: Node, place: Node) -> bool:
         root, part = viewed(base), base.meta["val"]
-        # Upstream has made the update in place; what is read behind it is the new value.
+        # Upstream has made the update in place; what is read after it is the new value.
         ends = [self.order[u] for u in node.users if u.target is _aten.copy_.default and self.is_put(u, root, part)]
         for value, user in self.users(root):
             is_later = self.order[user] > self.order[place] or user is place is not node
