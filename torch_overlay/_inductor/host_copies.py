@@ -2,8 +2,8 @@
 
 `destination.copy_(source, non_blocking=True)` between device and host is written as such a call, into the memory and
 from the memory that the user names (`copies_in_place` finds it): a copy on the stream where the user put it, as eager
-does. Whether it returns early is the memory's affair: of pinned memory it does, of pageable memory
-it doesn't, and a copy that has to gather elements of the host or to scatter them there waits, in eager, too.
+does. Whether it returns early is the memory's affair: of pinned memory it does, of pageable memory it doesn't, and a
+copy that has to gather elements of the host or to scatter them there waits, in eager, too.
 
 What the graph computes on the host and uploads with `.to("cuda", non_blocking=True)` Inductor makes in pinned memory,
 so that the upload doesn't block. If the caller gets that memory, too, it may write there while the copy still reads:
