@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay._inductor import copies_in_place
-from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION
+from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, MEMORY_LIKE
 
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ class TestCopiesInPlace(TestCase):
             graphs.append(gm)
         return graphs
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(st.lists(step, max_size=8), st.lists(st.integers(0, 3), max_size=3, unique=True))
     def test_values_are_those_of_the_program(self, steps: list[Any], returned: list[int]) -> None:
         self.compare(steps, returned)
@@ -150,6 +150,12 @@ class TestCopiesInPlace(TestCase):
         self.compare([("clone", 0, "all", 0, 1), ("copy", 0, "row", 0, 1), ("read", 3, "all", 0, 2)], [0, 3])
         self.compare([("copy", 2, "row", 2, 1), ("clone", 2, "all", 0, 1), ("copy", 2, "rows", 2, 1)], [2, 3])
         self.compare([("copy", 3, "row", 3, 1), ("copy", 2, "rows", 2, 1), ("read", 3, "all", 0, 2)], [2, 3])
+
+    def test_new_memory_has_no_gaps(self) -> None:
+        """Of a part of memory that can't be filled in place, for it is filled once more."""
+        for gm in self.compare([("copy", 0, "all", 2, 1), ("copy", 0, "columns", 0, 1)], []):
+            for node in gm.graph.find_nodes(op="call_function", target=MEMORY_LIKE):
+                self.assertTrue(node.meta["val"].is_contiguous())
 
     def test_source_that_is_updated_afterwards(self) -> None:
         self.compare([("copy", 0, "all", 1, 1), ("add", 1, "rows", 0, 3), ("copy", 1, "row", 0, 2)], [0, 1])

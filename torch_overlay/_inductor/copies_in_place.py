@@ -217,12 +217,15 @@ class _Rewriter:
         pinned = value.device.type == "cpu" and is_pinned(root)
         with self.graph.inserting_before(copy):
             made = self.graph.call_function(MEMORY_LIKE, (copy.args[0], pinned))
-        made.meta = {**copy.meta, "val": value}
-        emitted = self.emit(copy, made, value, copy)
-        if value.device.type == "cpu" and any(user.op == "call_function" for user in copy.users):
+        with V.fake_mode:
+            made.meta = {**copy.meta, "val": torch.empty_like(value)}  # without the gaps that a part of memory has
+        if (values := self.as_memory(copy, made)) is None:
+            made.meta["val"], values = value, {}
+        is_read = any(user.op == "call_function" for user in copy.users)
+        emitted = self.emit(copy, made, made.meta["val"], copy)
+        if value.device.type == "cpu" and is_read:
             emitted.meta[READ_LATER] = True
-        copy.replace_all_uses_with(made)
-        self.graph.erase_node(copy)
+        self.replace(copy, made, values)
 
     # ---- what a step needs
 
