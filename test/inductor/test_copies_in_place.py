@@ -132,7 +132,7 @@ class TestCopiesInPlace(TestCase):
             graphs.append(gm)
         return graphs
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(st.lists(step, max_size=8), st.lists(st.integers(0, 3), max_size=3, unique=True))
     def test_values_are_those_of_the_program(self, steps: list[Any], returned: list[int]) -> None:
         self.compare(steps, returned)
