@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 import sys
@@ -15,7 +16,9 @@ from torch._inductor.test_case import run_tests, TestCase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import corpus
 import form
+from stream_programs import by_name
 from torch_overlay import config
 from torch_overlay.analysis import check, check_eager, check_wrapper, RaceError
 from torch_overlay.analysis.happens_before import analyse
@@ -177,6 +180,102 @@ redundant: ev1.record(stream1_raw): nobody waits for it
         self.assertRegex(
             str(report), r"note: in eager the function has \d races of its own, the first:\n  RAW: input 0"
         )
+
+    @simulated_gpu()
+    def test_events_that_the_function_keeps_are_no_promise(self) -> None:
+        """Those of eager's own run live on in the compiled one."""
+        side, kept, ring = torch.cuda.Stream(), [], [torch.cuda.Event() for _ in range(5)]
+
+        def a_log(done: Any) -> None:
+            kept.append(done)
+
+        def a_deque(done: Any) -> None:
+            recent.append(done)
+
+        def a_cycle(done: Any) -> None:
+            holder = {"done": done}
+            holder["self"] = holder
+
+        def a_ring(done: Any) -> None:
+            ring.append(ring.pop(0))
+            ring[0].record()
+
+        recent: collections.deque[Any] = collections.deque(maxlen=3)
+        for keep in (a_log, a_deque, a_cycle, a_ring):
+
+            def fn(x: torch.Tensor) -> torch.Tensor:
+                current = torch.cuda.current_stream()
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    a = x @ x
+                    done = torch.cuda.Event()
+                    done.record(side)
+                current.wait_event(done)
+                keep(done)
+                return a + 1
+
+            report = check(fn, inputs()[0])
+            self.assertTrue(report.ok, f"{keep.__name__}\n{report}")
+
+    @simulated_gpu()
+    def test_event_of_the_callers_that_is_not_recorded_is_a_lost_promise(self) -> None:
+        side, done = torch.cuda.Stream(), torch.cuda.Event()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                a = x @ x
+                done.record(side)
+            torch.cuda.current_stream().wait_stream(side)
+            return a + 1
+
+        self.assertTrue(check(fn, inputs()[0]).ok)
+        report = check(fn, inputs()[0], rewrite=lambda text: re.sub(r"\n *event\d\.record\(.*\)", "", text))
+        self.assertTrue(any(p.who.startswith("event") for p in report.lost), str(report))
+
+    @simulated_gpu()
+    def test_current_stream_is_put_back_behind_each_run(self) -> None:
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(side)
+            return x @ x + 1
+
+        before = torch.cuda.current_stream()
+        report = check(fn, inputs()[0])
+        self.assertTrue(report.ok, str(report))
+        self.assertIn("after call 1, stream 1 may read output 0", map(str, report.boundary))
+        self.assertEqual(torch.cuda.current_stream(), before)
+
+    @simulated_gpu()
+    def test_blocking_copy_of_a_constant_promises_nothing_to_the_host(self) -> None:
+        makers = {
+            "factory": lambda: torch.ones(64, 64).cuda(),
+            "literal": lambda: torch.tensor([[2.0]]).cuda(),
+            "literal on the device": lambda: torch.tensor([[2.0]], device="cuda"),
+            "computed": lambda: (torch.ones(64, 64) * 2).to("cuda"),
+        }
+        for name, make in makers.items():
+            report = check(lambda x: x * make(), inputs()[0])
+            self.assertTrue(report.ok, f"{name}\n{report}")
+
+    @simulated_gpu()
+    def test_blocking_copy_of_an_input_is_a_promise_to_the_host(self) -> None:
+        report = check(lambda x, h: x * (h + 1).cuda(), inputs()[0], torch.ones(64, 64))
+        self.assertTrue(report.ok, str(report))
+        self.assertIn("after call 1, host may read input 0", [str(p) for p in report.boundary if p.eager])
+
+    def test_wait_at_the_end_of_a_backward_that_is_missing(self) -> None:
+        """The side stream's memory is read on the current one, and goes back to the side stream."""
+
+        def without_leave(text: str) -> str:
+            return text if "tangents_1" not in text else re.sub(r"\n( *)frame0\.leave\(\)", r"\n\1pass", text)
+
+        program = by_name("train_two_branches")
+        self.assertTrue(corpus.check_program(program).ok)
+        report = corpus.check_program(program, rewrite=without_leave)
+        self.assertIn("stream 1 may hand on the free memory of stream 1", [p.text for p in report.lost], str(report))
 
     @simulated_gpu()
     def test_host_read_of_a_copy_that_is_not_over(self) -> None:

@@ -96,7 +96,7 @@ def check(
             compiled = torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
         with observe() as seen, device:
             device.seen = seen
-            _run(device, compiled, args, calls, backward, before, seen)
+            caller = _run(device, compiled, args, calls, backward, before, seen)
             traces = [device.trace]
             if device.asked_idle:
                 for pattern in ((True, True), (True, False), (False, True)):
@@ -106,7 +106,7 @@ def check(
                 device.captures = True
                 _run(device, compiled, args, calls, backward, before, seen)
                 traces.append(device.trace)
-            context = Context.of(device, before.promises, events & set(device.events.values()))
+            context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
     report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
     return replace(report, in_eager=before.races)
 
@@ -133,10 +133,12 @@ def _in_eager(
     try:
         with torch.compiler.set_stance("force_eager"), device:
             caller = _run(device, fn, args, calls, backward, Eager())
+            found, promises = analyse(device.trace.operations), _promises(device.trace)
+            _run(device, fn, args, calls, backward, Eager())
+            promises = _made_twice(promises, _promises(device.trace))
     except Exception as error:
         notes.append(f"eager's promises are not known, for the function fails there: {_first_line(error)}")
         return Eager()
-    found = analyse(device.trace.operations)
     names = {name for name, _ in device.captured() if not name.startswith("input")}
     by_caller = [r for r in found.races if CALLER in (r.first.launch.name, r.second.launch.name)]
     keeps = names & {r.second.view.memory.name for r in by_caller}
@@ -148,7 +150,30 @@ def _in_eager(
             + textwrap.indent(describe(races[0]), "  ")
         )
     lends = {r.first.view.memory.stream for r in taken}
-    return Eager(found.boundaries, frozenset(keeps), frozenset(lends), tuple(races) if device.ran_backward else ())
+    return Eager(promises, frozenset(keeps), frozenset(lends), tuple(races) if device.ran_backward else ())
+
+
+def _promises(trace: Trace) -> Promises:
+    """What the calls of a trace promise. That the host waits while a constant is copied is no promise of the function's:
+    compiled code has the constant on the device.
+    """
+    return analyse(op for op in trace.operations if not (isinstance(op, Synchronize) and op.of_constant)).boundaries
+
+
+def _made_twice(first: Promises, second: Promises) -> Promises:
+    """What a second run of the same calls promises, too.
+
+    A function may keep what it makes: events in a log, the place in a ring of buffers. The compiled run comes to what
+    earlier runs left behind, and so does a second run in eager: a promise that depends on it is no promise.
+    """
+    both: Promises = {}
+    for call in first.keys() & second.keys():
+        one, two = first[call], second[call]
+        rows = {name: row & two[name] for name, row in one.items() if name in two}
+        # Of memory that one of the runs doesn't free nothing is to be feared there.
+        rows |= {name: row for name, row in (one | two).items() if name not in rows and name.startswith("free memory")}
+        both[call] = rows
+    return both
 
 
 def _first_line(error: Exception) -> str:
@@ -167,16 +192,17 @@ def _run(
 ) -> Caller:
     device.begin()
     caller = Caller(device, before, joins=seen is None)
-    for number in range(calls):
-        device.idle = idle[number % len(idle)]
-        caller.prepare(args)
-        outputs = fn(*args)
-        if backward:
-            _backward(outputs)
-        if seen is not None and number == calls - 1:
-            seen.output = outputs
-        caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
-        del outputs
+    with device.streams_put_back():  # a function may leave another stream the current one
+        for number in range(calls):
+            device.idle = idle[number % len(idle)]
+            caller.prepare(args)
+            outputs = fn(*args)
+            if backward:
+                _backward(outputs)
+            if seen is not None and number == calls - 1:
+                seen.output = outputs
+            caller.rely(f"call {number + 1}", args, outputs, _gradients(fn, args) if backward else [])
+            del outputs
     return caller
 
 
@@ -200,6 +226,7 @@ class Caller:
 
     def __init__(self, device: SimulatedDevice, before: Eager, joins: bool = False) -> None:
         self.device, self.before, self.joins = device, before, joins
+        self.current = device.current()  # the stream on which it goes on behind the last call
         self.outputs: set[Memory] = set()
         self.work: dict[str, Memory] = {}  # on each stream the caller has something to do
 
@@ -233,6 +260,7 @@ class Caller:
         named = [(f"output {i}", t) for i, t in enumerate(_tensors(outputs))]
         named += [(f"input {i}", t) for i, t in enumerate(_tensors(args))]
         named += [(f"gradient of {name}", t.grad) for name, t in gradients if t.grad is not None]
+        self.current = self.device.current()
         with self.device.pause():
             self.device.sweep()
             views = {name: self.device.view(t) for name, t in named}
@@ -289,13 +317,17 @@ class Context:
     current: str
     public: frozenset[str]
     events: frozenset[str]
+    pools: frozenset[str] = frozenset()  # streams of the caller's, whose memory others allocate after the call
 
     @classmethod
-    def of(cls, device: SimulatedDevice, promises: Promises | None, events: frozenset[str]) -> Context:
-        current = device.current()
+    def of(cls, device: SimulatedDevice, current: str, promises: Promises | None, events: frozenset[str]) -> Context:
         # A backward promises its caller's stream, and no other one.
         return cls(
-            promises, current, frozenset({HOST, current, *(() if device.ran_backward else device.public)}), events
+            promises,
+            current,
+            frozenset({HOST, current, *(() if device.ran_backward else device.public)}),
+            events,
+            frozenset(device.public),
         )
 
     def boundary(self, found: Findings) -> Iterator[Promise]:
@@ -306,7 +338,7 @@ class Context:
                     yield from self._presumed(call, name, now)
                 elif (before := self.promises.get(call, {}).get(name)) is not None:
                     yield from self._compared(call, name, before, now)
-                elif (pool := name.removeprefix("free memory of ")) != name and self.is_public(pool):
+                elif (pool := name.removeprefix("free memory of ")) != name and pool in self.pools:
                     yield Promise(call, name, "reuse", pool, True, pool in now.readable)  # eager frees nothing there
 
     def is_public(self, who: str) -> bool:
@@ -325,13 +357,13 @@ class Context:
         elif name.startswith("output"):
             for who in filter(self.is_public, sorted(before.known - {HOST})):
                 yield Promise(call, name, "drop", who, True, who in now.known)
-        read = "reuse" if name.startswith("free memory") else "read"
+        is_pool = name.startswith("free memory")
         for what, eager, compiled in (
-            (read, before.readable, now.readable),
+            ("reuse" if is_pool else "read", before.readable, now.readable),
             ("overwrite", before.writable, now.writable),
         ):
             done = HOST in compiled  # what the host need not wait for, nobody whom it launches later has to
-            for who in filter(self.is_public, sorted(eager | compiled)):
+            for who in filter(self.pools.__contains__ if is_pool else self.is_public, sorted(eager | compiled)):
                 yield Promise(call, name, what, who, who in eager, done or who in compiled)
 
     def judge(self, operations: Iterable[Operation]) -> Report:

@@ -108,6 +108,10 @@ class Reliance:
     writable: frozenset[str]
     known: frozenset[str]
 
+    def __and__(self, other: Reliance) -> Reliance:
+        """What holds in both of two runs."""
+        return Reliance(self.readable & other.readable, self.writable & other.writable, self.known & other.known)
+
 
 @dataclass
 class Findings:

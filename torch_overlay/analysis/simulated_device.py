@@ -87,6 +87,7 @@ class SimulatedDevice:
         self.outside: dict[
             int, tuple[StorageWeakRef, str]
         ] = {}  # what the program didn't allocate, and how it is called
+        self.constants: dict[int, StorageWeakRef] = {}  # host memory that no input of the program reaches
         self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
@@ -132,6 +133,19 @@ class SimulatedDevice:
             yield
         finally:
             self.paused -= 1
+
+    @contextlib.contextmanager
+    def streams_put_back(self) -> Iterator[None]:
+        """The current device and the current stream of each device are those of before at the end."""
+        index = torch._C._accelerator_getDeviceIndex()
+        streams = [torch._C._accelerator_getStream(i) for i in range(self.devices.count)]
+        try:
+            yield
+        finally:
+            with self.pause():
+                for stream in streams:
+                    torch._C._accelerator_setStream(stream)
+                torch._C._cuda_setDevice(index)
 
     @contextlib.contextmanager
     def partition(self) -> Iterator[None]:
@@ -329,8 +343,11 @@ class SimulatedDevice:
         with self.pause():
             out = run()
         operator = Operator(func, args, kwargs, out)
+        if func is aten.lift_fresh.default and not out.is_cuda:  # of `torch.tensor([...])`
+            self.constants[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
         if operator.is_view:
             return out
+        self.note_constants(func, operator)
         for tensor in operator.results:
             self.allocate(tensor, assigned_name() or f"result of {name.removeprefix('aten::')}")
         if name.startswith(_ALLOCATES) or func.namespace == "prim" or not operator.touched:
@@ -360,7 +377,21 @@ class SimulatedDevice:
             self.launch(f"{name} (reads host memory)", HOST, host_reads, [])
         self.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
         if self.blocks_host(func, operator):
-            self.trace.add(Synchronize(stream=stream, site=site()))
+            of_constant = func in _COPIES and bool(host_reads) and all(map(self.is_constant, host_reads))
+            self.trace.add(Synchronize(stream=stream, site=site(), of_constant=of_constant))
+
+    def note_constants(self, func: Any, operator: Operator) -> None:
+        """Host memory that an operator fills with what a compiler knows, or no longer."""
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.is_constant, operator.reads))
+        for storage in (t.untyped_storage() for t in (*operator.writes, *operator.results) if not t.is_cuda):
+            if known:
+                self.constants[storage._cdata] = StorageWeakRef(storage)
+            else:
+                self.constants.pop(storage._cdata, None)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        known = self.constants.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
 
     def blocks_host(self, func: Any, operator: Operator) -> bool:
         """Whether the operator returns only when the device is done: copies between host and device, by default."""

@@ -165,12 +165,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """The host waits for an event, for a stream, or (both None) for all streams of the devices."""
+    """The host waits for an event, for a stream, or (both None) for all streams of the devices. `of_constant`: it waits
+    because it copies a constant of its own to the device, which code that has the constant there already doesn't do.
+    """
 
     event: str | None = None
     stream: str | None = None
     streams: tuple[str, ...] | None = None
     site: str = ""
+    of_constant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

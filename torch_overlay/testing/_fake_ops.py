@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
+import threading
 import warnings
 from typing import Any, TYPE_CHECKING
 
@@ -13,7 +15,9 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -55,16 +59,59 @@ class MadeUp:
         return float(value) if dtype.is_floating_point else value if dtype is torch.bool else int(value)
 
 
+class NotSimulated(UnsupportedOperatorException):
+    """An operator that has no fake kernel: stock fake tensors run it on the device, and here is none."""
+
+    def __str__(self) -> str:
+        return (
+            f"simulated_gpu: {self.func} can't be simulated. It has no fake kernel, which says what its result looks like "
+            "without the data, and there is no device to run it on. Give it one (torch.library.register_fake), or leave "
+            "it out of what is simulated"
+        )
+
+
+class _OfThread(threading.local):
+    """What a fake mode notes of the thread that it is active in."""
+
+    def __init__(self) -> None:
+        self.in_kernel_invocation = False
+        self.enter_stack: list[Any] = []
+
+
 class SimulatedTensorMode(FakeTensorMode):
     """Fake tensors that know whether they are pinned. Stock fake tensors refuse to be pinned, and answer is_pinned from
-    a cache keyed by shape; `record_stream` they pass on to the CUDA runtime."""
+    a cache keyed by shape; `record_stream` they pass on to the CUDA runtime.
+
+    There is one for the process, and several threads may be inside of it. A copy of a tensor has the same one.
+    """
 
     def __init__(self, devices: Devices) -> None:
+        self._of_thread = _OfThread()
         super().__init__(allow_non_fake_inputs=True)
         self._devices = devices
         self._pinned: dict[int, StorageWeakRef] = {}
         self.made_up = MadeUp()
         self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
+
+    def __deepcopy__(self, memo: Any) -> SimulatedTensorMode:
+        """Copied weak references to storages would be given back twice."""
+        return self
+
+    @property
+    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+        return self._of_thread.in_kernel_invocation
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._of_thread.in_kernel_invocation = value
+
+    @property
+    def enter_stack(self) -> list[Any]:  # type: ignore[override]
+        return self._of_thread.enter_stack
+
+    @enter_stack.setter
+    def enter_stack(self, value: list[Any]) -> None:
+        self._of_thread.enter_stack = value
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -118,6 +165,27 @@ class SimulatedTensorMode(FakeTensorMode):
         """Of a view as well as of the whole."""
         known = self._pinned.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
+
+    def deepcopy(self, tensor: FakeTensor, memo: dict[Any, Any]) -> torch.Tensor:
+        """As of a tensor with data: what shares memory does so among the copies."""
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        with torch.no_grad(), self:
+            storage = tensor.untyped_storage()
+            copies = memo.setdefault("simulated storages", {})
+            if storage._cdata not in copies:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                copies[storage._cdata] = whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+            new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            new.set_(
+                copies[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        memo[id(tensor)] = new.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            new.grad = copy.deepcopy(tensor.grad, memo)
+        for name in vars(tensor).keys() - vars(new).keys():
+            setattr(new, name, copy.deepcopy(getattr(tensor, name), memo))
+        return new
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop the weak reference to a tensor from the memo of tensors that were made fake."""

@@ -15,9 +15,10 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 
 from torch_overlay.testing import _hardware
+from torch_overlay.testing._fake_ops import NotSimulated
 from torch_overlay.testing._stub_module import stub_module
 
 
@@ -112,6 +113,22 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
         mode.forget(second)
         swap(first, second)
 
+    deepcopy = torch.Tensor.__deepcopy__
+
+    def deepcopy_fake(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+        if type(tensor) is torch.Tensor:  # with data, from outside
+            with _disable_current_modes():
+                return deepcopy(tensor, memo)
+        is_ours = getattr(tensor, "fake_mode", None) is mode and tensor.is_leaf and tensor.layout == torch.strided
+        return mode.deepcopy(tensor, memo) if is_ours else deepcopy(tensor, memo)
+
+    fallback = torch._subclasses.fake_tensor.run_fallback_kernel
+
+    def fall_back(fake_mode: Any, func: Any, args: Any, spec: Any, error: Any) -> Any:
+        if any(isinstance(a, torch.Tensor) and a.device.type == "cuda" for a in args):
+            raise NotSimulated(func) from error
+        return fallback(fake_mode, func, args, spec, error)
+
     engine = torch.autograd.graph._engine_run_backward
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +145,16 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
             "torch.autograd._engine_run_backward",
             run_backward,
             "the engine has as many device threads as there were devices when it started: use the calling thread",
+        ),
+        Mock(
+            "torch.Tensor.__deepcopy__",
+            deepcopy_fake,
+            "asks for the address, copies a storage that has no data, and a tensor's attributes, its fake mode among them",
+        ),
+        Mock(
+            "torch._subclasses.fake_tensor.run_fallback_kernel",
+            fall_back,
+            "runs an operator without a fake kernel on the device",
         ),
         Mock(
             "torch.utils.swap_tensors",

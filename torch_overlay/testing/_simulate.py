@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import threading
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -44,34 +45,44 @@ class Simulation:
             enter(_native.primary_context(self.devices.has_context))
             for cls, attributes in self.devices.type_attributes().items():
                 enter(_native.type_attributes(cls, attributes))
-            for mock in (
+            for stand_in in (
                 *_mocks.device_mocks(self.devices),
                 *_mocks.tensor_mocks(self.fake_mode),
                 *_mocks.compiler_mocks(self._record_cudagraph),
             ):
-                enter(mock.patch())
+                enter(stand_in.patch())
             enter(_fake_ops.allocations(self.fake_mode))
             enter(_attention.attention())
             enter(_mocks.forgotten_caches())
             enter(_mocks.private_cache_dir())
+            enter(self._in_new_threads())
             stack.callback(torch._dynamo.reset)
             torch._dynamo.reset()
             stack.callback(self.devices.rewind)
             yield
 
     @contextlib.contextmanager
-    def _entered_by_thread(self) -> Any:
-        """The part that belongs to a thread: its fake mode, its configuration and its table of stream objects."""
-        table = objects.current()
-        try:
-            with (
-                torch._inductor.config.patch(_mocks.inductor_config()),
-                torch._functorch.config.patch(enable_autograd_cache=False),
-                self.fake_mode,
-            ):
-                yield
-        finally:
-            objects.install(table)  # a backward leaves that of its forward, with simulated streams
+    def _in_new_threads(self) -> Any:
+        """A thread that is started inside, one of a pool's among them, enters for itself."""
+        bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+        def enter(thread: threading.Thread) -> None:
+            with self._enter_thread():
+                bootstrap(thread)
+
+        with mock.patch.object(threading.Thread, "_bootstrap_inner", enter):
+            yield
+
+    def _enter_thread(self) -> contextlib.ExitStack:
+        """The part that belongs to a thread: its fake mode, its configuration and its table of stream objects. What is
+        returned leaves it, in the same thread; dropped, it does nothing.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(objects.install, objects.current())  # a backward leaves that of its forward
+            stack.enter_context(torch._inductor.config.patch(_mocks.inductor_config()))
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+            stack.enter_context(self.fake_mode)
+            return stack.pop_all()
 
 
 _MOCKED_MODULES = (
@@ -82,14 +93,26 @@ _MOCKED_MODULES = (
 )
 _lock = threading.RLock()
 _active: list[Simulation] = []
-_open: list[contextlib.ExitStack] = []
+_of_process: list[contextlib.ExitStack] = []  # what the simulation changed for all threads
+_open: list[tuple[int, contextlib.ExitStack]] = []  # what a thread entered
+
+
+def _end() -> None:
+    _active.pop()
+    _of_process.pop().close()
 
 
 @atexit.register
 def _leave() -> None:
-    """A simulation that was entered and never left would outlive the Python functions that C++ was given."""
-    while _open:
-        _open.pop().close()
+    """A simulation that was entered and never left would outlive the Python functions that C++ was given. The part of
+    another thread can't be left here, and hinders nobody.
+    """
+    mine = [stack for thread, stack in _open if thread == threading.get_ident()]
+    _open.clear()
+    for stack in reversed(mine):
+        stack.close()
+    while _of_process:
+        _end()
 
 
 class simulated_gpu(contextlib.ContextDecorator):
@@ -100,8 +123,8 @@ class simulated_gpu(contextlib.ContextDecorator):
     that the graph promised. No kernel is compiled or launched, and no compile cache is read or written.
 
     A machine with a GPU is simulated all the same, so the results do not depend on the machine. The simulation belongs
-    to the process; entering it again inside gives the same simulation, and a thread that makes tensors of its own
-    enters it for itself.
+    to the process: entering it again inside gives the same simulation, and threads that are started inside are in it. A
+    thread that was started before enters it for itself.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -124,19 +147,20 @@ class simulated_gpu(contextlib.ContextDecorator):
                     )
             else:
                 simulation = Simulation(self._count)
-                stack.enter_context(simulation._entered())
+                with contextlib.ExitStack() as of_process:
+                    of_process.enter_context(simulation._entered())
+                    _of_process.append(of_process.pop_all())
                 _active.append(simulation)
-                stack.callback(_active.pop)
-            stack.enter_context(simulation._entered_by_thread())
+                stack.callback(_end)
+            stack.enter_context(simulation._enter_thread())
             self._stacks.append(stack.pop_all())
-            _open.append(self._stacks[-1])
+            _open.append((threading.get_ident(), self._stacks[-1]))
             return simulation
 
     def __exit__(self, *exc: Any) -> None:
         with _lock:
             stack = self._stacks.pop()
-            if stack in _open:
-                _open.remove(stack)
+            _open[:] = [entry for entry in _open if entry[1] is not stack]
             stack.__exit__(*exc)
 
 
