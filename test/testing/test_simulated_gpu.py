@@ -1,5 +1,6 @@
 """The simulated GPU: what it offers, that it leaves nothing behind, and that torch.compile runs on it to the end."""
 
+import copy
 import ctypes
 import os
 import random
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
 import torch.nn as nn
 from torch._dynamo.test_case import run_tests, TestCase
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 try:
@@ -192,6 +195,15 @@ class Entering(TestCase):
         )
         self.assertEqual((out.returncode, out.stderr), (0, ""))
 
+    def test_process_may_end_inside_with_copies_and_threads_that_never_left(self):
+        out = self.run_python(
+            "from torch_overlay.testing import simulated_gpu; import copy, threading, torch\n"
+            "simulated_gpu().__enter__(); x = torch.ones(4, device='cuda'); p = torch.ones(4).pin_memory()\n"
+            "y = copy.deepcopy([x, p])\n"
+            "thread = threading.Thread(target=lambda: simulated_gpu().__enter__()); thread.start(); thread.join()"
+        )
+        self.assertEqual((out.returncode, out.stderr), (0, ""))
+
     def test_forked_child(self):
         out = self.run_python(
             "from torch_overlay.testing import compile_only, simulated_gpu; import os, torch\n"
@@ -368,6 +380,48 @@ class Eager(TestCase):
             thread.start()
             thread.join()
         self.assertEqual(seen, [True, 0, "cuda"])
+
+
+    def test_pool_of_threads_with_streams_of_their_own(self):
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        x = cuda(16, 16)
+        compiled = torch.compile(lambda x: (x @ x).relu())
+
+        def work(stream):
+            seen = []
+            for _ in range(20):
+                with torch.cuda.stream(stream):
+                    y = (x @ x).relu() + torch.ones(16, 16, device="cuda")
+                    z = compiled(x)
+                    seen.append((y.device.type, z.shape, torch.cuda.current_stream() == stream))
+            return set(seen)
+
+        with ThreadPoolExecutor(4) as pool:
+            found = set().union(*pool.map(work, streams))
+        self.assertEqual(found, {("cuda", (16, 16), True)})
+
+    def test_copies_of_tensors(self):
+        x = cuda(4, 4, requires_grad=True)
+        with _disable_current_modes():
+            real = torch.ones(4)
+        x.grad, x.tag = cuda(4, 4), [1]
+        copied, transposed, again = copy.deepcopy([x, x.detach().t(), real])
+        self.assertIs(copied.fake_mode, self.gpu.fake_mode)
+        self.assertEqual((copied.device.type, copied.requires_grad, copied.tag), ("cuda", True, [1]))
+        self.assertIsNot(copied.grad, x.grad)
+        self.assertEqual(transposed.untyped_storage()._cdata, copied.untyped_storage()._cdata)
+        self.assertNotEqual(copied.untyped_storage()._cdata, x.untyped_storage()._cdata)
+        self.assertEqual(again.tolist(), real.tolist())
+        self.assertIs(copy.deepcopy(self.gpu.fake_mode), self.gpu.fake_mode)
+
+    def test_operator_without_a_fake_kernel_is_refused(self):
+        text = r"simulated_gpu: aten\._to_sparse\.default can't be simulated\. It has no fake kernel"
+        with self.assertRaisesRegex(RuntimeError, text):
+            cuda(4, 4).to_sparse()
+
+    def test_cuda_graph_points_to_check_graph(self):
+        with self.assertRaisesRegex(RuntimeError, "no GPU to capture on .* torch_overlay.analysis.check_graph reads"):
+            torch.cuda.CUDAGraph()
 
 
 class StreamsAndEvents(TestCase):

@@ -7,10 +7,14 @@ import copy
 import sys
 import threading
 import warnings
+from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._higher_order_ops.associative_scan import associative_scan_op, associative_scan_op_dense
 from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.map import map_dense, map_impl
+from torch._higher_order_ops.scan import scan_op, scan_op_dense
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,7 +41,8 @@ _LOOPS = {True: 3, False: 100}  # how often a place asks for a bool, or a number
 
 class MadeUp:
     """What is read of a device that computes nothing, so that the program can go on: all values are one, or true. A
-    loop that asks in one place again and again gets a zero in the end: it is to end.
+    loop that asks in one place again and again gets a zero in the end: it is to end. One that asks in several places by
+    turns takes longer to be told from a program that comes by now and then.
     """
 
     def __init__(self) -> None:
@@ -47,6 +52,7 @@ class MadeUp:
         """A new call: what was asked before is forgotten."""
         self.place: tuple[str, int] | None = None
         self.times = 0
+        self.of_place: Counter[tuple[str, int]] = Counter()
 
     def number(self, dtype: torch.dtype) -> bool | int | float:
         frame = sys._getframe(1)
@@ -55,7 +61,9 @@ class MadeUp:
         place = frame.f_code.co_filename, frame.f_lineno
         self.times = self.times + 1 if place == self.place else 1
         self.place = place
-        value = self.times % _LOOPS[dtype is torch.bool] != 0
+        self.of_place[place] += 1
+        most = _LOOPS[dtype is torch.bool]
+        value = self.times % most != 0 and self.of_place[place] % (3 * most) != 0
         return float(value) if dtype.is_floating_point else value if dtype is torch.bool else int(value)
 
 
@@ -218,6 +226,21 @@ def _loop(
         while cond_fn(*carried, *additional):
             carried = body_fn(*carried, *additional)
         return carried
+
+
+def _loop_in_python(op: Any, dense: Callable[..., Any]) -> None:
+    """Operators that are loops over tensors of known sizes do in eager what they do on a device."""
+
+    def run(mode: SimulatedTensorMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return dense(*args, **kwargs)
+
+    op.py_impl(SimulatedTensorMode)(run)
+
+
+_loop_in_python(map_impl, map_dense)
+_loop_in_python(scan_op, scan_op_dense)
+_loop_in_python(associative_scan_op, associative_scan_op_dense)
 
 
 @contextlib.contextmanager

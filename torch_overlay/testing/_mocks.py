@@ -55,6 +55,14 @@ def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _no_cuda_graph(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.cuda.CUDAGraph: there is no GPU to capture on in simulated_gpu(). torch_overlay.analysis.check(fn, *args) "
+        "checks the function that is to be captured; torch_overlay.analysis.check_graph reads a graph that was captured "
+        "on a GPU"
+    )
+
+
 def device_mocks(d: Devices) -> list[Mock]:
     """What PyTorch asks the CUDA runtime for."""
     current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
@@ -97,6 +105,7 @@ def device_mocks(d: Devices) -> list[Mock]:
         Mock("torch._C._cuda_resetPeakMemoryStats", _returns(None), "asks c10's allocator"),
         Mock("torch._C._cuda_isCurrentStreamCapturing", _returns(False), "asks the runtime"),
         Mock("torch.cuda.graphs._cuda_isCurrentStreamCapturing", _returns(False), "alias taken at import"),
+        Mock("torch.cuda.graphs.CUDAGraph.__new__", staticmethod(_no_cuda_graph), "asks the driver"),
         Mock("torch._C._cuda_synchronize", _calls(d.synchronize), "asks the runtime, and must be logged"),
         Mock("torch._C._accelerator_synchronizeDevice", _calls(d.synchronize), "the fake guard can't; logged"),
         Mock("torch._C._cuda_sleep", lambda cycles: d.log.note("sleep"), "launches a kernel"),
