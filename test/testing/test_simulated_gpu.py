@@ -381,7 +381,6 @@ class Eager(TestCase):
             thread.join()
         self.assertEqual(seen, [True, 0, "cuda"])
 
-
     def test_pool_of_threads_with_streams_of_their_own(self):
         streams = [torch.cuda.Stream() for _ in range(4)]
         x = cuda(16, 16)

@@ -20,6 +20,7 @@ _PUBLIC = {
     "check_step": "step_check",
     "check_trace": "race_report",
     "check_wrapper": "wrapper_check",
+    "LostPromiseError": "race_report",
     "memory_blocks": "memory_snapshot",
     "profiler": "timeline_run",
     "RaceError": "race_report",

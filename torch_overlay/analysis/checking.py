@@ -15,16 +15,23 @@ No GPU is needed, and none is used.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import linecache
+import os
 import re
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_overlay import config
+from torch_overlay._inductor import stream_lowering
 from torch_overlay.analysis.happens_before import analyse, Findings, Race, Reliance
-from torch_overlay.analysis.race_report import describe, Promise, Report
+from torch_overlay.analysis.race_report import accessed, Promise, Report
 from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, RecordStream, Synchronize, Trace, View
 from torch_overlay.testing import observe, simulated_gpu
@@ -43,8 +50,8 @@ CALLER = "the caller"
 class Eager:
     """What eager orders: for each call what may be relied on after it (None: not known); which of the captured
     tensors the caller must not write between calls, for that would race in eager; of which streams' memory outputs are
-    that it must tell the allocator that it reads, for they would be handed on under its hands; and, of a run with a
-    backward, the races that it seems to have (the engine's accumulation is not modelled in full).
+    that it must tell the allocator that it reads, for they would be handed on under its hands; and the races that it
+    has (with a backward: seems to have, for the engine's accumulation is not modelled in full).
     """
 
     promises: Promises | None = None
@@ -65,7 +72,7 @@ def check(
     fullgraph: bool = False,
     eager: bool = True,
     devices: int = 1,
-    misaligned: bool = False,
+    misaligned: bool = True,
     rewrite: Callable[[str], str] | None = None,
 ) -> Report:
     """Compile `fn`, run it `calls` times on `args` on a simulated device, and say what is not ordered.
@@ -73,8 +80,10 @@ def check(
     `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
     and so is one that calls compiled functions, with `compile=False`; any other is given to `torch.compile` with
     `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function isn't run in eager: the caller is then
-    taken to rely on all outputs, gradients and mutated inputs on the current stream. `misaligned` says that the inputs
-    aren't aligned, so that compiled code copies them. `rewrite` changes the text of a generated module before it runs:
+    taken to rely on all outputs, gradients and mutated inputs on the current stream. Code that copies inputs which aren't
+    aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded into the
+    caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is compiled and checked without that,
+    too: with larger tensors it runs so. `rewrite` changes the text of a generated module before it runs:
     to see what the check says to it.
 
     Tensors are only looked at for their layout. Without a GPU they, and the streams of the function, have to be made
@@ -86,7 +95,7 @@ def check(
         args = _simulated(gpu, args)
         before = Eager()
         notes: list[str] = []
-        device = SimulatedDevice(gpu, misaligned=misaligned, rewrite=rewrite)
+        device = SimulatedDevice(gpu, rewrite=rewrite)
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
         events = frozenset(device.events.values())  # of which eager saw something
@@ -94,21 +103,61 @@ def check(
         compiled = fn
         if compile and not _is_compiled(fn):
             compiled = torch.compile(fn, mode=mode, dynamic=dynamic, options=options, fullgraph=fullgraph)
-        with observe() as seen, device:
+        traces: list[Trace] = []
+        with observe() as seen, device, _watched_folding() as folded:
             device.seen = seen
-            caller = _run(device, compiled, args, calls, backward, before, seen)
-            traces = [device.trace]
-            if device.asked_idle:
-                for pattern in ((True, True), (True, False), (False, True)):
-                    _run(device, compiled, args, calls, backward, before, seen, pattern)
-                    traces.append(device.trace)
-            if device.has_partitions:
-                device.captures = True
-                _run(device, compiled, args, calls, backward, before, seen)
-                traces.append(device.trace)
+            run = functools.partial(_run, device, compiled, args, calls, backward, before, seen)
+            caller = _in_each_way(device, run, misaligned, traces)
+            if folded:
+                notes.append(
+                    f"{len(folded)} small branch{'es'[: 2 * (len(folded) != 1)]} run on the caller's stream "
+                    "(torch_overlay.config.fold_branches_below_us); checked with that, and without"
+                )
+                torch._dynamo.reset()
+                with config.patch(fold_branches_below_us=0.0):
+                    _in_each_way(device, run, misaligned, traces)
             context = Context.of(device, caller.current, before.promises, events & set(device.events.values()))
     report = assemble([context.judge(t.operations) for t in traces], seen, traces, notes, context)
-    return replace(report, in_eager=before.races)
+    if device.ran_backward:
+        return replace(report, in_eager=before.races)
+    return replace(report, eager_races=before.races)
+
+
+def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned: bool, traces: list[Trace]) -> Caller:
+    """Run the compiled code in each way that it has to go, and keep the traces."""
+    first = len(device.modules)
+    device.captures = device.misaligned = device.asked_idle = device.has_partitions = False
+    caller = run()
+    traces.append(device.trace)
+    if device.asked_idle:
+        for pattern in ((True, True), (True, False), (False, True)):
+            run(pattern)
+            traces.append(device.trace)
+    if misaligned and any("= copy_if_misaligned(" in module.original for module in device.modules[first:]):
+        device.misaligned = True
+        run()
+        traces.append(device.trace)
+        device.misaligned = False
+    if device.has_partitions:
+        device.captures = True
+        run()
+        traces.append(device.trace)
+    return caller
+
+
+@contextlib.contextmanager
+def _watched_folding() -> Iterator[list[int]]:
+    """The streams whose branches are folded into the caller's."""
+    folded: list[int] = []
+    fold = stream_lowering.fold_branches
+
+    def watched(*args: Any, **kwargs: Any) -> list[int]:
+        found = fold(*args, **kwargs)
+        folded.extend(found)
+        return found
+
+    with mock.patch.object(stream_lowering, "fold_branches", watched):
+        yield folded
 
 
 def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -144,13 +193,8 @@ def _in_eager(
     keeps = names & {r.second.view.memory.name for r in by_caller}
     taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
     races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
-    if races and not device.ran_backward:
-        notes.append(
-            f"in eager the function has {len(races)} race{'s'[: len(races) != 1]} of its own, the first:\n"
-            + textwrap.indent(describe(races[0]), "  ")
-        )
     lends = {r.first.view.memory.stream for r in taken}
-    return Eager(promises, frozenset(keeps), frozenset(lends), tuple(races) if device.ran_backward else ())
+    return Eager(promises, frozenset(keeps), frozenset(lends), tuple(races))
 
 
 def _promises(trace: Trace) -> Promises:
@@ -318,6 +362,7 @@ class Context:
     public: frozenset[str]
     events: frozenset[str]
     pools: frozenset[str] = frozenset()  # streams of the caller's, whose memory others allocate after the call
+    about: dict[str, str] = field(default_factory=dict)  # of captured tensors
 
     @classmethod
     def of(cls, device: SimulatedDevice, current: str, promises: Promises | None, events: frozenset[str]) -> Context:
@@ -328,6 +373,7 @@ class Context:
             frozenset({HOST, current, *(() if device.ran_backward else device.public)}),
             events,
             frozenset(device.public),
+            dict(device.described),
         )
 
     def boundary(self, found: Findings) -> Iterator[Promise]:
@@ -339,7 +385,8 @@ class Context:
                 elif (before := self.promises.get(call, {}).get(name)) is not None:
                     yield from self._compared(call, name, before, now)
                 elif (pool := name.removeprefix("free memory of ")) != name and pool in self.pools:
-                    yield Promise(call, name, "reuse", pool, True, pool in now.readable)  # eager frees nothing there
+                    row = "reuse", pool, True, pool in now.readable
+                    yield Promise(call, name, *row, "freeing nothing there", _in_the_way(now, pool))
 
     def is_public(self, who: str) -> bool:
         return who in self.public or who in self.events or who.endswith(" of the output")
@@ -364,13 +411,35 @@ class Context:
         ):
             done = HOST in compiled  # what the host need not wait for, nobody whom it launches later has to
             for who in filter(self.pools.__contains__ if is_pool else self.is_public, sorted(eager | compiled)):
-                yield Promise(call, name, what, who, who in eager, done or who in compiled)
+                yield Promise(
+                    call,
+                    name,
+                    what,
+                    who,
+                    who in eager,
+                    done or who in compiled,
+                    _statement(before.because.get(who, "")),
+                    _in_the_way(now, who),
+                    self.about.get(name, ""),
+                )
 
     def judge(self, operations: Iterable[Operation]) -> Report:
         """The report of one run, or of a variation of it."""
         found = analyse(operations)
         redundant = [r for r in found.redundant if _COMPILERS_EVENT.search(r.site)]
         return Report(found.races, redundant, list(self.boundary(found)), needed=found.needed)
+
+
+def _statement(site: str) -> str:
+    """A statement of the user's with its text."""
+    path, _, line = site.rpartition(":")
+    if not line.isdigit():
+        return site
+    return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}"
+
+
+def _in_the_way(found: Reliance, who: str) -> str:
+    return accessed(found.unordered[who]) if who in found.unordered else ""
 
 
 def assemble(

@@ -107,10 +107,14 @@ class Reliance:
     readable: frozenset[str]
     writable: frozenset[str]
     known: frozenset[str]
+    because: dict[str, str] = field(default_factory=dict, compare=False)  # whom it holds for -> where the wait stands
+    unordered: dict[str, Done] = field(default_factory=dict, compare=False)  # whom it doesn't -> what is in the way
 
     def __and__(self, other: Reliance) -> Reliance:
         """What holds in both of two runs."""
-        return Reliance(self.readable & other.readable, self.writable & other.writable, self.known & other.known)
+        return Reliance(
+            self.readable & other.readable, self.writable & other.writable, self.known & other.known, self.because
+        )
 
 
 @dataclass
@@ -127,7 +131,7 @@ class _Block:
 
     inherited: dict[str, Done]
     done: dict[tuple[object, ...], Done] = field(default_factory=dict)
-    lent: set[str] = field(default_factory=set)
+    lent: dict[str, str] = field(default_factory=dict)  # stream -> where the allocator was told of it
     freed: Free | None = None
 
 
@@ -137,9 +141,12 @@ class _Reader:
         self.seen: set[tuple[object, ...]] = set()
         self.clocks: dict[str, Clock] = {HOST: Clock()}
         self.events: dict[str, Clock] = {}
+        self.recorded_at: dict[str, str] = {}
+        self.why: dict[str, dict[str, str]] = {HOST: {}}  # stream -> other stream -> the wait by which it is ahead
         self.blocks: dict[Memory, _Block] = {}
         self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
         self.pool_streams: dict[str, str] = {}
+        self.told: dict[str, str] = {}  # pool -> where the allocator was told of a stream that uses its memory
         self.never_recorded: set[tuple[str, str]] = set()
         self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
@@ -150,9 +157,21 @@ class _Reader:
         clock = self.clocks.get(stream)
         if clock is None:
             clock = self.clocks[stream] = Clock()
+            self.why[stream] = {}
         if stream != HOST:
-            clock.join(self.clocks[HOST])
+            for other, position in self.clocks[HOST].items():
+                if clock.get(other, 0) < position:
+                    clock[other] = position
+                    self.why[stream][other] = self.why[HOST].get(other, "")
         return clock
+
+    def learn(self, who: str, state: dict[str, int], site: str) -> None:
+        """Whatever `state` covers is now over for `who`, by the wait at `site`."""
+        clock = self.clocks[who]
+        for other, position in state.items():
+            if clock.get(other, 0) < position:
+                clock[other] = position
+                self.why[who][other] = site
 
     def block(self, memory: Memory) -> _Block:
         block = self.blocks.get(memory)
@@ -164,6 +183,7 @@ class _Reader:
 
     def record(self, op: Record) -> None:
         self.events[op.event] = Clock(self.clock(op.stream))
+        self.recorded_at[op.event] = op.site
         where = _place(op.site, f"record of {op.event} on {op.stream}")
         self.records.setdefault(where, False)
         self.last_record[op.event] = where
@@ -181,7 +201,7 @@ class _Reader:
             self.never_recorded.add(where)
         if state is not None:
             self._is_waited_for(op.event)
-            clock.join(state)
+            self.learn(op.stream, state, op.site)
 
     def synchronize(self, op: Synchronize) -> None:
         host, over = self.clocks[HOST], Clock()
@@ -195,7 +215,7 @@ class _Reader:
                 over.join(self.clock(stream))
         where = _place(op.site, "host synchronisation")
         self.orders[where] = self.orders.get(where, False) or not host.implies(over)
-        host.join(over)
+        self.learn(HOST, over, op.site)
 
     # ---- memory
 
@@ -214,7 +234,9 @@ class _Reader:
         pool = self.pools.setdefault(op.memory.pool, {})
         for done in block.done.values():
             stream = done.launch.stream
-            if any(self.clock(lent).covers(stream, done.position) for lent in block.lent):
+            told = [site for lent, site in block.lent.items() if self.clock(lent).covers(stream, done.position)]
+            if told:
+                self.told.setdefault(op.memory.pool, told[0])
                 continue
             if stream not in pool or pool[stream].position < done.position:
                 pool[stream] = done
@@ -258,18 +280,34 @@ class _Reader:
         for label, event in op.events:  # whoever waits from now on is launched behind what the host itself did
             ends[label] = Clock(self.events.get(event, {}))
             ends[label].join({HOST: self.clocks[HOST].get(HOST, 0)})
+        recorded = {label: self.recorded_at.get(event, "") for label, event in op.events}
         for name, view in op.views:
             block = self.block(view.memory)
             touched = [d for d in block.done.values() if _overlap(d.view, view)]
-            rows[name] = Reliance(
-                frozenset(who for who, clock in ends.items() if _over(clock, [d for d in touched if d.writes])),
+            written = [d for d in touched if d.writes]
+            found = Reliance(
+                frozenset(who for who, clock in ends.items() if _over(clock, written)),
                 frozenset(who for who, clock in ends.items() if _over(clock, touched)),
                 frozenset({view.memory.stream, *block.lent}),
             )
+            for who, clock in ends.items():
+                self.explain(found, who, clock, [*written, *touched], recorded.get(who))
+            rows[name] = found
         for pool, freed in self.pools.items():
             stream = self.pool_streams[pool]
             over = _over(self.clock(stream), freed.values())
-            rows[f"free memory of {pool}"] = Reliance(frozenset([stream] if over else ()), frozenset(), frozenset())
+            found = Reliance(frozenset([stream] if over else ()), frozenset(), frozenset())
+            self.explain(found, stream, self.clock(stream), freed.values(), self.told.get(pool))
+            rows[f"free memory of {pool}"] = found
+
+    def explain(self, found: Reliance, who: str, clock: Clock, accesses: Iterable[Done], recorded: str | None) -> None:
+        """By which statement the accesses are over for `who`, or which of them may not be."""
+        for done in accesses:
+            stream = done.launch.stream
+            if not clock.covers(stream, done.position):
+                found.unordered.setdefault(who, done)
+            elif stream != who:
+                found.because.setdefault(who, self.why.get(who, {}).get(stream, "") if recorded is None else recorded)
 
     def read(self, op: Operation) -> None:
         if isinstance(op, Launch):
@@ -285,7 +323,7 @@ class _Reader:
         elif isinstance(op, Synchronize):
             self.synchronize(op)
         elif isinstance(op, RecordStream):
-            self.block(op.memory).lent.add(op.stream)
+            self.block(op.memory).lent.setdefault(op.stream, op.site)
         else:
             self.boundary(op)
 

@@ -11,6 +11,7 @@ something that the compiled code does not keep.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
@@ -23,16 +24,24 @@ if TYPE_CHECKING:
 
 
 class RaceError(RuntimeError):
-    """Raised by `Report.raise_if_any`; the text is the report's."""
+    """Raised by `Report.raise_if_any` for a race; the text is the report's."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
 
 
+class LostPromiseError(RaceError):
+    """Raised by `Report.raise_if_any` where no two accesses race, but eager promises what compiled code doesn't keep."""
+
+
 @dataclass(frozen=True)
 class Promise:
-    """After the call, `who` may `what` a value without waiting: what eager says to that, and the compiled code."""
+    """After the call, `who` may `what` a value without waiting: what eager says to that, and the compiled code.
+
+    `because` is the statement by which it is so in eager, `missing` the access of the compiled code that isn't over,
+    `about` what is known of the value.
+    """
 
     call: str
     value: str
@@ -40,6 +49,9 @@ class Promise:
     who: str
     eager: bool
     compiled: bool
+    because: str = field(default="", compare=False)
+    missing: str = field(default="", compare=False)
+    about: str = field(default="", compare=False)
 
     @property
     def lost(self) -> bool:
@@ -69,8 +81,9 @@ class Report:
     compiled: Any = field(default=None, repr=False)
     context: Any = field(default=None, repr=False)
     needed: set[str] = field(default_factory=set, repr=False)
-    # Of eager's own run with a backward. (Of one without, `notes` has them.)
+    # Of eager's own run with a backward, of which the engine's accumulation is not modelled in full.
     in_eager: tuple[Race, ...] = field(default=(), repr=False)
+    eager_races: tuple[Race, ...] = ()  # of eager's own run without a backward
 
     @property
     def lost(self) -> list[Promise]:
@@ -79,23 +92,26 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No race, and no promise lost. Redundant events cost time, and break nothing."""
+        """No race in the compiled code, and no promise lost. Redundant events cost time, and break nothing. Races that
+        eager has of its own are in `eager_races`: the compiled code may well be in order where the program is not.
+        """
         return not (self.races or self.lost)
 
     def raise_if_any(self) -> None:
-        """Raise `RaceError` if there is a race or a lost promise."""
+        """Raise `RaceError` if there is a race, and `LostPromiseError` if there is a lost promise only."""
         if not self.ok:
-            raise RaceError(self)
+            raise (RaceError if self.races else LostPromiseError)(self)
 
     def __str__(self) -> str:
-        lines = [describe(race) for race in self.races]
-        lost: dict[str, list[str]] = {}
+        lines = []
+        if count := len(self.eager_races):
+            lines.append(f"in eager the function has {count} race{'s'[: count != 1]} of its own:")
+            lines += [textwrap.indent(describe(race), "  ") for race in self.eager_races]
+        lines += [describe(race) for race in self.races]
+        alike: dict[tuple[str, str], list[Promise]] = {}
         for promise in self.lost:
-            lost.setdefault(promise.text, []).append(promise.call)
-        lines += [
-            f"lost: after {', '.join(calls)}, {text}\n  in eager that is so; the compiled code does not order it"
-            for text, calls in lost.items()
-        ]
+            alike.setdefault((promise.because, promise.missing), []).append(promise)
+        lines += map(_describe_lost, alike.values())
         lines += [f"redundant: {r.what}: {r.why}" + (f"\n  {r.site}" if r.site else "") for r in self.redundant]
         lines += [f"note: {text}" for text in self.notes]
         counts = (
@@ -103,8 +119,28 @@ class Report:
             (len(self.lost), "lost promise"),
             (len(self.redundant), "redundant event"),
         )
+        if self.lost and not self.races:
+            counts = counts[1:]
         lines.append(", ".join(f"{n or 'no'} {what}{'s' if n != 1 else ''}" for n, what in counts))
         return "\n".join(lines)
+
+
+_LISTED = 3  # of promises that are lost for one reason
+
+
+def _describe_lost(promises: list[Promise]) -> str:
+    """Promises of one cause: the first ones, what they were in eager, and what the compiled code leaves open."""
+    calls: dict[str, list[str]] = {}
+    about = {p.text: f" ({p.about})" if p.about else "" for p in promises}
+    for promise in promises:
+        calls.setdefault(promise.text, []).append(promise.call)
+    texts = list(calls)
+    lines = [f"lost: after {', '.join(calls[text])}, {text}{about[text]}" for text in texts[:_LISTED]]
+    if len(texts) > _LISTED:
+        lines.append(f"  and {len(texts) - _LISTED} more, for the same reason")
+    lines.append(f"  in eager that is so{f' by {promises[0].because}' if promises[0].because else ''}")
+    lines.append(f"  the compiled code does not order it{f': {promises[0].missing}' if promises[0].missing else ''}")
+    return "\n".join(lines)
 
 
 def check_trace(trace: Trace) -> Report:
@@ -146,4 +182,4 @@ def accessed(done: Done) -> str:
     return f"`{launch.name}` on {launch.stream} {done.does} {done.view}{place}"
 
 
-__all__ = ["check_trace", "describe", "Promise", "RaceError", "Report"]
+__all__ = ["accessed", "check_trace", "describe", "LostPromiseError", "Promise", "RaceError", "Report"]

@@ -88,6 +88,7 @@ class SimulatedDevice:
             int, tuple[StorageWeakRef, str]
         ] = {}  # what the program didn't allocate, and how it is called
         self.constants: dict[int, StorageWeakRef] = {}  # host memory that no input of the program reaches
+        self.described: dict[str, str] = {}  # what is known of captured tensors
         self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
@@ -279,6 +280,9 @@ class SimulatedDevice:
         known = self.outside.get(storage._cdata)
         if known is None or known[0].expired():
             known = StorageWeakRef(storage), name or f"captured tensor {len(self.outside) + 1}"
+            if not name and (line := user_line()):
+                kind = str(tensor.dtype).removeprefix("torch.")
+                self.described[known[1]] = f"{kind}{[*map(int, tensor.shape)]}, first used at {line}"
             self.outside[storage._cdata] = known
         return self.allocate(tensor, known[1], self.home[tensor.device.index or 0] if tensor.is_cuda else HOST)
 

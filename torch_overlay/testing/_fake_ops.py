@@ -14,7 +14,7 @@ import torch
 from torch._higher_order_ops.associative_scan import associative_scan_op, associative_scan_op_dense
 from torch._higher_order_ops.cond import cond_op
 from torch._higher_order_ops.map import map_dense, map_impl
-from torch._higher_order_ops.scan import scan_op, scan_op_dense
+from torch._higher_order_ops.scan import generic_scan, scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -185,9 +185,7 @@ class SimulatedTensorMode(FakeTensorMode):
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 copies[storage._cdata] = whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone()
             new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            new.set_(
-                copies[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
+            new.set_(copies[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         memo[id(tensor)] = new.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None:
             new.grad = copy.deepcopy(tensor.grad, memo)
@@ -239,7 +237,7 @@ def _loop_in_python(op: Any, dense: Callable[..., Any]) -> None:
 
 
 _loop_in_python(map_impl, map_dense)
-_loop_in_python(scan_op, scan_op_dense)
+_loop_in_python(scan_op, generic_scan)
 _loop_in_python(associative_scan_op, associative_scan_op_dense)
 
 

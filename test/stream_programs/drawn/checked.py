@@ -53,7 +53,7 @@ def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) ->
         kit = Kit(program.compiler(mode), sleeps=True)
         fn = program.build(kit)
         inputs = program.make_inputs("cuda", torch.Generator().manual_seed(1))
-        return check(fn, *inputs, compile=False, calls=calls, **kwargs)
+        return check(fn, *inputs, compile=False, calls=calls, **{"misaligned": False, **kwargs})
 
 
 def _by_the_way(promise: Promise, trains: bool) -> bool:
@@ -132,8 +132,8 @@ def check_compiled(
 ) -> Report:
     """Raises `Wrong` with the report if something is wrong."""
     found = report(program, mode, misaligned=misaligned)
-    if notes := "\n".join(found.notes):
-        raise Invalid(notes)
+    if reasons := [*found.notes, *map(describe, found.eager_races)]:
+        raise Invalid("\n".join(reasons))
     wrong = [f for f in findings(found, host_waits, trains) if minimal or f[0] != "redundant"]
     if wrong:
         raise Wrong(wrong[0][0], "\n".join(text for _, text in wrong))
