@@ -6,8 +6,9 @@
     check train.py:loss --backward       the backward of its outputs as well
 
 No GPU is needed, and none is used: the file is run with simulated tensors, streams and events. Printed are races that
-the function has in eager; races of the compiled code, with both accesses and the edge that is missing; promises of eager
-to the code around a call that the compiled code does not keep; events that order nothing; and, with --plan, the plans.
+the function has in eager; races of the compiled code, with both accesses and the edge that is missing; promises of
+eager to the code around a call that the compiled code does not keep; events that order nothing; and, with --plan, the
+plans.
 
 The exit status is 0 if there is nothing to fear, 1 for a race, in eager too unless --eager-races ok is given, or a lost
 promise, 2 if the function could not be found or run.

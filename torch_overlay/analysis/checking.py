@@ -80,8 +80,8 @@ def check(
     `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
     and so is one that calls compiled functions, with `compile=False`; any other is given to `torch.compile` with
     `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function isn't run in eager: the caller is then
-    taken to rely on all outputs, gradients and mutated inputs on the current stream. Code that copies inputs which aren't
-    aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded into the
+    taken to rely on all outputs, gradients and mutated inputs on the current stream. Code that copies inputs
+    which aren't aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded into the
     caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is compiled and checked without that,
     too: with larger tensors it runs so. `rewrite` changes the text of a generated module before it runs:
     to see what the check says to it.
@@ -198,7 +198,7 @@ def _in_eager(
 
 
 def _promises(trace: Trace) -> Promises:
-    """What the calls of a trace promise. That the host waits while a constant is copied is no promise of the function's:
+    """What the calls of a trace promise. That the host waits while a constant is copied is no promise of the function:
     compiled code has the constant on the device.
     """
     return analyse(op for op in trace.operations if not (isinstance(op, Synchronize) and op.of_constant)).boundaries

@@ -297,7 +297,9 @@ class _Reader:
             stream = self.pool_streams[pool]
             over = _over(self.clock(stream), freed.values())
             found = Reliance(frozenset([stream] if over else ()), frozenset(), frozenset())
-            self.explain(found, stream, self.clock(stream), freed.values(), self.told.get(pool))
+            if pool in self.told:
+                found.because[stream] = self.told[pool]
+            self.explain(found, stream, self.clock(stream), freed.values(), None)
             rows[f"free memory of {pool}"] = found
 
     def explain(self, found: Reliance, who: str, clock: Clock, accesses: Iterable[Done], recorded: str | None) -> None:

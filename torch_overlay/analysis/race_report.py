@@ -32,7 +32,7 @@ class RaceError(RuntimeError):
 
 
 class LostPromiseError(RaceError):
-    """Raised by `Report.raise_if_any` where no two accesses race, but eager promises what compiled code doesn't keep."""
+    """Raised by `Report.raise_if_any` where nothing races, but eager promises what compiled code doesn't keep."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Report:
             lines.append(f"in eager the function has {count} race{'s'[: count != 1]} of its own:")
             lines += [textwrap.indent(describe(race), "  ") for race in self.eager_races]
         lines += [describe(race) for race in self.races]
-        alike: dict[tuple[str, str], list[Promise]] = {}
+        alike: dict[str, list[Promise]] = {}
         for promise in self.lost:
-            alike.setdefault((promise.because, promise.missing), []).append(promise)
+            alike.setdefault(promise.because, []).append(promise)
         lines += map(_describe_lost, alike.values())
         lines += [f"redundant: {r.what}: {r.why}" + (f"\n  {r.site}" if r.site else "") for r in self.redundant]
         lines += [f"note: {text}" for text in self.notes]
@@ -125,22 +125,23 @@ class Report:
         return "\n".join(lines)
 
 
-_LISTED = 3  # of promises that are lost for one reason
+_LISTED = 3  # of promises that rest on one statement
 
 
 def _describe_lost(promises: list[Promise]) -> str:
-    """Promises of one cause: the first ones, what they were in eager, and what the compiled code leaves open."""
-    calls: dict[str, list[str]] = {}
-    about = {p.text: f" ({p.about})" if p.about else "" for p in promises}
-    for promise in promises:
-        calls.setdefault(promise.text, []).append(promise.call)
-    texts = list(calls)
-    lines = [f"lost: after {', '.join(calls[text])}, {text}{about[text]}" for text in texts[:_LISTED]]
-    if len(texts) > _LISTED:
-        lines.append(f"  and {len(texts) - _LISTED} more, for the same reason")
-    lines.append(f"  in eager that is so{f' by {promises[0].because}' if promises[0].because else ''}")
-    lines.append(f"  the compiled code does not order it{f': {promises[0].missing}' if promises[0].missing else ''}")
-    return "\n".join(lines)
+    """Promises that in eager rest on one statement: the first of them, and what the compiled code leaves open."""
+    alike: dict[str, list[Promise]] = {}
+    for promise in sorted(promises, key=lambda p: p.who.startswith("event")):  # whoever waits for one is no stream
+        alike.setdefault(promise.text, []).append(promise)
+    lines = []
+    for text, lost in list(alike.items())[:_LISTED]:
+        about = f" ({lost[0].about})" if lost[0].about else ""
+        missing = f": {lost[0].missing}" if lost[0].missing else ""
+        lines.append(f"lost: after {', '.join(p.call for p in lost)}, {text}{about}")
+        lines.append(f"  the compiled code does not order it{missing}")
+    if len(alike) > _LISTED:
+        lines.append(f"  and {len(alike) - _LISTED} more that eager keeps by the same statement")
+    return "\n".join([*lines, f"  in eager that is so{f' by {promises[0].because}' if promises[0].because else ''}"])
 
 
 def check_trace(trace: Trace) -> Report:

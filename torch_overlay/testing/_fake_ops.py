@@ -19,7 +19,6 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -72,9 +71,9 @@ class NotSimulated(UnsupportedOperatorException):
 
     def __str__(self) -> str:
         return (
-            f"simulated_gpu: {self.func} can't be simulated. It has no fake kernel, which says what its result looks like "
-            "without the data, and there is no device to run it on. Give it one (torch.library.register_fake), or leave "
-            "it out of what is simulated"
+            f"simulated_gpu: {self.func} can't be simulated. It has no fake kernel, which says what its result looks "
+            "like without the data, and there is no device to run it on. Give it one (torch.library.register_fake), or "
+            "leave it out of what is simulated"
         )
 
 
@@ -174,7 +173,7 @@ class SimulatedTensorMode(FakeTensorMode):
         known = self._pinned.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
 
-    def deepcopy(self, tensor: FakeTensor, memo: dict[Any, Any]) -> torch.Tensor:
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
         """As of a tensor with data: what shares memory does so among the copies."""
         if id(tensor) in memo:
             return memo[id(tensor)]
@@ -237,7 +236,7 @@ def _loop_in_python(op: Any, dense: Callable[..., Any]) -> None:
 
 
 _loop_in_python(map_impl, map_dense)
-_loop_in_python(scan_op, generic_scan)
+_loop_in_python(scan_op, lambda fn, init, xs, others, *_: generic_scan(fn, init, xs, additional_inputs=others))
 _loop_in_python(associative_scan_op, associative_scan_op_dense)
 
 

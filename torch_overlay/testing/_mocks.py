@@ -57,9 +57,9 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 def _no_cuda_graph(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        "torch.cuda.CUDAGraph: there is no GPU to capture on in simulated_gpu(). torch_overlay.analysis.check(fn, *args) "
-        "checks the function that is to be captured; torch_overlay.analysis.check_graph reads a graph that was captured "
-        "on a GPU"
+        "torch.cuda.CUDAGraph: there is no GPU to capture on in simulated_gpu(). torch_overlay.analysis.check(fn, "
+        "*args) checks the function that is to be captured; torch_overlay.analysis.check_graph reads a graph that was "
+        "captured on a GPU"
     )
 
 
@@ -158,7 +158,7 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
         Mock(
             "torch.Tensor.__deepcopy__",
             deepcopy_fake,
-            "asks for the address, copies a storage that has no data, and a tensor's attributes, its fake mode among them",
+            "asks for the address, and copies a storage without data and the attributes, the fake mode among them",
         ),
         Mock(
             "torch._subclasses.fake_tensor.run_fallback_kernel",
