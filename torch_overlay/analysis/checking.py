@@ -81,10 +81,10 @@ def check(
     and so is one that calls compiled functions, with `compile=False`; any other is given to `torch.compile` with
     `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function isn't run in eager: the caller is then
     taken to rely on all outputs, gradients and mutated inputs on the current stream. Code that copies inputs
-    which aren't aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded into the
-    caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is compiled and checked without that,
-    too: with larger tensors it runs so. `rewrite` changes the text of a generated module before it runs:
-    to see what the check says to it.
+    which aren't aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded
+    into the caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is compiled and checked
+    without that, too: with larger tensors it runs so. `rewrite` changes the text of a generated module before it
+    runs: to see what the check says to it.
 
     Tensors are only looked at for their layout. Without a GPU they, and the streams of the function, have to be made
     inside `torch_overlay.testing.simulated_gpu()`, and `check` called there.

@@ -133,8 +133,9 @@ def _describe_lost(promises: list[Promise]) -> str:
     alike: dict[str, list[Promise]] = {}
     for promise in sorted(promises, key=lambda p: p.who.startswith("event")):  # whoever waits for one is no stream
         alike.setdefault(promise.text, []).append(promise)
+    first = {lost[0].value: text for text, lost in reversed(alike.items())}  # one of each value before another of one
     lines = []
-    for text, lost in list(alike.items())[:_LISTED]:
+    for text, lost in sorted(alike.items(), key=lambda row: first[row[1][0].value] != row[0])[:_LISTED]:
         about = f" ({lost[0].about})" if lost[0].about else ""
         missing = f": {lost[0].missing}" if lost[0].missing else ""
         lines.append(f"lost: after {', '.join(p.call for p in lost)}, {text}{about}")

@@ -14,9 +14,11 @@ and left out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
+import threading
 import weakref
 from typing import Any, TYPE_CHECKING
 
@@ -58,11 +60,28 @@ _WAITING_COPIES = (*_COPIES, aten._foreach_copy_.default)
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: SimulatedDevice, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.paused = 0
+
+
 class SimulatedDevice:
     """Writes `trace` while it is entered. `idle` is what regions that ask whether their streams are idle are told.
 
     With `captures`, partitions run as CUDA graphs: all that one does is done by the stream that launches the graph, and
     its own records and waits order nothing outside.
+
+    Threads of the program write one trace, in the order in which they come by, as if one thread did it all: what one of
+    them has waited for is taken to be over for the others.
     """
 
     def __init__(
@@ -92,7 +111,8 @@ class SimulatedDevice:
         self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
-        self.paused = 0
+        self.lock = threading.RLock()  # several threads may run parts of the program
+        self.of_thread = _OfThread()
         self._stack = contextlib.ExitStack()
 
     # ---- listening
@@ -129,11 +149,11 @@ class SimulatedDevice:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """What is done inside is no part of the program."""
-        self.paused += 1
+        self.of_thread.paused += 1
         try:
             yield
         finally:
-            self.paused -= 1
+            self.of_thread.paused -= 1
 
     @contextlib.contextmanager
     def streams_put_back(self) -> Iterator[None]:
@@ -159,7 +179,7 @@ class SimulatedDevice:
             self.graph_stream = outer
 
     def is_listening(self) -> bool:
-        return not self.paused and not _is_compiling()
+        return not self.of_thread.paused and not _is_compiling()
 
     # ---- names
 
@@ -213,38 +233,45 @@ class SimulatedDevice:
         if not known and self.is_listening():
             self.private.add(self.name(stream))
 
+    @_one_at_a_time
     def record(self, event: Any, stream: torch.Stream) -> None:
         if self.is_listening() and self.graph_stream is None:
             self.sweep()
             self.trace.add(Record(self.event_name(event), self.name(stream), site()))
 
+    @_one_at_a_time
     def wait(self, event: Any, stream: torch.Stream) -> None:
         if self.is_listening() and self.graph_stream is None:
             self.sweep()
             self.trace.add(Wait(self.event_name(event), self.name(stream), site()))
 
+    @_one_at_a_time
     def synchronize_event(self, event: Any) -> None:
         if self.is_listening():
             self.sweep()
             self.trace.add(Synchronize(event=self.event_name(event), site=site()))
 
+    @_one_at_a_time
     def synchronize_stream(self, stream: torch.Stream) -> None:
         if self.is_listening():
             self.sweep()
             self.trace.add(Synchronize(stream=self.name(stream), site=site()))
 
+    @_one_at_a_time
     def synchronize_device(self, device: int) -> None:
         if self.is_listening():
             self.sweep()
             names = tuple(name for (index, _), name in self.streams.items() if index == device)
             self.trace.add(Synchronize(streams=names, site=site()))
 
+    @_one_at_a_time
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         if self.is_listening():
             self.trace.add(RecordStream(self.memory(tensor), self.name(stream), site()))
 
     # ---- memory
 
+    @_one_at_a_time
     def sweep(self) -> None:
         """Note what was given back since the last time."""
         gone = [key for key, (storage, _) in self.memories.items() if storage.expired()]
@@ -313,6 +340,7 @@ class SimulatedDevice:
 
     # ---- work
 
+    @_one_at_a_time
     def launch(
         self,
         name: str,
@@ -337,6 +365,10 @@ class SimulatedDevice:
         """Called by the fake mode for each operator that the program calls."""
         if not self.is_listening():
             return run()
+        with self.lock:
+            return self.call(func, args, kwargs, run)
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         name = func._schema.name
         if func is aten.record_stream.default:
             return self.record_stream(*args)
