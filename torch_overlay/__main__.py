@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
         torch_overlay.enable()
     except (OverlayError, ValueError) as error:
         refused = error
-    if command == "status" and (refused is None or refused.reason != "broken_package"):
+    is_broken = isinstance(refused, OverlayError) and refused.reason == "broken_package"
+    if command == "status" and not is_broken:
         print_status(torch_overlay.status())
     elif refused is not None:
         print(refused, file=sys.stderr)

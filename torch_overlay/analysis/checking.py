@@ -133,7 +133,7 @@ def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned
         for pattern in ((True, True), (True, False), (False, True)):
             run(pattern)
             traces.append(device.trace)
-    if misaligned and any("= copy_if_misaligned(" in module.original for module in device.modules[first:]):
+    if misaligned and any(_ALIGNED_COPY.search(module.original) for module in device.modules[first:]):
         device.misaligned = True
         run()
         traces.append(device.trace)
@@ -455,6 +455,7 @@ def assemble(
     return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
 
 
+_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(")
 _COMPILERS_EVENT = re.compile(r"^wrapper .*\bev\d")
 
 
