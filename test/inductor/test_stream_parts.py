@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 from hypothesis import given, settings, strategies as st
 from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
+
+import corpus
 
 import form  # noqa: F401
-from stream_programs import by_name
+from stream_programs import by_name, PROGRAMS
 from torch_overlay import config
 from torch_overlay._inductor.stream_parts import parts, Span, span_of
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -108,6 +112,16 @@ class TestPlansOfParts(TestCase):
         self.assertEqual(code.count("out=reinterpret_tensor("), 4)
         code = self.compiled("rows_of_an_argument").wrappers[0]
         self.assertNotIn("empty_strided_cuda((64, 64)", code)
+
+    @parametrize("name", [p.name for p in PROGRAMS if p.group == "parts"])
+    def test_misaligned_inputs_are_written_in_parts(self, name: str) -> None:
+        """No stream writes back an aligned copy over what another stream writes."""
+        for mode in (None, "reduce-overhead"):
+            report = corpus.check_program(by_name(name), mode, misaligned=True)
+            self.assertEqual(corpus.findings(report), [], str(report))
+
+
+instantiate_parametrized_tests(TestPlansOfParts)
 
 
 if __name__ == "__main__":

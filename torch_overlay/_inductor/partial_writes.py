@@ -4,6 +4,11 @@
 scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
 updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, and a whole tensor is
 copied, and another stream is waited for, for each part. So these are updated in place wherever that is safe.
+
+Note [No aligned copies of an input in parts] Kernels are compiled for inputs that are aligned; a misaligned one is
+copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where
+several streams use an input and write parts of it, each would write back what the others are writing. Kernels are
+compiled for such an input without any alignment, and it is never copied.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from torch._inductor.fx_passes import reinplace
 from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay import config
-from torch_overlay._functorch.stream_placement import is_stream_op, is_view, node_stream
+from torch_overlay._functorch.stream_placement import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._inductor.host_copies import COPY_ASYNC
 from torch_overlay._inductor.new_node_placement import NewNodes
 from torch_overlay._inductor.pass_log import PassLog
 
@@ -82,6 +88,29 @@ def computed_in_place(graph: Any, node: Node) -> bool:
 
 def _has_streams(graph: Any) -> bool:
     return any(node_stream(n) for n in graph.module.graph.nodes)
+
+
+def inputs_in_parts(graph: Graph) -> set[int]:
+    """Positions of the inputs of which a part is written in place while several streams use them."""
+    users: dict[Node, set[int]] = {}
+    written: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or is_view(node) or is_stream_op(node):
+            continue
+        for value in node.all_input_nodes:
+            users.setdefault(viewed(value), set()).add(node_stream(node))
+        if node.target is COPY_ASYNC or (node.target is torch.ops.aten.copy_.default and is_view(node.args[0])):
+            written.add(viewed(node.args[0]))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return {i for i, node in enumerate(inputs) if node in written and len(users[node]) > 1}
+
+
+def assume_unaligned(graph: Any, positions: set[int]) -> None:
+    """Note [No aligned copies of an input in parts]. `graph` is a GraphLowering before it lowers anything."""
+    names = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
+    graph.unaligned_buffers.update(names[i] for i in positions)
+    graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in positions]
+    graph._overlay_unaligned_inputs = frozenset(positions)
 
 
 def _remove_writes_of_what_is_there(graph: Graph) -> None:

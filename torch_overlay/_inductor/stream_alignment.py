@@ -129,6 +129,7 @@ class AlignedInputs:
 
 
 def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]:
-    """Of the inputs whose alignment upstream checks: those that planned regions don't take over."""
-    aligned = getattr(graph, "_overlay_aligned_inputs", frozenset())
-    return [i for i in inputs_to_check if i not in aligned] if aligned else inputs_to_check
+    """Of the inputs whose alignment upstream checks: those that planned regions neither take over nor need aligned."""
+    names = ("_overlay_aligned_inputs", "_overlay_unaligned_inputs")
+    ours = frozenset().union(*(getattr(graph, name, ()) for name in names))
+    return [i for i in inputs_to_check if i not in ours] if ours else inputs_to_check

@@ -39,7 +39,7 @@ from torch_overlay._functorch.stream_placement import (
 from torch_overlay._inductor import copy_log, offload_codegen, stream_ranges
 from torch_overlay._inductor.copies_in_place import IN_PLACE, make_copies_in_place
 from torch_overlay._inductor.host_copies import fix_layout, upload_returned_memory_at_once
-from torch_overlay._inductor.partial_writes import computed_in_place
+from torch_overlay._inductor.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
 from torch_overlay._inductor.stream_folding import fold_branches
 from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
 
@@ -149,6 +149,8 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
             fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     copy_log.publish(gm.graph)
     original(lowering, gm, *args, **kwargs)
+    if config.streams and (positions := inputs_in_parts(gm.graph)):
+        assume_unaligned(lowering, positions)
 
 
 def _name_memory(graph: torch.fx.Graph) -> None:

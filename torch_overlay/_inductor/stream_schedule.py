@@ -603,13 +603,16 @@ class RegionReader:
         (`stream_parts`).
         """
         users: dict[str, set[int]] = {}  # buffer -> operations that launch something
-        whole: set[str] = set()  # buffers that also go by other names
+        whole: set[str] = set()  # buffers that also go by other names, or may be copied
         for i, op in enumerate(self.ops):
             if op.stream is not None:
                 for name in op.reads | op.writes:
                     users.setdefault(name, set()).add(i)
             elif op.reads:
                 whole |= op.reads | op.writes
+        graph: Any = V.graph
+        # Of these, an aligned copy is made and written back as a whole.
+        whole.update(graph.graph_input_names[i] for i in graph.inputs_to_check or ())
         found = [(i, a) for node, i in self.index.items() for a in accesses(node, self.storage)]
         for name in {a.storage for _, a in found if a.writes and a.span is not None} - whole:
             if len({self.ops[i].stream for i in users.get(name, ())}) < 2:
