@@ -28,6 +28,8 @@ import form
 from stream_programs import by_name, gpu
 from stream_programs.asynchronous_copies import COPIES
 from torch_overlay import config
+from torch_overlay._functorch.stream_placement import annotate, BEFORE, ORDER, REQUIRES
+from torch_overlay._inductor.stream_lowering import order_graph
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -114,6 +116,26 @@ class TestCode(TestCase):
             plan = compile_only(fn, torch.randn(8, 8, device="cuda"), torch.randn(8, 8).pin_memory()).plans[0]
         first, second = (i for i, op in enumerate(plan.ops) if op.stream)
         self.assertTrue(any(e.after == first and (second, plan.ops[second].stream) in e.waits for e in plan.events))
+
+    def test_what_reads_an_update_stays_after_it(self) -> None:
+        """The update reads host memory, so it goes after the synchronisation, which goes after what it waits for."""
+        graph = torch.fx.Graph()
+        values = {"buffer": torch.empty(8, 8, device="meta"), "host": torch.empty(8, 8), "x": torch.empty(8)}
+        buffer, host, x = (graph.placeholder(name) for name in values)
+        for node in graph.nodes:
+            node.meta["val"] = values[node.name]
+        aten = torch.ops.aten
+        wait = graph.call_function(torch.ops.streams.synchronize_stream.default, (1,))
+        before = graph.call_function(aten.neg.default, (buffer,))
+        update = graph.call_function(aten.copy_.default, (buffer, host, True))
+        after = graph.call_function(aten.clamp_min.default, (buffer, -1))
+        awaited = graph.call_function(aten.neg.default, (x,))
+        graph.output((before, after, awaited))
+        annotate(wait, **{REQUIRES: "h0", ORDER: 0})
+        annotate(awaited, **{BEFORE: ("h0",)})
+        order_graph(graph)
+        order = [node for node in graph.nodes if node in (before, awaited, wait, update, after)]
+        self.assertEqual(order, [before, awaited, wait, update, after])
 
     def test_memory_without_a_new_value_is_left_alone(self) -> None:
         """An update of a clone whose copy is left out."""

@@ -59,6 +59,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
         return
     nodes = list(graph.nodes)
     after: dict[torch.fx.Node, set[torch.fx.Node]] = {node: set(node.all_input_nodes) for node in nodes}
+    _keep_updates_in_order(nodes, after)
     carriers: dict[str, list[torch.fx.Node]] = {}
     for node in nodes:
         for token in node.meta.get("custom", {}).get(BEFORE) or ():
@@ -89,6 +90,40 @@ def order_graph(graph: torch.fx.Graph) -> None:
     if order != nodes:
         for node in order[:-1]:
             order[-1].prepend(node)
+
+
+def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
+    """An update in place comes after what reads or writes the memory before it, and before what does so later."""
+    last_write: dict[torch.fx.Node, torch.fx.Node] = {}
+    reads: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+    for node in nodes:
+        if node.op != "call_function" or is_view(node):
+            continue
+        written = {viewed(value) for value in _written(node)}
+        for memory in map(viewed, node.all_input_nodes):
+            if memory in last_write:
+                after[node].add(last_write[memory])
+            if memory not in written:
+                reads.setdefault(memory, set()).add(node)
+        for memory in written:
+            after[node].update(reads.pop(memory, ()))
+            last_write[memory] = node
+
+
+def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The operands that an operation updates in place; all of them where its schema doesn't say."""
+    schema = getattr(node.target, "_schema", None)
+    if not isinstance(schema, torch._C.FunctionSchema):
+        is_higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return node.all_input_nodes if is_higher else []
+    found: list[torch.fx.Node] = []
+    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value: Any = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [
+                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.fx.Node)
+            ]
+    return found
 
 
 def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:
