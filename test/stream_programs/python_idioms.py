@@ -250,7 +250,8 @@ def ranges_left_out(k: Kit) -> Any:
 @program("profiler ranges stay among the launches, and order nothing on the device", frames=True)
 def ranges_kept(k: Kit) -> Any:
     compiled = k.compile(_in_ranges(k))
-    config = sys.modules.get("torch_overlay.config")  # on stock there is none
+    forms = ("torch_overlay.config", "torch._overlay.config")
+    config = next(filter(None, map(sys.modules.get, forms)), None)  # on stock there is none
 
     def fn(x):
         with config.patch(nvtx=True) if config else contextlib.nullcontext():

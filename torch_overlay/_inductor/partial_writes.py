@@ -6,9 +6,9 @@ updates in place where it expects to lose no fusion. Across streams there is no 
 copied, and another stream is waited for, for each part. So these are updated in place wherever that is safe.
 
 Note [No aligned copies of an input in parts] Kernels are compiled for inputs that are aligned; a misaligned one is
-copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where
-several streams use an input and write parts of it, each would write back what the others are writing. Kernels are
-compiled for such an input without any alignment, and it is never copied.
+copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where a
+program with streams writes a part of an input, that would write the other parts, too, which may be somebody else's by
+then. Kernels are compiled for such an input without any alignment, and it is never copied.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
+_COPY = torch.ops.aten.copy_.default
 IN_PLACE = "overlay_in_place"  # in `meta`, of a scatter, while upstream decides: it is to be an update in place
 
 
@@ -58,7 +59,7 @@ def computed_in_place(graph: Any, node: Node) -> bool:
     False, with nothing changed, where something else reads the result, the kernel can't write there, or an operation
     that was lowered after the kernel uses the target's memory.
     """
-    if node.target is not torch.ops.aten.copy_.default or not config.streams:
+    if node.target is not _COPY or not config.streams:
         return False
     args: Any = node.args
     part, result = args[:2]
@@ -90,27 +91,20 @@ def _has_streams(graph: Any) -> bool:
     return any(node_stream(n) for n in graph.module.graph.nodes)
 
 
-def inputs_in_parts(graph: Graph) -> set[int]:
-    """Positions of the inputs of which a part is written in place while several streams use them."""
-    users: dict[Node, set[int]] = {}
-    written: set[Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or is_view(node) or is_stream_op(node):
-            continue
-        for value in node.all_input_nodes:
-            users.setdefault(viewed(value), set()).add(node_stream(node))
-        if node.target is COPY_ASYNC or (node.target is torch.ops.aten.copy_.default and is_view(node.args[0])):
-            written.add(viewed(node.args[0]))
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return {i for i, node in enumerate(inputs) if node in written and len(users[node]) > 1}
+def inputs_in_parts(graph: Graph) -> set[str]:
+    """The names of inputs of which a part is written in place."""
+    writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
+    writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if is_view(n.args[0])]
+    return {str(memory.target) for write in writes if (memory := viewed(write.args[0])).op == "placeholder"}
 
 
-def assume_unaligned(graph: Any, positions: set[int]) -> None:
+def assume_unaligned(graph: Any, names: set[str]) -> None:
     """Note [No aligned copies of an input in parts]. `graph` is a GraphLowering before it lowers anything."""
-    names = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
-    graph.unaligned_buffers.update(names[i] for i in positions)
-    graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in positions]
-    graph._overlay_unaligned_inputs = frozenset(positions)
+    inputs = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
+    ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
+    graph.unaligned_buffers.update(inputs[i] for i in ours)
+    graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
+    graph._overlay_unaligned_inputs = ours
 
 
 def _remove_writes_of_what_is_there(graph: Graph) -> None:

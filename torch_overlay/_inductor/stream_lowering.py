@@ -175,7 +175,8 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
     """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         offload_codegen.register()
-    if config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes):
+    has_streams = config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes)
+    if has_streams:
         order_graph(gm.graph)
         make_copies_in_place(gm.graph)
         upload_returned_memory_at_once(gm.graph)
@@ -184,8 +185,8 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
             fold_branches(gm.graph, config.fold_branches_below_us, bool(kwargs.get("is_backward")))
     copy_log.publish(gm.graph)
     original(lowering, gm, *args, **kwargs)
-    if config.streams and (positions := inputs_in_parts(gm.graph)):
-        assume_unaligned(lowering, positions)
+    if has_streams:
+        assume_unaligned(lowering, inputs_in_parts(gm.graph))
 
 
 def _name_memory(graph: torch.fx.Graph) -> None:
