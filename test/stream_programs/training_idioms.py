@@ -419,7 +419,8 @@ def train_two_threads(k: Kit) -> Any:
 
 def _annotated_step(k: Kit, **settings: Any) -> Any:
     side, first, second = k.stream(), *trained(k, 2)
-    config = sys.modules.get("torch_overlay.config")  # on stock there is none
+    forms = ("torch_overlay.config", "torch._overlay.config")
+    config = next(filter(None, map(sys.modules.get, forms)), None)  # on stock there is none
 
     class Branch:
         def __init__(self, weight):
