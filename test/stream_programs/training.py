@@ -1348,6 +1348,31 @@ def train_memory_between(k: Kit) -> Any:
     return step
 
 
+@training("the forward frees a saved value that the backward computes again; eager keeps it until then")
+def train_recomputed_memory(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            a = x + 1
+        join(side)
+        return (sleep(weight) * a).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        loss.backward()
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
 # ---- callers
 
 

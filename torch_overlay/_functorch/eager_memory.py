@@ -6,8 +6,9 @@ with it, and compiled code may do as eager does. But functional graphs have valu
 result of an update in place is new memory of the stream that updates, where in eager it is the input's, or that of
 the stream which made the tensor; so is the result of an operator that was given `out`. Of two equal operations on two
 streams one remains, and the other's readers read memory of a stream that they never knew. And a graph that ends at a
-graph break gives back what nobody needs behind it, where eager's local variables live to the end of the function. Such
-memory must not be given back while somebody reads it.
+graph break gives back what nobody needs behind it, where eager's local variables live to the end of the function. And
+a forward frees what its backward computes again, where autograd keeps it for the backward in eager. Such memory must
+not be given back while somebody reads it.
 
 What the graph returns is given back by the caller, who goes by the stream whose memory it is in eager. Where generated
 code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of `stream_codegen`).
@@ -27,7 +28,15 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.stream_placement import is_view, node_stream, STORAGE, TARGET, viewed, written_arguments
+from torch_overlay._functorch.stream_placement import (
+    is_backward,
+    is_view,
+    node_stream,
+    STORAGE,
+    TARGET,
+    viewed,
+    written_arguments,
+)
 
 
 if TYPE_CHECKING:
@@ -162,6 +171,14 @@ def results_made(output: Node) -> set[Node]:
     return {viewed(value) for value in output.all_input_nodes}
 
 
+def saved_in_eager(graph: Graph) -> set[Node]:
+    """The nodes of a joint graph's forward whose memory autograd keeps for the backward in eager: what the backward
+    reads before the partitioner chooses what is computed again instead.
+    """
+    readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
+    return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
+
+
 def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
     is given back: in eager, whose it is, and those that the user told the allocator of before the last update. What is
@@ -208,12 +225,12 @@ def record_inputs(graph: Graph) -> None:
 
 
 def foreign_reads(
-    node: Node, returned: Mapping[Storage, set[Node]], results: AbstractSet[Node] = frozenset()
+    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
 ) -> tuple[str, ...]:
     """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too,
-    "=s1=mul" where it does and hands it to the caller (`results_made`), "-s1" of a value that in eager is other memory,
-    or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`), as what
-    was given as `out`, or in a variable behind a graph break.
+    "=s1=mul" where it does and keeps it (`results_made`, `saved_in_eager`), "-s1" of a value that in eager is other
+    memory, or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`),
+    as what was given as `out`, or in a variable behind a graph break.
     """
     if is_view(node):  # it launches nothing
         return ()
@@ -232,8 +249,16 @@ def foreign_reads(
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
         own = viewed(value)
-        found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in results else f"s{stream}")
+        found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in kept else f"s{stream}")
     return tuple(sorted(found))
 
 
-__all__ = ["foreign_reads", "memory_stream", "result_memory", "results_made", "returned_storages", "updates_in_place"]
+__all__ = [
+    "foreign_reads",
+    "memory_stream",
+    "result_memory",
+    "results_made",
+    "returned_storages",
+    "saved_in_eager",
+    "updates_in_place",
+]

@@ -505,7 +505,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     program = _Program(nodes)
     output = gm.graph.output_node()
     returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
-    handed_over = eager_memory.results_made(output)
+    kept = eager_memory.results_made(output) | eager_memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
@@ -532,7 +532,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             LEAVE: None if is_backward(node) else leave,
             READS: None
             if is_backward(node) or is_stream_op(node)
-            else eager_memory.foreign_reads(node, returned, handed_over),
+            else eager_memory.foreign_reads(node, returned, kept),
             RESULTS: None if is_backward(node) else results,
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,
