@@ -386,6 +386,12 @@ class TestBoundary(TestCase):
         self.assertGreater(len(saved), 2)
         self.assertEqual([b.name for b in saved if b.name in plan.release], [])
 
+    def test_memory_of_a_folded_branch_is_the_ambient_stream_s(self) -> None:
+        """So its backward, which has no other streams, frees it as soon as it is read, and orders nothing."""
+        for fold in (True, False):
+            text = region(compile_step("train_saved_update", fold=fold), "backward").wrapper
+            self.assertEqual("_region" not in text and "del add" in text, fold, text)
+
     def test_activations_of_a_forward_that_may_run_on_one_stream_may_be_the_ambient_stream_s(self) -> None:
         """On an idle device (threshold set), and captured (mode)."""
         for mode, fold in ((None, True), ("reduce-overhead", False)):

@@ -1373,6 +1373,37 @@ def train_recomputed_memory(k: Kit) -> Any:
     return step
 
 
+def _saves_an_update(k: Kit, side: torch.Stream) -> Any:
+    """A side stream updates the caller's memory; the graph saves the new value in memory of that stream."""
+    (weight,) = trained(k, 1)
+    average = torch.zeros_like(weight, requires_grad=False)
+
+    def forward(x):
+        fork(side)
+        with torch.cuda.stream(side):
+            average.mul_(0).add_(x)
+        join(side)
+        return k.sleep(k.sleep(weight) * average).sum()
+
+    return k.compile(forward), weight
+
+
+@training("a backward without streams frees a saved value in a side stream's memory, which in eager is the caller's")
+def train_saved_update(k: Kit) -> Any:
+    side = k.stream()
+    forward, weight = _saves_an_update(k, side)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return loss.detach(), take_gradients(weight)
+
+    return step
+
+
 # ---- callers
 
 

@@ -37,6 +37,7 @@ from torch_overlay._inductor.stream_schedule import (
     needs_plan,
     plan_region,
     private_streams,
+    saved_on_streams,
     stream_devices,
     stream_operation,
     user_stream,
@@ -149,17 +150,20 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     if registry.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     streams, events = _outside(scheduler)
-    if not (streams or events):
+    lenders = sorted(set(saved_on_streams().values()).difference(streams))
+    if not (streams or events or lenders):
         return original(scheduler)
     wrapper: Any = V.graph.wrapper_code
     root: Any = _root(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by streams that are current there, which nobody need have named.
     lent = _lent_results()
-    told = {s for owners in lent.values() for s in owners}.difference(streams)
-    current = {s: there for s in (*streams, *told) if (there := ambient_device(s)) is not None}
-    handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in (*streams, *sorted(told))}
+    told = {s for owners in lent.values() for s in owners}.difference(streams, lenders)
+    used = (*streams, *lenders, *sorted(told))
+    current = {s: there for s in used if (there := ambient_device(s)) is not None}
+    handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
+    behind = list(handles)[: len(streams) + len(lenders)]  # what is saved in a lender's memory is freed in here
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
     returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
@@ -167,7 +171,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         returns = {caller: None, **returns, **dict.fromkeys(objects)}
     device: int = torch.accelerator.current_device_index()
     on_device = stream_devices() | current
-    is_one_device = all(on_device.get(s, device) == device for s in streams)
+    is_one_device = all(on_device.get(s, device) == device for s in (*streams, *lenders))
     # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
     record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")
     entry: list[Operation] = []
@@ -179,9 +183,9 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         "_outer",
         device=device if is_one_device else None,
         streams={caller: f"cuda:{device}", **handles},
-        events=len(names) + 1 if names else 0,
+        events=len(names) + 1 if behind else 0,
         entry=tuple(entry),
-        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in names)) if names else (),
+        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in behind)) if behind else (),
         returns=tuple(returns),
         objects=objects,
     )

@@ -18,7 +18,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.stream_placement import annotate, MEMORY, OWNED
+from torch_overlay._functorch.stream_placement import AMBIENT, annotate, MEMORY, OWNED
 
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
-    """Tell the backward which of its saved values are, at every call of this forward, the memory of their stream."""
+    """Tell the backward whose memory its saved values are, where it is the same at every call of this forward: that of
+    the stream which they were placed on, or the ambient stream's, into which their branch was folded.
+    """
     known: Any = getattr(torch._guards.TracingContext.try_get(), "overlay_saved", None)
     if known is None or V.graph.is_backward or V.graph.name is not None or inductor_config.triton.cudagraphs:
         return
@@ -37,5 +39,8 @@ def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
     made = {name: output.maybe_get_name() for name, output in zip(names, V.graph.graph_outputs)}
     for value in backward.find_nodes(op="placeholder"):
         stream, name = value.meta.get("custom", {}).get(MEMORY), made.get(value.name)
-        if stream is not None and name is not None and plan.memory.get(real_names.get(name, name)) == stream:
+        owner = plan.memory.get(real_names.get(name, name)) if stream is not None and name is not None else None
+        if owner == stream and owner is not None:
             annotate(value, **{OWNED: True})
+        elif owner == AMBIENT:
+            annotate(value, **{MEMORY: None})

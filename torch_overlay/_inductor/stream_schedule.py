@@ -120,6 +120,13 @@ def leaving() -> tuple[tuple[int, tuple[str, ...], str], ...]:
     return _noted(LEAVE)
 
 
+def saved_on_streams() -> dict[str, int]:
+    """The saved values of a backward whose memory may be a side stream's, and that stream."""
+    inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
+    streams = {str(n.target): (n.meta.get("custom") or {}).get(MEMORY) for n in inputs}
+    return {name: stream for name, stream in streams.items() if stream is not None}
+
+
 def eager_memory_of_results() -> dict[str, set[int]]:
     """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
     in eager, as far as that is known.
@@ -242,10 +249,9 @@ class RegionReader:
         # Streams that the frame makes and nobody else sees hold nothing at the entry of a forward, and nobody asks for
         # their state at the exit. In a backward they hold what the forward left there.
         self.private = set() if V.graph.is_backward else {f"s{stream}" for stream in private_streams()}
-        # Saved values whose memory may be a side stream's
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): n.meta.get("custom") or {} for n in graph.find_nodes(op="placeholder")}
-        self.lenders: dict[str, int] = {name: c[MEMORY] for name, c in inputs.items() if c.get(MEMORY) is not None}
+        self.lenders = saved_on_streams()
         self.owned = {name for name, c in inputs.items() if c.get(OWNED)}
         self.kept = {name for name, c in inputs.items() if c.get(KEPT)}
 
@@ -558,7 +564,7 @@ class RegionReader:
         )
 
     def reads_handed_over(self, i: int, stream: int) -> bool:
-        """Whether an operation reads memory of a stream that eager hands to the caller, and this graph does not."""
+        """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
         count = self.handed_over.get(i, Counter())[f"s{stream}"]
         reads = {self.owners.get(n, n) for n in self.ops[i].reads} if count else set()
         return count > sum(n in self.output_memory and stream in self.writer_streams.get(n, ()) for n in reads)
@@ -647,11 +653,11 @@ class Region:
 
 def needs_plan(scheduler: Scheduler) -> bool:
     """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
-    program.
+    program, or if an input that the graph frees may be a side stream's memory.
     """
     known = getattr(scheduler, "_overlay_needs_plan", None)
     if known is None:
-        known = bool(leaving()) or any(_concerns_streams(scheduler, node) for node in scheduler.nodes)
+        known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
         scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
     return known
 
