@@ -22,7 +22,10 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import corpus
+
 import form
 from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
@@ -120,6 +123,12 @@ class TestPrograms(TestCase):
     @parametrize("name,mode", form.representative(PAIRS))
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
+
+    @parametrize("name,mode", form.representative(PAIRS))
+    def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
+        """The whole step, with the caller around it: also of frees by frames that know no streams."""
+        report = corpus.check_program(by_name(name), mode_of(mode))
+        self.assertEqual(corpus.findings(report), [], report)
 
     @parametrize("name", form.representative(WRITTEN))
     def test_compiles_with_operators_between(self, name: str) -> None:
@@ -473,7 +482,8 @@ class TestReturnedMemory(TestCase):
 
 OTHER_DEVICE = ("train_on_second_device",)  # its current stream is a stream like others in a frame of the first device
 LENT = ("train_saved_value_as_gradient", "train_saved_value_as_unjoined_gradient")  # nothing is left without streams
-NOT_COMPARED = (*SYMBOLIC, *TRACED, *NO_STREAMS, *OTHER_DEVICE, *LENT)
+NO_BACKWARD = ("train_saved_update_without_backward",)
+NOT_COMPARED = (*SYMBOLIC, *TRACED, *NO_STREAMS, *OTHER_DEVICE, *LENT, *NO_BACKWARD)
 COMPARED = [n for n in (*WRITTEN, *DRAWN) if n not in NOT_COMPARED]
 
 

@@ -1404,6 +1404,21 @@ def train_saved_update(k: Kit) -> Any:
     return step
 
 
+@training("the same without a backward: what the forward saved is freed with the loss")
+def train_saved_update_without_backward(k: Kit) -> Any:
+    side = k.stream()
+    forward, weight = _saves_an_update(k, side)
+
+    def step(x):
+        loss = forward(x).detach()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return loss
+
+    return step
+
+
 # ---- callers
 
 

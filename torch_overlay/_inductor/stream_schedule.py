@@ -510,7 +510,7 @@ class RegionReader:
                     # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
                     (stream,) = (self.numbers.get(s, s) or shared for s in known)
                 leaves = name in self.output_memory
-                settles = not self.enclosed and self.settles(name, stream, shared, leaves)
+                settles = not self.enclosed and self.settles(name, stream, shared, leaves, name in results)
                 found.append(
                     Buffer(
                         name,
@@ -545,16 +545,17 @@ class RegionReader:
                 )
         return found
 
-    def settles(self, name: str, stream: int, shared: int, leaves: bool) -> bool:
+    def settles(self, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
         """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
 
         The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
         is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
-        stream's, on which it may overwrite them. What eager hands to the caller is no such thing if it is handed over.
+        stream's, on which it may overwrite them; and of saved values, which are dropped with the results if there is no
+        backward. What eager hands to the caller, or saves, is no such thing if it is handed over.
         """
         if V.graph.is_backward:
             return stream != shared and not leaves
-        if leaves and stream != shared:
+        if is_result and leaves and stream != shared:
             return False
         owner = f"s{stream}"
         return any(
