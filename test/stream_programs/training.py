@@ -1419,6 +1419,40 @@ def train_saved_update_without_backward(k: Kit) -> Any:
     return step
 
 
+def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
+    """A step whose side stream has work in the forward and none in the backward, where the engine orders it."""
+    (weight,) = trained(k, 1)
+
+    def forward():
+        fork(side)
+        with torch.cuda.stream(side):
+            a = launches_nothing(weight) + 1
+        join(side)
+        return a
+
+    forward = k.compile(forward)
+
+    def step(x):
+        x = leaf(x)
+        (forward() * k.sleep(x)).sum().backward()
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.full_like(weight, float("nan"))
+        return take_gradients(weight, x)
+
+    return step
+
+
+@training("a side stream's backward launches nothing: its memory, freed behind another reader, is taken too early")
+def train_gradient_through_addition(k: Kit) -> Any:
+    return _gradient_through(k, k.stream(), lambda weight: weight)
+
+
+@training("the same with a backward that is a view")
+def train_gradient_through_view(k: Kit) -> Any:
+    return _gradient_through(k, k.stream(), lambda weight: weight.t())
+
+
 # ---- callers
 
 

@@ -11,6 +11,9 @@ the backward is owed and owes follows from what autograd's engine does:
   computed where its consumer runs, and the consumer of a sum that leaves the graph is the engine, on the ambient
   stream.
 - What is computed again runs where its consumer runs.
+- The engine orders a stream behind each gradient that it hands on to an autograd node there, whether or not that node
+  launches anything. So a side stream that gradients pass through is ordered after the ambient stream's state at the
+  entry when the backward is left (`engine_streams`).
 - A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream behind
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
   the value.
@@ -33,10 +36,13 @@ from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOTInput
+from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._functorch.offload_policies import is_slab, note_offload_policies, OFFLOAD
 from torch_overlay._functorch.stream_placement import (
+    _computes,
     AFTER,
     AMBIENT,
     annotate,
@@ -59,7 +65,7 @@ from torch_overlay._functorch.stream_twins import split_twins
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -178,10 +184,32 @@ def place_saved(forward: Graph, backward: Graph) -> None:
                 annotate(reader, **{AFTER: tuple(sorted({*known, f"s{stream}"}))})
 
 
-def lend_saved_gradients(forward: Graph, backward: Graph) -> None:
+def engine_streams(joint: Graph) -> set[int]:
+    """The side streams on which autograd has nodes: those of operations between inputs that get a gradient and outputs
+    that bring one.
+    """
+    output = joint.output_node()
+    inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
+    results = dict(zip(output.meta.get("desc") or (), pytree.tree_leaves(output.args[0])))
+    begins = {
+        inputs.get(what.grad_of) for what, v in results.items() if isinstance(what, GradAOTOutput) and v is not None
+    }
+    ends = {results.get(what.output) for what in inputs if isinstance(what, TangentAOTInput)}
+    behind, ahead = set(begins), set(ends)
+    computed = [n for n in joint.nodes if n.op == "call_function" and not is_backward(n)]
+    for node in computed:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    for node in reversed(computed):
+        if not ahead.isdisjoint(node.users):
+            ahead.add(node)
+    return {node_stream(n) for n in computed if n in behind and n in ahead} - {AMBIENT}
+
+
+def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
     """A gradient that is a saved value itself leaves with the memory that it came with. The ambient stream reads it,
     which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
-    computes nothing has none.)
+    computes nothing has none.) Returns the states of streams behind which the forward left one unordered.
     """
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
     output = next(iter(backward.find_nodes(op="output")))
@@ -195,10 +223,29 @@ def lend_saved_gradients(forward: Graph, backward: Graph) -> None:
         lend.meta["partitioner_tag"] = "must_be_in_backward"
         if "s0" not in (_writer(computed[value.name]).meta.get("custom", {}).get(BEFORE) or ()):
             unordered.add(f"s{stream}")
-            annotate(lend, **{LEAVE: ((AMBIENT, tuple(sorted(unordered)), ""),)})
+    return unordered
 
 
-def place_parts(forward: GraphModule, backward: GraphModule) -> None:
+def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[str]) -> None:
+    """What streams are ordered behind when the backward is left. No code is planned for a graph that launches nothing,
+    as that of an addition: there the wait itself is an operation.
+    """
+    leave: list[tuple[int, tuple[str, ...], str]] = []
+    computes = _computes(backward)
+    for stream in sorted(engine):
+        if computes:
+            leave.append((stream, ("s0",), ""))
+            continue
+        with backward.graph.inserting_before(backward.graph.output_node()):
+            wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, (stream, AMBIENT))
+        wait.meta["partitioner_tag"] = "must_be_in_backward"
+    if unordered:
+        leave.append((AMBIENT, tuple(sorted(unordered)), ""))
+    for value in backward.graph.find_nodes(op="placeholder"):
+        annotate(value, **{LEAVE: tuple(leave) or None})
+
+
+def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[int]) -> None:
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
     if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
         return
@@ -207,7 +254,7 @@ def place_parts(forward: GraphModule, backward: GraphModule) -> None:
     place_computed_early(forward.graph)
     place_recomputed(backward.graph)
     place_saved(forward.graph, backward.graph)
-    lend_saved_gradients(forward.graph, backward.graph)
+    leave_backward(backward, engine, lend_saved_gradients(forward.graph, backward.graph))
     forward.recompile()
     backward.recompile()
     context = torch._guards.TracingContext.try_get()
@@ -249,9 +296,10 @@ def partition(
 ) -> Any:
     note_offload_policies(joint.graph)
     keep_unsaved(joint.graph, inner_meta, fw_metadata)
+    engine = engine_streams(joint.graph) if config.streams else ()
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
-        place_parts(forward, backward)
+        place_parts(forward, backward, engine)
     offload_saved(forward, backward, count)
     return forward, backward, count
 

@@ -45,7 +45,7 @@ from torch_overlay._inductor.stream_schedule import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode
 
@@ -116,12 +116,20 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
                 elif token[0] == "s" and token != "s0":
                     streams[int(token[1:])] = None
     for stream, tokens, _ in leaving():
-        named = (stream, *(int(t[1:]) for t in tokens if t[0] == "s"))
+        named = (*(() if V.graph.is_backward else (stream,)), *(int(t[1:]) for t in tokens if t[0] == "s"))
         streams.update((s, None) for s in named if s)
         events.update((int(t[1:]), None) for t in tokens if t[0] == "e" and "." not in t)
     streams.update(dict.fromkeys(_nested_streams()))
     theirs = {s for s in set(streams) - private_streams() if not is_copy_stream(s)}
     return sorted(theirs), sorted(events)
+
+
+def _left_behind(streams: Collection[int]) -> list[int]:
+    """Other streams of the user that a backward orders when it is left: what the forward saved in their memory is freed
+    in it, or gradients passed through them.
+    """
+    engine = {stream for stream, _, _ in leaving() if stream != AMBIENT} if V.graph.is_backward else set()
+    return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
 def _nested_streams() -> list[int]:
@@ -150,20 +158,20 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     if registry.current().handle_is_read:
         V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     streams, events = _outside(scheduler)
-    lenders = sorted(set(saved_on_streams().values()).difference(streams))
-    if not (streams or events or lenders):
+    left = _left_behind(streams)
+    if not (streams or events or left):
         return original(scheduler)
     wrapper: Any = V.graph.wrapper_code
     root: Any = _root(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by streams that are current there, which nobody need have named.
     lent = _lent_results()
-    told = {s for owners in lent.values() for s in owners}.difference(streams, lenders)
-    used = (*streams, *lenders, *sorted(told))
+    told = {s for owners in lent.values() for s in owners}.difference(streams, left)
+    used = (*streams, *left, *sorted(told))
     current = {s: there for s in used if (there := ambient_device(s)) is not None}
     handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
-    behind = list(handles)[: len(streams) + len(lenders)]  # what is saved in a lender's memory is freed in here
+    behind = list(handles)[: len(streams) + len(left)]
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
     returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
@@ -171,7 +179,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         returns = {caller: None, **returns, **dict.fromkeys(objects)}
     device: int = torch.accelerator.current_device_index()
     on_device = stream_devices() | current
-    is_one_device = all(on_device.get(s, device) == device for s in (*streams, *lenders))
+    is_one_device = all(on_device.get(s, device) == device for s in (*streams, *left))
     # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
     record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")
     entry: list[Operation] = []

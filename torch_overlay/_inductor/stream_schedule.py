@@ -104,14 +104,13 @@ def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
 
 
 def _noted(key: str) -> tuple[Any, ...]:
-    """What is said of the whole graph. Operations carry it, and inputs of a forward, of which some are left when all
-    that was computed is dropped or is a view.
+    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
+    computed is dropped or is a view; those of a backward carry what the backward promises.
     """
     for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
-        if node.op == "call_function" or not V.graph.is_backward:
-            found = node.meta.get("custom", {}).get(key)
-            if found:
-                return found
+        found = node.meta.get("custom", {}).get(key)
+        if found:
+            return found
     return ()
 
 
