@@ -53,7 +53,7 @@ LAUNCHES = (
 DEAD_BRANCHES = ("train_random_00", "train_random_17", "train_random_54")
 JOINED_OUTSIDE = (
     *("train_moving_average", "train_graph_break_in_block", "train_stream_across_graph_break"),
-    "train_update_of_an_earlier_result",
+    *("train_update_of_an_earlier_result", "train_saved_value_read_by_unjoined_stream"),
 )
 
 PASSED_THROUGH = ("train_gradient_through_addition", "train_gradient_through_view")  # by gradients, and nothing else

@@ -1453,6 +1453,30 @@ def train_gradient_through_view(k: Kit) -> Any:
     return _gradient_through(k, k.stream(), lambda weight: weight.t())
 
 
+@training("a backward computes in the memory of a saved value, which a side stream of the forward still reads")
+def train_saved_value_read_by_unjoined_stream(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    (weight,) = trained(k, 1)
+    seen = torch.zeros_like(weight, requires_grad=False)
+
+    def forward(x):
+        a = x + 1
+        fork(side)
+        with torch.cuda.stream(side):
+            seen.copy_(sleep(a))
+        return (weight * a).sum()
+
+    forward = k.compile(forward)
+
+    def step(x):
+        loss = forward(x)
+        loss.backward()
+        join(side)
+        return loss.detach(), seen.clone(), take_gradients(weight)
+
+    return step
+
+
 # ---- callers
 
 

@@ -316,12 +316,21 @@ def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> No
     offload(forward, backward, count, wanted)
 
 
+def _read_unordered(forward: Graph) -> set[str]:
+    """The values of a forward that a side stream reads, of which the user didn't order the ambient stream behind it."""
+    readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != AMBIENT]
+    late = [n for n in readers if "s0" not in (n.meta.get("custom", {}).get(BEFORE) or ())]
+    read = {_writer(value) for node in late for value in node.all_input_nodes}
+    return {value.name for value in forward.output_node().all_input_nodes if _writer(value) in read} if read else set()
+
+
 def donated_buffers(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
-    """Saved tensors that the backward may write over: none that shares its memory with another one, and none whose
-    memory may belong to a side stream. A relaunched forward lays what it saves into few allocations, and a gradient in
-    one of them would keep all of that alive; stages give the memory back instead (`cudagraphs.arrange`).
+    """Saved tensors that the backward may write over: none that shares its memory with another one, none whose memory
+    may belong to a side stream, and none that a side stream may still read. A relaunched forward lays what it saves
+    into few allocations, and a gradient in one of them would keep all of that alive; stages give the memory back
+    instead (`cudagraphs.arrange`).
     """
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
         return []
@@ -329,7 +338,8 @@ def donated_buffers(
     if not config.streams:
         return donated
     inputs = backward.graph.find_nodes(op="placeholder")
-    donated = [i for i in donated if not is_slab(inputs[i])]
+    unordered = _read_unordered(forward.graph)
+    donated = [i for i in donated if not is_slab(inputs[i]) and inputs[i].name not in unordered]
     memory = [n.meta.get("custom", {}).get(MEMORY) for n in inputs]
     if not any(memory):
         return donated
