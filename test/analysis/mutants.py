@@ -122,6 +122,9 @@ def of_compiled(report: Report) -> Iterator[Mutant]:
     devices = any(isinstance(op, Launch) and "cuda:" in op.stream and op.name != CALLER for op in runs[0])
     captures = any("_outer" in site for site in sites)
     loose = {site for site in sites if captures and _is_of_capture(site)}
+    names = {n for plan in report.compiled.plans for op in plan.ops for n in op.reads | op.writes}
+    if any("[" in name for name in names):  # of a buffer in parts, the caller may get one, and be promised all
+        loose |= {site for site in sites if _is_of_boundary(site)}
     modules = {_site(op).partition(",")[0] for op in runs[0] if _site(op).startswith("wrapper")}
     if len(modules) > 1 or any(op.site == "autograd's engine" for op in runs[0] if isinstance(op, Record)):
         loose |= {site for site in sites if _is_of_boundary(site)}

@@ -65,7 +65,7 @@ def rows_of_rows_updated(k: Kit) -> Any:
     return on_side(k.stream(), body)
 
 
-@program("the host is told that a tensor is there before the last scatter into it", batches)
+@program("the host is told that a tensor is there before the last scatter into it", batches, host_reads=True)
 def rows_of_rows_updated_until_event(k: Kit) -> Any:
     def body(x, y):
         t = torch.bmm(k.sleep(x), y)
