@@ -56,7 +56,12 @@ JOINED_OUTSIDE = (
     *("train_update_of_an_earlier_result", "train_saved_value_read_by_unjoined_stream"),
 )
 
-PASSED_THROUGH = ("train_gradient_through_addition", "train_gradient_through_view")  # by gradients, and nothing else
+PASSED_THROUGH = (  # by gradients, and nothing else: a backward's only operation there is a wait
+    "train_gradient_through_addition",
+    "train_gradient_through_view",
+    "train_saved_value_as_gradient",
+    "train_saved_value_as_unjoined_gradient",
+)
 
 
 def compile_step(name: str, mode: str | None = None, sleeps: bool = False, fold: bool = False) -> Compiled:
