@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Option of torch_overlay.config -> what it switches. The option's own comment says the rest.
 FEATURES = {
     "streams": "user streams and events go through the compiler",
+    "nvtx": "profiler ranges stay in compiled stream programs, also where no profiler asks for them",
     "native_events": "compiled code records and waits for events in C",
     "fold_branches_below_us": "small branches on side streams run fused on the ambient stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
