@@ -45,8 +45,8 @@ def recorded_inputs(scheduler: Scheduler) -> set[str]:
     return found
 
 
-def returned_inputs() -> set[str]:
-    """The inputs that the graph returns, but none of which it returns a view: the backward takes it to be aligned."""
+def returned_inputs() -> tuple[set[str], set[str]]:
+    """The inputs that the graph returns, and those of which it returns a view: the backward takes it to be aligned."""
     inputs, views = set(), set()
     for value in V.graph.graph_outputs:
         while isinstance(value, (ir.TensorBox, ir.StorageBox)):
@@ -55,7 +55,7 @@ def returned_inputs() -> set[str]:
             inputs.add(value.get_name())
         elif isinstance(value, ir.BaseView):
             views.add(value.get_name())
-    return inputs - views
+    return inputs - views, views
 
 
 class AlignedInputs:
@@ -120,8 +120,11 @@ class AlignedInputs:
     def leave(self, goes_on: bool) -> None:
         """What is returned, and what other regions of the wrapper use, is the caller's tensor again."""
         wrapper = self.wrapper
-        returned = set() if goes_on else returned_inputs()
-        for name in list(wrapper._alignment_aligned_stream):
+        returned, viewed = (set(), set()) if goes_on else returned_inputs()
+        for name, number in list(wrapper._alignment_aligned_stream.items()):
+            if number and name in viewed and name in wrapper._alignment_orig_saved:  # a side stream's memory leaves
+                caller = self.emitter.stream(AMBIENT)
+                self.emitter.write(f"if {name} is not {name}_orig: {name}.record_stream({caller})")
             if name in wrapper._alignment_orig_saved and (goes_on or name in returned):
                 del wrapper._alignment_aligned_stream[name]
                 wrapper._alignment_orig_saved.discard(name)
