@@ -507,6 +507,39 @@ lost: after call 1, s1 may read output 0
         self.assertEqual(len(report.traces), 2)  # as they are, and as CUDA graphs
 
     @simulated_gpu()
+    def test_a_capture_forks_its_streams_and_joins_them(self) -> None:
+        """Where a partition's side stream copies what no other stream touches, only the capture needs the two waits."""
+        side, source, target = torch.cuda.Stream(), torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            with torch.cuda.stream(side):
+                target.copy_(source * 2)
+            return x + 1
+
+        def without(pattern: str) -> Any:
+            return lambda text: re.sub(pattern, "", text)
+
+        fork, join = r" *ev0\.wait\(stream1_raw\)\n", r" *exit=\(\('record', 'ev1', 'stream1'\).*\n"
+        for pattern in (None, fork, join):
+            with self.subTest(pattern=pattern), config.patch(fold_branches_below_us=0.0):
+                rewrite = without(pattern) if pattern else None
+                report = check(fn, inputs()[0], mode="reduce-overhead", rewrite=rewrite, misaligned=False)
+                memory = {race.second.view.memory.name for race in report.races}
+                self.assertEqual("the capture of a graph" in memory, pattern is not None, str(report))
+                self.assertEqual(report.redundant if pattern is None else [], [])
+
+    def test_the_caller_works_between_forward_and_backward(self) -> None:
+        """A captured backward waits for the streams on which eager's would have run."""
+
+        def without_entry(text: str) -> str:
+            return text if "tangents_1" not in text else re.sub(r"entry=\(\('record_entry'.*\)\),\n", "", text)
+
+        report = corpus.check_program(by_name("train_two_branches"), "reduce-overhead", rewrite=without_entry)
+        self.assertIn(
+            "default stream may read the caller's work on stream 1", [p.text for p in report.lost], str(report)
+        )
+
+    @simulated_gpu()
     def test_host_reads_a_row_while_a_copy_fills_it(self) -> None:
         """Of pinned memory of the caller, by each call that copies; another row may be read."""
         side = torch.cuda.Stream()

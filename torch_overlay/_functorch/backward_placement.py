@@ -13,7 +13,7 @@ the backward is owed and owes follows from what autograd's engine does:
 - What is computed again runs where its consumer runs.
 - The engine orders a stream behind each gradient that it hands on to an autograd node there, whether or not that node
   launches anything. So a side stream that gradients pass through is ordered after the ambient stream's state at the
-  entry when the backward is left (`engine_streams`).
+  entry when the backward is left, and the ambient stream after the side stream's (`engine_streams`).
 - A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream behind
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
   the value.
@@ -232,13 +232,14 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
     """
     leave: list[tuple[int, tuple[str, ...], str]] = []
     computes = _computes(backward)
-    for stream in sorted(engine):
-        if computes:
-            leave.append((stream, ("s0",), ""))
-            continue
-        with backward.graph.inserting_before(backward.graph.output_node()):
-            wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, (stream, AMBIENT))
-        wait.meta["partitioner_tag"] = "must_be_in_backward"
+    for stream in sorted(engine) if not computes else ():
+        for streams in ((stream, AMBIENT), (AMBIENT, stream)):
+            with backward.graph.inserting_before(backward.graph.output_node()):
+                wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
+            wait.meta["partitioner_tag"] = "must_be_in_backward"
+    if computes:
+        leave += [(stream, ("s0",), "") for stream in sorted(engine)]
+        unordered = {*unordered, *(f"s{stream}" for stream in engine)}
     if unordered:
         leave.append((AMBIENT, tuple(sorted(unordered)), ""))
     for value in backward.graph.find_nodes(op="placeholder"):

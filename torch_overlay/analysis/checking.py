@@ -281,10 +281,8 @@ class Caller:
     def prepare(self, args: Any) -> None:
         """Work of its own on every stream, then the inputs."""
         self.device.mode.made_up.begin()
-        for stream in self.device.public:
-            if stream not in self.work:
-                self.work[stream] = Memory(f"the caller's work on {stream}", 1, stream)
-            self.trace.launch(CALLER, stream, [], [self.work[stream]], site=CALLER)
+        self.work_on_streams()
+        self.device.before_backward = self.work_on_streams
         with self.device.pause():
             tensors = _tensors(args)
             for index, tensor in enumerate(tensors):
@@ -298,6 +296,12 @@ class Caller:
             for event in pytree.tree_leaves(args):
                 if isinstance(event, torch.Event):  # which the function waits for
                     self.trace.add(Record(self.device.event_name(event), self.device.current(), CALLER))
+
+    def work_on_streams(self) -> None:
+        for stream in self.device.public:
+            if stream not in self.work:
+                self.work[stream] = Memory(f"the caller's work on {stream}", 1, stream)
+            self.trace.launch(CALLER, stream, [], [self.work[stream]], site=CALLER)
 
     def rely(self, call: str, args: Any, outputs: Any, gradients: Sequence[tuple[str, Any]]) -> None:
         """Ask what may be relied on, then rely on what eager promises, and drop gradients."""
@@ -451,11 +455,15 @@ def assemble(
     # Redundant is what none of the runs needs; a run that doesn't come to it doesn't need it.
     needed = {site for report in reports for site in report.needed}
     redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
+    frames = {(f.name, f.file, f.line) for region in seen.regions if (f := region.frame) is not None}
+    if len(frames) > 1:  # none of them knows what lies between them
+        redundant = [r for r in redundant if not _BOUNDARY.search(r.site)]
     plan = "\n\n".join(p.table() for p in seen.plans)
     return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
 
 
 _ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(")
+_BOUNDARY = re.compile(r": wait_(entry|exit) ")
 _COMPILERS_EVENT = re.compile(r"^wrapper .*\bev\d")
 
 

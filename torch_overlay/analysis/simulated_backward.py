@@ -92,7 +92,11 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
     original = torch.autograd._engine_run_backward
 
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not device.is_listening() or torch._dynamo.compiled_autograd.compiled_autograd_enabled:
+        if not device.is_listening():
+            return original(tensors, *args, **kwargs)
+        if device.before_backward is not None and not device.in_backward:
+            device.before_backward()
+        if torch._dynamo.compiled_autograd.compiled_autograd_enabled:
             return original(tensors, *args, **kwargs)
         device.sweep()
         device.ran_backward = True
@@ -100,9 +104,11 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
         hooks.begin(tensors)
         for node in _nodes(tensors):
             hooks.attach(node)
+        device.in_backward += 1
         try:
             return original(tensors, *args, **kwargs)
         finally:
+            device.in_backward -= 1
             hooks.finish()
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):

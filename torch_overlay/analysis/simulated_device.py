@@ -94,8 +94,11 @@ class SimulatedDevice:
         self.captures = False  # a partition is one launch of a CUDA graph
         self.has_partitions = False
         self.graph_stream: str | None = None
+        self.capture: Memory | None = None  # of a partition that runs as it is captured: Note [A capture is whole]
         self.asked_idle = False
         self.ran_backward = False
+        self.in_backward = 0  # backwards that run inside one another
+        self.before_backward: Callable[[], None] | None = None  # what the code around the program does before one
         self.modules: list[Any] = []  # of generated code, in order of compilation
         self.seen: Any = None  # what `observe` collects, for the user's lines
         self.streams: dict[tuple[int, int], str] = {}
@@ -170,13 +173,31 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def partition(self) -> Iterator[None]:
-        """Inside runs a partition of generated code."""
+        """Inside runs a partition of generated code.
+
+        Note [A capture is whole]
+        What a graph holds is captured between the first and the last operation of the stream that captures it: other
+        streams are forked from that one and joined to it. A run without capture says so by memory that nobody has:
+        the capturing stream writes it first and last, and all that is launched in between reads it.
+        """
         self.has_partitions = True
-        outer, self.graph_stream = self.graph_stream, self.current() if self.captures else None
+        if self.capture is not None or self.graph_stream is not None:
+            yield
+            return
+        stream = self.current()
+        capture = Memory("the capture of a graph", 1, stream)
+        if self.captures:
+            self.graph_stream = stream
+        else:
+            self.capture = capture
+            self.trace.launch("a capture's begin", stream, [], [capture])
         try:
             yield
+            if not self.captures:
+                self.sweep()
+                self.trace.launch("a capture's end", stream, [], [capture])
         finally:
-            self.graph_stream = outer
+            self.graph_stream = self.capture = None
 
     def is_listening(self) -> bool:
         return not self.of_thread.paused and not _is_compiling()
@@ -358,6 +379,8 @@ class SimulatedDevice:
                 if isinstance(part, View) or part.numel():
                     view = part if isinstance(part, View) else self.view(part)
                     modes.setdefault(view, [False, False])[index] = True
+        if self.capture is not None and stream != HOST:
+            modes[View(self.capture)] = [True, False]
         accesses = tuple(Access(view, r, w) for view, (r, w) in modes.items())
         self.trace.add(Launch(name, stream, accesses, user_line() if line is None else line, site()))
 
