@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_report import Report
 
 
+# Programs with events that they could do without, and what their compiler doesn't know or doesn't use.
+NEEDLESS = {
+    "aux_stream_of_second_device": "that a stream of the frame is the other device's current one",
+    "copy_from_another_device": "that a stream of the frame is the other device's current one",
+    "cached_property": "that a stream is new",
+    "external_stream": "that two streams have one handle",
+    "pageable_memory": "that memory which comes in is pageable, so that the host waits for a copy",
+    "ring_of_two_streams": "that the last graph does nothing that another stream is promised",
+    "stream_returned": "that a stream is new",
+    "train_checkpoint_around": "that a backward is called on its side stream",
+    "train_graph_break_in_block": "what lies between frames",
+    "train_loss_on_side_stream": "that a backward is called on its side stream",
+    "train_reentrant_checkpoint_around": "that a backward is called on its side stream",
+    "train_saved_value_as_gradient": "that a backward without kernels has ordered its streams",
+}
+
+
 def cases(programs: Any = PROGRAMS) -> list[tuple[str, str]]:
     """Each program in each of its modes."""
     return [(p.name, mode or "default") for p in programs for mode in p.modes]
@@ -46,7 +63,7 @@ def check_program(
             compile=not program.frames,
             fullgraph=program.fullgraph,
             devices=2,
-            **{"misaligned": False, **kwargs},
+            **kwargs,
         )
 
 
@@ -55,4 +72,9 @@ def findings(report: Report) -> list[str]:
     return [*(p.text for p in report.lost), *(describe(race) for race in report.races)]
 
 
-__all__ = ["cases", "check_program", "findings"]
+def needless(program: Program, report: Report) -> list[str]:
+    """Events that a program can do without, where its compiler knows that."""
+    return [] if program.name in NEEDLESS else [f"{r.site}: {r.why}" for r in report.redundant]
+
+
+__all__ = ["cases", "check_program", "findings", "needless"]

@@ -42,8 +42,8 @@ def requests() -> Iterator[list[Request]]:
     """Collects the plans that are made inside."""
     found: list[Request] = []
 
-    def plan_streams(ops: Any, buffers: Any = (), promised: Any = None, joined: Any = frozenset()) -> Plan:
-        plan = stream_planner.plan_streams(ops, buffers, promised, joined)
+    def plan_streams(ops: Any, buffers: Any = (), promised: Any = None, known: Any = None) -> Plan:
+        plan = stream_planner.plan_streams(ops, buffers, promised, known)
         found.append(Request(plan, tuple(buffers), promised or {}))
         return plan
 

@@ -137,6 +137,7 @@ class TestPrograms(TestCase):
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
         report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], report)
+        self.assertEqual(corpus.needless(by_name(name), report), [])
 
     @parametrize("name", form.representative(WRITTEN))
     def test_compiles_with_operators_between(self, name: str) -> None:

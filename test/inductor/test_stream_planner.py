@@ -44,7 +44,8 @@ def happens_before(plan, events):
     streams = set(plan.streams) | {int(t[1:]) for op in plan.ops for t in op.before if t[0] == "s"}
     streams.add(planner.CALLER)
     state = {s: {("entry", s)} for s in streams}
-    state[planner.CALLER] |= {("entry", int(token[1:])) for token in plan.joined}
+    for stream, tokens in plan.known.items():
+        state.setdefault(stream, {("entry", stream)}).update(("entry", int(token[1:])) for token in tokens)
     state[HOST] = set()
     done = {}
     entry_state = {s: frozenset(state[s]) for s in streams}
@@ -66,7 +67,9 @@ def happens_before(plan, events):
             arrive(i, s)
         arrive(i, op.stream)
         if op.waits:
-            state[op.stream] |= {("entry", int(t[1:])) if t[0] == "s" else ("token", t) for t in op.after}
+            tokens = {t for token in op.after for t in (token, *plan.known.get(int(token[1:]), ())) if token[0] == "s"}
+            state[op.stream] |= {("entry", int(t[1:])) for t in tokens}
+            state[op.stream] |= {("token", t) for t in op.after if t[0] != "s"}
             for j in range(i):
                 if set(plan.ops[j].before) & set(op.requires) and j in done:
                     state[op.stream] |= done[j]
@@ -128,8 +131,7 @@ def obligations(plan, buffers, done):
         for token in op.after:
             found.add(((("entry", int(token[1:])) if token[0] == "s" else ("token", token)), i))
         accesses.append((i, reads, writes))
-        joined = plan.joined if op.stream == planner.CALLER else ()
-        at_entry = {("entry", op.stream), *(("entry", int(token[1:])) for token in joined)}
+        at_entry = {("entry", op.stream), *(("entry", int(t[1:])) for t in plan.known.get(op.stream, ()))}
         before = done[latest[op.stream]] if op.stream in latest else at_entry
         latest[op.stream] = i
         if not op.renews or done[i] - {("op", i)} != before:
@@ -201,13 +203,16 @@ def schedules(draw):
                 ops[i] = dataclasses.replace(ops[i], reads=ops[i].reads | {"cat"})
         stream = draw(st.integers(0, streams - 1))
         buffers = [b for b in buffers if b.name not in parts] + [Buffer("cat", stream, views=frozenset(parts))]
-    joined = frozenset(draw(st.lists(st.sampled_from([f"s{s}" for s in range(1, streams)]), max_size=2)))
-    return ops, buffers, joined
+    states = st.lists(st.sampled_from([f"s{s}" for s in range(streams)]), max_size=2).map(frozenset)
+    known = draw(st.dictionaries(st.integers(0, streams - 1), states, max_size=2))
+    for _ in range(streams):  # who has waited for a stream knows what that stream does
+        known = {s: tokens.union(*(known.get(int(t[1:]), ()) for t in tokens)) for s, tokens in known.items()}
+    return ops, buffers, known
 
 
 def planned(schedule):
-    ops, buffers, joined = schedule
-    return plan_streams(ops, buffers, joined=joined), buffers
+    ops, buffers, known = schedule
+    return plan_streams(ops, buffers, known=known), buffers
 
 
 def draw_buffer(draw, name, streams):
@@ -310,8 +315,8 @@ class TestStreamPlannerProperties(unittest.TestCase):
     @settings(max_examples=200, deadline=None)
     @given(schedules())
     def test_the_plan_is_a_function_of_its_input(self, schedule):
-        ops, buffers, joined = schedule
-        again = plan_streams(list(ops), tuple(buffers), joined=joined)
+        ops, buffers, known = schedule
+        again = plan_streams(list(ops), tuple(buffers), known=known)
         self.assertEqual(planned(schedule)[0], again)
 
     def test_needs_no_torch(self):

@@ -102,6 +102,7 @@ class TestCorpus(TestCase):
         """No race, and no promise of eager lost, either."""
         report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], str(report))
+        self.assertEqual(corpus.needless(by_name(name), report), [])
         self.look_at(by_name(name), mode_of(mode), report.compiled)
 
     def test_streams_inside_of_nested_regions_are_handed_over_under_reduce_overhead(self) -> None:
@@ -151,7 +152,7 @@ class TestCorpus(TestCase):
     @parametrize("name", [p.name for p in PROGRAMS if "misaligned" in p.name])
     def test_misaligned_inputs_keep_what_eager_promises(self, name: str, mode: str) -> None:
         """Aligned copies are made behind the waits of their readers, and read memory that the caller recorded."""
-        report = corpus.check_program(by_name(name), mode_of(mode), misaligned=True)
+        report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], str(report))
 
 

@@ -126,7 +126,8 @@ class Plan:
     `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
     last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
     there, because the user never asked for it: they are given back as eager gives them back. `uses` are the operations
-    that touch a buffer. `joined`: see `plan_streams`.
+    that touch a buffer. `known`: see `plan_streams`. `behind_caller` are the streams that are ordered at the exit after
+    all that the caller's stream is.
     """
 
     ops: tuple[Op, ...]
@@ -137,7 +138,8 @@ class Plan:
     memory: Mapping[str, int] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    joined: frozenset[str] = frozenset()
+    known: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    behind_caller: frozenset[int] = frozenset()
 
     @property
     def num_waits(self) -> int:
@@ -228,11 +230,15 @@ def _token_stream(token: str) -> int | None:
 
 class _Planner:
     def __init__(
-        self, ops: Sequence[Op], buffers: Sequence[Buffer], early: frozenset[EarlyWait], joined: frozenset[str]
+        self,
+        ops: Sequence[Op],
+        buffers: Sequence[Buffer],
+        early: frozenset[EarlyWait],
+        known: Mapping[int, frozenset[str]],
     ) -> None:
         self.ops = tuple(ops)
         self.early = early
-        self.joined = joined
+        self.known = known
         self.buffers = tuple(buffers)
         self.fresh = {view: b for b in buffers if b.fresh for view in (b.name, *b.views)}
         self.taken: dict[str, int | None] = {}  # buffer -> last operation of its stream when the block was taken
@@ -256,7 +262,11 @@ class _Planner:
         return clock
 
     def state_at_entry(self, stream: int) -> set[str]:
-        return {entry_token(stream), *(self.joined if stream == CALLER else ())}
+        return {entry_token(stream), *self.known.get(stream, ())}
+
+    def implied(self, token: str) -> set[str]:
+        stream = _token_stream(token)
+        return {token} if stream is None else self.state_at_entry(stream)
 
     def storage(self, name: str) -> frozenset[str]:
         return self.members.get(name, frozenset((name,)))
@@ -295,15 +305,16 @@ class _Planner:
             known = self.at[i]
             assert known is not None
             clock.join(known)
-        for token in sorted(set(tokens) - clock.tokens):
-            if token in clock.tokens:  # the caller's stream had waited for it
+        wanted = set(tokens) - clock.tokens
+        for token in sorted(wanted, key=lambda token: (-len(wanted & self.implied(token)), token)):
+            if token in clock.tokens:  # another stream had waited for it
                 continue
             source = _token_stream(token)
             if source is None:
                 self.boundary_waits.append(BoundaryWait(here, stream, token))
             elif source != stream:
                 self.waits.setdefault((ENTRY, source), []).append((here, stream))
-            clock.tokens |= {token} if source is None else self.state_at_entry(source)
+            clock.tokens |= self.implied(token)
 
     def predecessors(self, op: Op) -> set[int]:
         found = {self.launched[name] for name in op.behind if name in self.launched}
@@ -396,7 +407,7 @@ class _Planner:
             tokens |= states
         self.order_after(here, stream, predecessors, () if op.waits else tokens)
         if op.waits:
-            clock.tokens |= tokens
+            clock.tokens.update(*map(self.implied, tokens))
             for token in op.requires:
                 for i in self.carriers[token].values():
                     known = self.at[i]
@@ -470,6 +481,18 @@ class _Planner:
         if not self.covers_all(self.clocks.get(owner), foreign):
             unordered.add(name)
 
+    def behind_caller(self) -> frozenset[int]:
+        caller, host = self.clock(CALLER), self.clock(HOST)
+        launched = [(s, i) for s, last in caller.seen.items() if s != HOST for i in self.on_stream[s] if i <= last]
+        launched = [(s, i) for s, i in launched if not self.ops[i].renews]
+
+        def is_behind(stream: int) -> bool:
+            clock = self.clock(stream).copy()
+            clock.join(host)
+            return caller.tokens - {entry_token(stream)} <= clock.tokens and self.covers_all(clock, launched)
+
+        return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_behind(s))
+
     def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
         for here, op in enumerate(self.ops):
             if op.stream is None:
@@ -491,7 +514,8 @@ class _Planner:
             memory={b.name: b.stream for b in self.buffers},
             buffers=self.buffers,
             uses={b.name: frozenset(self.uses(b)) for b in self.buffers},
-            joined=self.joined,
+            known=self.known,
+            behind_caller=self.behind_caller(),
         )
 
 
@@ -499,23 +523,23 @@ def plan_streams(
     ops: Sequence[Op],
     buffers: Sequence[Buffer] = (),
     promised: Mapping[int, frozenset[str]] | None = None,
-    joined: frozenset[str] = frozenset(),
+    known: Mapping[int, frozenset[str]] | None = None,
 ) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
     `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller.
     `promised` says which of the caller's states (tokens) a stream must be ordered after when the region is left,
-    whether or not an operation needs them. `joined` are states of other streams that the caller's stream had waited for
-    before the region was entered.
+    whether or not an operation needs them. `known` are the states of other streams that a stream had waited for before
+    the region was entered.
     """
-    promises = promised or {}
+    promises, known = promised or {}, known or {}
     early: frozenset[EarlyWait] = frozenset()
-    plan = _Planner(ops, buffers, early, joined).run(promises)
+    plan = _Planner(ops, buffers, early, known).run(promises)
     while (late := _late_wait(plan)) is not None:
         early |= {late}
-        plan = _Planner(ops, buffers, early, joined).run(promises)
+        plan = _Planner(ops, buffers, early, known).run(promises)
     for wait in sorted(early):  # others may bring what it waits for
-        fewer = _Planner(ops, buffers, early - {wait}, joined).run(promises)
+        fewer = _Planner(ops, buffers, early - {wait}, known).run(promises)
         if _late_wait(fewer) is None:
             early, plan = early - {wait}, fewer
     return plan

@@ -37,6 +37,7 @@ from torch_overlay._inductor.stream_schedule import (
     needs_plan,
     plan_region,
     private_streams,
+    Region,
     saved_on_streams,
     stream_devices,
     stream_operation,
@@ -82,8 +83,9 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
         raise UnsupportedStreams(CPP_WRAPPER)
     if V.graph.fx_wrapper:
         raise UnsupportedStreams(FX_WRAPPER)
-    joined = getattr(scheduler, "_overlay_joined", frozenset())
-    region = plan_region(scheduler, nodes, _is_enclosed(), joined if V.graph.name is None else frozenset())
+    known = _known_at_entry(scheduler)
+    region = plan_region(scheduler, nodes, _is_enclosed(), known)
+    _note_known(scheduler, known, region)
     emitter = RegionEmitter(scheduler, region)
     # What an earlier region allocated stays its stream's memory.
     scheduler._overlay_memory = {**region.plan.memory, **(getattr(scheduler, "_overlay_memory", None) or {})}
@@ -95,6 +97,31 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
         emitter.end()
     finally:
         scheduler._overlay_region = outer
+
+
+def _is_partition() -> bool:
+    return hasattr(V.graph.wrapper_code, "parent_wrapper")
+
+
+def _known_at_entry(scheduler: Any) -> dict[int, frozenset[str]]:
+    """Which states of other streams the streams have waited for when a region between or inside of partitions begins. A
+    captured graph forks its side streams itself.
+    """
+    known = getattr(scheduler, "_overlay_known", {}) if V.graph.name is None else {}
+    return {AMBIENT: known[AMBIENT]} if known and _is_partition() else known
+
+
+def _note_known(scheduler: Any, known: dict[int, frozenset[str]], region: Region) -> None:
+    """What a graph does, the ambient stream has done when it has been launched."""
+    if known:
+        behind = frozenset() if _is_partition() else region.plan.behind_caller
+        joined = known[AMBIENT]
+        scheduler._overlay_known = {
+            s: joined if s == AMBIENT else joined | {"s0"} if s in behind else frozenset()
+            for s in scheduler._overlay_known
+        }
+        settled = frozenset() if _nested_streams() else scheduler._overlay_settled - region.concerned
+        scheduler._overlay_settled = settled | behind
 
 
 def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
@@ -171,7 +198,6 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     current = {s: there for s in used if (there := ambient_device(s)) is not None}
     handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
-    behind = list(handles)[: len(streams) + len(left)]
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
     returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
@@ -186,23 +212,26 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     for event, stream in enumerate(names, start=1):
         entry.append((record, f"ev{event}_outer", stream))
         entry.append((wait, f"ev{event}_outer", caller))
-    define_region(
-        root,
-        "_outer",
-        device=device if is_one_device else None,
-        streams={caller: f"cuda:{device}", **handles},
-        events=len(names) + 1 if behind else 0,
-        entry=tuple(entry),
-        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in behind)) if behind else (),
-        returns=tuple(returns),
-        objects=objects,
-    )
-    scheduler._overlay_joined = frozenset(f"s{s}" for s in streams if ambient_device(s) is None)
+    scheduler._overlay_settled = frozenset()  # streams that need not wait for more before the caller goes on
+    here = [s for s in streams if ambient_device(s) is None]
+    scheduler._overlay_known = {AMBIENT: frozenset(f"s{s}" for s in here), **dict.fromkeys(here, frozenset())}
     found = ", ".join(["frame_outer", *returns])
     wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
     for event in objects:
         wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
     original(scheduler)
+    behind = [f"stream{s}_outer" for s in (*streams, *left) if s not in scheduler._overlay_settled]
+    define_region(
+        root,
+        "_outer",
+        device=device if is_one_device else None,
+        streams={caller: f"cuda:{device}", **handles},
+        events=len(names) + 1 if behind or names else 0,
+        entry=tuple(entry),
+        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in behind)) if behind else (),
+        returns=tuple(returns),
+        objects=objects,
+    )
     wrapper.writeline(StreamLine("frame_outer.leave()"))
     for name, owners in lent.items():
         for stream in owners:

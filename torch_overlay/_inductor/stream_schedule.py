@@ -42,7 +42,7 @@ from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
@@ -227,6 +227,7 @@ class RegionReader:
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
+        self.concerned: set[int] = set()  # streams of the user that run what an enclosed region does, or come after it
         self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
@@ -332,12 +333,15 @@ class RegionReader:
     def tokens(self, node: BaseSchedulerNode, stream: int, gpu: bool) -> tuple[frozenset[str], frozenset[str]]:
         if not gpu:
             return frozenset(), frozenset()
+        user = user_stream(self.scheduler, node)
         if self.enclosed:
             token = frozenset(() if ambient_device(stream) is not None else ("s0",))
+            before = self.annotated(node, BEFORE)
+            before = self.known.before.get(user, set()) if before is None else before
+            self.concerned |= {user, *(int(t[1:]) for t in before if t[0] == "s")}
             # A record or a synchronisation may stand in the same region.
-            kept = frozenset(t for t in self.annotated(node, BEFORE) or () if t[0] == "h" or "." in t)
+            kept = frozenset(t for t in before if t[0] == "h" or "." in t)
             return token, token | kept
-        user = user_stream(self.scheduler, node)
         after, before = self.annotated(node, AFTER), self.annotated(node, BEFORE)
         after = self.known.after.get(user, set()) if after is None else after
         before = self.known.before.get(user, set()) if before is None else before
@@ -438,16 +442,26 @@ class RegionReader:
         return not _is_gpu(source.get_device()) and bool(source.get_size())
 
     def reads_download(self, node: BaseSchedulerNode) -> bool:
-        """The host reads what a copy of another region, for which nobody has waited yet, brings from the device."""
+        """The host reads what a copy of another region brings from the device, and the user's program hasn't waited for
+        it.
+        """
         for read in node.read_writes.reads:
             buffer = self.scheduler.name_to_buf.get(read.name)
             made = buffer.defining_op if buffer is not None else None
             if made is None or self.scheduler.name_to_fused_node[made.get_name()] in self.index:
                 continue
             blocking = isinstance(made.node, ir.DeviceCopy) and not made.node.constant_args[0]
-            if not blocking and any(_is_gpu(self.device_of(r.name)) for r in made.read_writes.reads):
+            if blocking or not any(_is_gpu(self.device_of(r.name)) for r in made.read_writes.reads):
+                continue
+            if not self.host_has_waited(made, node):
                 return True
         return False
+
+    def host_has_waited(self, made: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
+        promised = self.annotated(made, BEFORE) or set()
+        nodes = self.scheduler.nodes
+        between = nodes[nodes.index(self.scheduler.name_to_fused_node[made.get_name()]) + 1 : nodes.index(reader)]
+        return any(not promised.isdisjoint(required(n)) for n in between if stream_operation(n) is not None)
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
@@ -468,7 +482,7 @@ class RegionReader:
                 after = set()  # it waits for one of them
         if self.enclosed:
             # What the user ordered before this lies in other regions, and all of them join the ambient stream.
-            after = {"s0"} if stream not in (HOST, AMBIENT) else set()
+            after = {"s0"} if stream not in (HOST, AMBIENT) or after and kind == "synchronize_device" else set()
         return Op(
             kind,
             stream,
@@ -649,6 +663,7 @@ class Region:
     numbers: dict[int, int]
     private: frozenset[str]
     enclosed: bool
+    concerned: frozenset[int]
 
 
 def needs_plan(scheduler: Scheduler) -> bool:
@@ -676,12 +691,13 @@ def plan_region(
     scheduler: Scheduler,
     nodes: Sequence[BaseSchedulerNode],
     enclosed: bool,
-    joined: frozenset[str] = frozenset(),
+    known: Mapping[int, frozenset[str]] | None = None,
 ) -> Region:
-    """Plan the given nodes, in their order. `joined`: see `plan_streams`."""
+    """Plan the given nodes, in their order. `known`: see `plan_streams`."""
     reader = RegionReader(scheduler, nodes, enclosed)
     reader.read()
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
-    plan = plan_streams(reader.ops, buffers, reader.promised(), joined)
-    return Region(plan, reader.index, reader.devices, reader.numbers, frozenset(reader.private), enclosed)
+    plan = plan_streams(reader.ops, buffers, reader.promised(), known)
+    private, concerned = frozenset(reader.private), frozenset(reader.concerned)
+    return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, concerned)
