@@ -93,11 +93,15 @@ def order_graph(graph: torch.fx.Graph) -> None:
 
 
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
-    """An update in place comes after what reads or writes the memory before it, and before what does so later."""
+    """An update in place comes after what reads or writes the memory before it, and before what does so later.
+
+    `record_stream` does neither: one that is written behind an update may stand before the write-back at the graph's
+    end.
+    """
     last_write: dict[torch.fx.Node, torch.fx.Node] = {}
     reads: dict[torch.fx.Node, set[torch.fx.Node]] = {}
     for node in nodes:
-        if node.op != "call_function" or is_view(node):
+        if node.op != "call_function" or is_view(node) or node.target is _RECORD_STREAM:
             continue
         written = {viewed(value) for value in _written(node)}
         for memory in map(viewed, node.all_input_nodes):

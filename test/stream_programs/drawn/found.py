@@ -3046,3 +3046,22 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "input_that_is_updated_before_an_event_and_recorded_on_a_stream_behind_it",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            state.copy_(x)
+            e1.record(current)
+            state.record_stream(s1)
+            v1 = x + 1
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
