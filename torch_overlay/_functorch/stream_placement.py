@@ -72,6 +72,7 @@ _SYNCHRONIZE = (
 )
 _DEALLOC = _streams.sync_dealloc.default
 _RECORD = _streams.record_event.default
+_DEVICE_PUT = torch.ops.prims.device_put.default
 
 
 def is_stream_op(node: Node) -> bool:
@@ -95,13 +96,15 @@ def is_device_synchronization(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """It names memory of its first argument. So does a conversion to the type that there is, with which a copy from
-    the host ends.
+    the host ends, or one to the host begins; any other is a copy: `x.to(torch.float32, copy=True)`.
     """
     target = node.target
     if target is torch.ops.prims.convert_element_type.default:
         source: Any = node.args[0]
         made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-        return isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor) and made.dtype == given.dtype
+        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
+            return False
+        return source.target is _DEVICE_PUT or bool(node.users) and all(n.target is _DEVICE_PUT for n in node.users)
     return isinstance(target, torch._ops.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
     )
@@ -159,7 +162,7 @@ def blocks_host(node: Node) -> bool:
         return True
     if target is _aten._to_copy.default:
         source, waits = args[0], not node.kwargs.get("non_blocking")
-    elif target is torch.ops.prims.device_put.default:
+    elif target is _DEVICE_PUT:
         source, waits = args[0], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
     elif target in (_aten.copy.default, _aten.copy_.default):
         source, waits = args[1], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))

@@ -3065,3 +3065,33 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "record_stream_of_a_copy_to_the_type_that_there_is",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            v1 = x.to(torch.float32, copy=True)
+            v1.record_stream(s1)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "record_stream_of_what_is_converted_there_and_back",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            v1 = x.double().float()
+            v1.record_stream(s1)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
