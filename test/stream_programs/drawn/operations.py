@@ -50,6 +50,8 @@ class Operation:
     gradient: bool = True  # does the result carry one?
     weight: bool = False
     random: bool = False
+    rows: bool = True  # laid out by rows, if its operands are
+    is_complex: bool = False  # a view of complex memory
 
 
 def largest(*bounds: float) -> float:
@@ -162,7 +164,7 @@ MORE_OPERATIONS = (
     Operation("{a}.expand(2, 32, 32).sum(0)", 1, full),
     Operation("{a}.flip(0)", 1, full, largest),
     Operation("{a}.roll(1, 0)", 1, full, largest),
-    Operation("F.pad({a}, (1, 1))[:, 1:33]", 1, full, largest),
+    Operation("F.pad({a}, (1, 1))[:, 1:33]", 1, full, largest, rows=False),
     Operation(
         "F.conv2d({a}.view(1, 1, 32, 32), torch.ones(1, 1, 3, 3, device='cuda'), padding=1).view(32, 32)",
         1,
@@ -181,7 +183,7 @@ MORE_OPERATIONS = (
     Operation("{a}.max(1, keepdim=True)[0]", 1, always((SIZE, 1)), largest),
     Operation("torch.logsumexp({a}, 1, keepdim=True)", 1, always((SIZE, 1)), largest, saves="or"),
     Operation("torch.einsum('ij,kj->ik', {a}, {b})", 2, full, largest, saves="o"),
-    Operation("torch.view_as_real(torch.complex({a}, {b}))[..., 0]", 2, full, largest),
+    Operation("torch.view_as_real(torch.complex({a}, {b}))[..., 0]", 2, full, largest, rows=False, is_complex=True),
     Operation(
         "torch.nonzero_static({a}, size=32).float().sum(1, keepdim=True)", 1, always((SIZE, 1)), largest, gradient=False
     ),

@@ -26,6 +26,7 @@ class Storage:
     bound: float
     persistent: bool = False  # the same in every call
     saved: bool = False  # autograd may have kept it
+    is_complex: bool = False  # stock Inductor compiles no custom operator that updates it
     writes: dict[int, int] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     lent: set[int] = field(default_factory=set)

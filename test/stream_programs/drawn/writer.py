@@ -223,8 +223,10 @@ class Writer:
         name = self.fresh()
         text, shape, bound, gradient, gain = self.apply(operation, operands, c)
         self.line(f"{name} = {text}")
-        rows = all(o.rows for o in operands)
-        self.finish(operation, operands, self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows))
+        rows = operation.rows and all(o.rows for o in operands)
+        value = self.made(name, shape, bound, gradient=gradient, gain=gain, rows=rows)
+        value.storage.is_complex = operation.is_complex
+        self.finish(operation, operands, value)
 
     def operands(self, operation: Operation, b: int, c: int) -> list[Value] | None:
         chosen: list[Value] = []
@@ -295,6 +297,8 @@ class Writer:
         found = [v for v in self.recent() if self.writable(v, update)]
         if "out=" in update.text or "scaled_into" in update.text:
             found = [v for v in found if v.rows and not v.view]  # Dynamo refuses what isn't contiguous
+        if "add_to" in update.text:
+            found = [v for v in found if not v.storage.is_complex]
         if not found:
             return
         target = found[b % len(found)]
