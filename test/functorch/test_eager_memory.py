@@ -62,13 +62,13 @@ class TestMemory(TestCase):
         known = {"stream": 1, "written": "masked_fill_"}
         self.assertEqual(memory_stream(self.node(aten.where.self, mask, self.x, made, **known)), 0)
         self.assertIsNone(memory_stream(self.node(aten.where.self, mask, made, self.x, **known)))
-        storage = "mm", 2
+        storage = (("mm", 2),)
         updated = self.node(aten.where.self, mask, self.x, made, stream_storage=storage, **known)
         self.assertEqual(memory_stream(updated), 2)
 
     def test_of_updates_that_become_several_operations(self) -> None:
-        made = self.node(aten.mm.default, self.x, self.x, stream_storage=("mm", 0))
-        known = {"stream": 1, "written": "lerp_", "stream_storage": ("mm", 0)}
+        made = self.node(aten.mm.default, self.x, self.x, stream_storage=(("mm", 0),))
+        known = {"stream": 1, "written": "lerp_", "stream_storage": (("mm", 0),)}
         difference = self.node(aten.sub.Tensor, self.node(aten.mm.default, self.x, self.x, stream=1), made, **known)
         updated = self.node(aten.add.Tensor, self.node(aten.mul.Tensor, difference, 2, **known), made, **known)
         self.assertEqual(memory_stream(updated), 0)
@@ -89,6 +89,22 @@ class TestMemory(TestCase):
             self.assertIsNone(memory_stream(results))
             part = self.node(operator.getitem, results, 0, stream=1, written=torch._fused_adam_)
             self.assertEqual(memory_stream(part), stream)
+
+    def test_of_lists_whose_storages_are_known(self) -> None:
+        """The list that is read first need not be the one that is updated."""
+        made = self.node(aten.mm.default, self.x, self.x, stream_storage=(("mm", 0),))
+        other = self.node(aten.mm.default, self.x, self.x, stream=2, stream_storage=(("mm_1", 2),))
+        known = {"stream": 1, "written": torch._foreach_lerp_, "stream_storage": (("mm", 0), ("mm_1", 2))}
+        updated = self.node(aten._foreach_add.List, [self.x, self.x], [made, other], **known)
+        parts = [self.node(operator.getitem, updated, i, **known) for i in range(2)]
+        self.assertEqual([memory_stream(part) for part in parts], [0, 2])
+        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
+
+    def test_of_scatters_that_the_user_calls(self) -> None:
+        for written in ("slice_scatter", torch.slice_scatter):
+            made = self.node(aten.slice_scatter.default, self.x, self.x, stream=1, written=written)
+            self.assertEqual(memory_stream(made), 1)
+        self.assertIsNone(memory_stream(self.node(aten.slice_scatter.default, self.x, self.x, written="add_")))
 
     def call(self, target: Any, /, *args: Any, stream: int, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)

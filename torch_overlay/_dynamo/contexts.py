@@ -149,10 +149,11 @@ def _note_targets(nodes: Iterable[Node]) -> None:
 def _note_storages(nodes: Iterable[Node]) -> None:
     """Nor do they say that the result of an update is in the memory of what was updated: it may read nothing of that,
     as `zero_` does, or was given it as `out`, and what stands for it, of several operators, may read a mask first. Of
-    an update of a list of tensors (`torch._foreach_add_`) each result is told by its place.
+    an update of a list of tensors (`torch._foreach_add_`) each result is told by its place, unless all are in one.
     """
     values: dict[int | None, list[Node]] = {}
-    updated = set()
+    updated: set[int | None] = set()
+    lists: dict[Node, list[int | None]] = {}
     for node in nodes:
         storage = _storage(node)
         if node.op in ("call_function", "call_method"):
@@ -160,14 +161,20 @@ def _note_storages(nodes: Iterable[Node]) -> None:
             if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
                 storage = _storage(first)
-                updated.update(map(_storage, first) if isinstance(first, (list, tuple)) else [storage])
+                listed = [*map(_storage, first)] if isinstance(first, (list, tuple)) else [storage]
+                updated.update(listed)
+                if getattr(node.target, "__name__", "").startswith("_foreach_"):  # others may update several lists
+                    lists[node] = listed if len({*listed}) > 1 else listed[:1]
         values.setdefault(storage, []).append(node)
+    noted: dict[int | None, tuple[str, int | None] | None] = {None: None}
     for storage in updated - {None}:
         first = values[storage][0]
-        found = first.name, None if first.op == "placeholder" else node_stream(first)
+        noted[storage] = first.name, None if first.op == "placeholder" else node_stream(first)
         for node in values[storage]:
             if node.op != "placeholder":
-                annotate(node, **{STORAGE: found})
+                annotate(node, **{STORAGE: (noted[storage],)})
+    for node, listed in lists.items():
+        annotate(node, **{STORAGE: tuple(noted[storage] for storage in listed)})
 
 
 def _storage(node: Any) -> int | None:

@@ -66,7 +66,10 @@ _PUTS_BACK = (
 def _updates(node: Node) -> bool:
     """The user wrote it as an update in place of its first argument, or it puts such an update back into its base."""
     stack = node.meta.get("source_fn_stack")
-    return node.target in _PUTS_BACK or bool(stack) and updates_in_place(stack[-1][1])
+    written = stack[-1][1] if stack else ""
+    if node.target in _PUTS_BACK:  # which the user may call, too, for a new tensor
+        return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
+    return updates_in_place(written)
 
 
 def updates_in_place(written: Any) -> bool:
@@ -85,7 +88,7 @@ def memory_stream(node: Node) -> int | None:
         written, updates = _written(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
             return node_stream(node)
-        if updates and not written and (storage := node.meta.get("custom", {}).get(STORAGE)) is not None:
+        if updates and not written and (storage := _noted(node)) is not None:
             _, stream = storage
             return stream
         base = written or _base(node)
@@ -110,8 +113,10 @@ def _written(node: Node) -> Node | None:
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
-    """Of an update of lists of tensors, as `torch._foreach_add_`, the lists: it has a result for each."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node):
+    """Of an update of lists of tensors, as `torch._fused_adam_`, the lists: it has a result for each. What Dynamo noted
+    is surer: what stands for `torch._foreach_lerp_` may have the other end first.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or _noted_storages(node):
         return []
     given: Any = node.args[: len(node.target._schema.returns)]
     return list(given) if all(isinstance(a, (list, tuple)) for a in given) else []
@@ -125,10 +130,23 @@ def _base(node: Node) -> Node | None:
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
+def _noted_storages(node: Node) -> tuple[Storage | None, ...]:
+    return node.meta.get("custom", {}).get(STORAGE, ())
+
+
+def _noted(node: Node) -> Storage | None:
+    """What Dynamo noted of the storage that the node's value is in: of an update of a list, one for each result."""
+    noted = _noted_storages(node)
+    if len(noted) > 1:
+        noted = noted[node.args[1] :][:1] if node.target is operator.getitem else ()  # type: ignore[misc]
+    return noted[0] if noted else None
+
+
 def _storage(node: Node) -> Storage | None:
-    """What Dynamo noted of the storage that the value is in, if that is updated in place."""
-    while (noted := node.meta.get("custom", {}).get(STORAGE)) is None and node.op == "call_function":
+    """The storage that the value is in, if that is updated in place."""
+    while (noted := _noted(node)) is None and node.op == "call_function":
         same = is_view(node) or node.target is operator.getitem
+        same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # of an update of a list
         base = _written(node) or (_base(node) if same else None)
         if base is None:
             break
@@ -138,10 +156,11 @@ def _storage(node: Node) -> Storage | None:
 
 def _maker(node: Node, updates: bool) -> Node:
     """The node that made a value's memory, behind views of it; with `updates`, behind updates in place, too."""
-    while node.op == "call_function" and (
-        is_view(node) or node.target is operator.getitem or (updates and _updates(node))
-    ):
-        base = (_written(node) if updates else None) or _base(node)
+    while node.op == "call_function":
+        base = _written(node) if updates else None
+        is_output = node.target is operator.getitem  # of several: views, or memory of its own each
+        same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
+        base = base or (_base(node) if same else None)
         if base is None:
             break
         node = base
@@ -152,8 +171,8 @@ def _is_updated(value: Node, update: Node) -> bool:
     """The update writes to the memory that the value is in."""
     if lists := _updated_lists(update):
         return any(value in listed for listed in lists)
-    if (storage := _storage(update)) is not None:
-        return _storage(value) == storage
+    if storages := {*_noted_storages(update), _storage(update)} - {None}:
+        return _storage(value) in storages
     return _maker(value, updates=True) is _maker(update, updates=True)
 
 

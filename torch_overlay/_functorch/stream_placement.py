@@ -504,7 +504,6 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
     from torch_overlay._functorch import eager_memory
 
-    eager_memory.record_inputs(gm.graph)
     program = _Program(nodes)
     output = gm.graph.output_node()
     returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
@@ -654,6 +653,7 @@ def place_streams(gm: GraphModule) -> None:
     on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
+    from torch_overlay._functorch import eager_memory
 
     if registry.program_has_streams():
         _split_lists(gm.graph)
@@ -667,6 +667,7 @@ def place_streams(gm: GraphModule) -> None:
     _place_copies_of_inputs(gm.graph)
     _mark_backward(gm)
     _keep_waits(gm.graph)
+    eager_memory.record_inputs(gm.graph)
     nodes = list(gm.graph.nodes)
     _place_program(gm, [n for n in nodes if not is_backward(n)])
     _place_program(gm, [n for n in nodes if is_backward(n)])
