@@ -55,9 +55,9 @@ def program(steps: list[tuple[str, int, str, int, int]], returned: list[int]) ->
         found = []
         for kind, index, name, other, number in steps:
             view = VIEWS[name](tensors[index])
-            if kind == "copy":  # sources that are updated later, too
+            if kind == "copy":  # sources that are updated later, too, and what another copy brought
                 given = VIEWS[name](source if other == index else tensors[other])
-                view.copy_(given if other == index else given + number, non_blocking=True)
+                view.copy_(given if other == index or number == 1 else given + number, non_blocking=True)
             elif kind == "write":
                 view.copy_(VIEWS[name](source) * number)
             elif kind == "add":
@@ -156,6 +156,17 @@ class TestCopiesInPlace(TestCase):
         for gm in self.compare([("copy", 0, "all", 2, 1), ("copy", 0, "columns", 0, 1)], []):
             for node in gm.graph.find_nodes(op="call_function", target=MEMORY_LIKE):
                 self.assertTrue(node.meta["val"].is_contiguous())
+
+    def test_copy_that_another_copy_reads_is_made_in_place(self) -> None:
+        for gm in self.compare([("copy", 0, "all", 0, 1), ("copy", 1, "all", 0, 1), ("copy", 0, "all", 1, 2)], []):
+            targets = [n.target for n in gm.graph.nodes]
+            self.assertEqual((targets.count(COPY_ASYNC), targets.count(MEMORY_LIKE)), (3, 0), str(gm.graph))
+
+    def test_copy_that_is_overwritten_before_it_is_read_is_left_out(self) -> None:
+        """What the last one brings is known when it is compiled: no copy is made in place."""
+        steps = [("copy", 0, "all", 0, 1), ("copy", 0, "all", 2, 1)]
+        for gm in self.compare(steps, []):
+            self.assertEqual(gm.graph.find_nodes(op="call_function", target=COPY_ASYNC), [], str(gm.graph))
 
     def test_source_that_is_updated_afterwards(self) -> None:
         self.compare([("copy", 0, "all", 1, 1), ("add", 1, "rows", 0, 3), ("copy", 1, "row", 0, 2)], [0, 1])

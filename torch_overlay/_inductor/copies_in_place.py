@@ -98,13 +98,17 @@ class _Rewriter:
                 if self.is_put_by(update := node.args[1], node):
                     self.copy(update)  # type: ignore[arg-type]
                 self.scatter(node) if node in self.in_place else self.write_back(node)
+        for copy in reversed(self.copies):
+            if copy.users and not any(_reads(user, copy) for user in copy.users):  # all of it is overwritten
+                copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
+                self.graph.erase_node(copy)
         for copy in self.copies:
             if copy.users:
                 self.into_new_memory(copy)
 
     def is_put_by(self, update: Any, user: Node) -> bool:
         """Whether a node puts a copy into its place: where that is, is known when it is that node's turn."""
-        is_step = user in self.in_place or user.target is _aten.copy_.default
+        is_step = (user in self.in_place and user not in self.copies) or user.target is _aten.copy_.default
         return update in self.copies and update in self.in_place and is_step and user.args[1] is update
 
     def chain(self, value: Any) -> tuple[Node, list[Node]]:
