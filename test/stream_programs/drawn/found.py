@@ -3095,3 +3095,133 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "parts_of_a_recorded_tensor_that_a_copy_of_a_list_fills",
+    "x pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, pinned):
+            v1 = x + 1
+            v1.record_stream(s1)
+            v2 = v1 * 2
+            torch._foreach_copy_([v1[2:4], v1[8:20]], [pinned[6:8], pinned[12:24]], non_blocking=True)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "recorded_tensor_that_a_copy_of_a_list_fills",
+    "x pinned",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, pinned):
+            v1 = x + 1
+            v1.record_stream(s1)
+            v2 = v1 * 2
+            torch._foreach_copy_([v1], [pinned], non_blocking=True)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "list_of_recorded_tensors_that_is_interpolated_from_its_other_end",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            v1 = x + 1
+            v2 = y * 2
+            v1.record_stream(s1)
+            torch._foreach_lerp_([v2, v1], [y, x], 0.7)
+            v2.record_stream(s1)
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "tensor_that_is_recorded_after_a_list_with_an_input_in_it_is_updated",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            v1 = x + 1
+            torch._foreach_mul_([v1, y], [x, x])
+            v1.record_stream(s1)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "recorded_tensor_that_is_an_input_with_other_rows",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            v1 = torch.slice_scatter(x, y[:2], 0, 2, 4)
+            v1.record_stream(s1)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "host_memory_that_is_filled_and_uploaded_and_filled_again",
+    "x y out",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y, out):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                out.copy_(x, non_blocking=True)
+                y.copy_(out, non_blocking=True)
+                v1 = y * 2
+                out.copy_(v1, non_blocking=True)
+                y.copy_(out, non_blocking=True)
+            current.wait_stream(s1)
+            return v1,
+
+        return calls(k, fn)
+    """,
+)
+_add(
+    "host_memory_that_a_constant_overwrites_before_anybody_reads_it",
+    "x y out",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y, out):
+            current = torch.cuda.current_stream()
+            v1 = torch.ones(32, 32, device="cuda")
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                out.copy_(y, non_blocking=True)
+                v2 = x * 2
+                done1 = torch.cuda.Event()
+                done1.record(s1)
+                out.copy_(v1, non_blocking=True)
+            current.wait_event(done1)
+            y.add_(1)
+            current.wait_stream(s1)
+            return v2,
+
+        return calls(k, fn)
+    """,
+)
