@@ -98,10 +98,7 @@ class _Rewriter:
                 if self.is_put_by(update := node.args[1], node):
                     self.copy(update)  # type: ignore[arg-type]
                 self.scatter(node) if node in self.in_place else self.write_back(node)
-        for copy in reversed(self.copies):
-            if copy.users and not any(_reads(user, copy) for user in copy.users):  # all of it is overwritten
-                copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
-                self.graph.erase_node(copy)
+        self.drop_overwritten()
         for copy in self.copies:
             if copy.users:
                 self.into_new_memory(copy)
@@ -214,6 +211,15 @@ class _Rewriter:
         made, part = value.meta["val"], write.args[0].meta["val"]  # type: ignore[union-attr]
         alike = made.dtype == part.dtype and [*map(expression, made.shape)] == [*map(expression, part.shape)]
         return alike and not self.may_change(value.args[1], value, write)  # type: ignore[arg-type]
+
+    def drop_overwritten(self) -> None:
+        """Leave out updates that are overwritten before they are read: a copy needs its base for the layout only."""
+        for copy in self.graph.find_nodes(op="call_function", target=_aten.copy.default):
+            while self.is_update(base := copy.args[0]):
+                copy.args = (base.args[0], *copy.args[1:])
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (self.is_update(node) or (node.op == "call_function" and is_view(node))):
+                self.graph.erase_node(node)
 
     def into_new_memory(self, copy: Node) -> None:
         value = copy.meta["val"]

@@ -3214,6 +3214,7 @@ _add(
                 s1.wait_stream(current)
                 out.copy_(y, non_blocking=True)
                 v2 = x * 2
+                out[3].copy_(v2[5], non_blocking=True)
                 done1 = torch.cuda.Event()
                 done1.record(s1)
                 out.copy_(v1, non_blocking=True)
