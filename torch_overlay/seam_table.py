@@ -152,6 +152,16 @@ SEAMS: tuple[Seam, ...] = (
         "mutate are realized.",
         ends="upstream realizes the readers before the operation is registered",
     ),
+    Seam(
+        target="torch._inductor.scheduler:Scheduler.dead_node_elimination",
+        impl="torch_overlay._inductor.mutation_order:dead_node_elimination",
+        kind="wrap",
+        patch="inductor-mutation-order",
+        fingerprint="64034b30b7b37f53",
+        why="A write comes after the readers of the old value by waiting for the latest version of what they compute, "
+        "and the wait goes when the writer of that version is dropped.",
+        ends="upstream waits for the version before a dropped one",
+    ),
     # ---- inductor-partition-concat
     Seam(
         target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",

@@ -8,17 +8,27 @@ reader came behind the write and read the new value, silently:
     before = z + y
     custom_op_that_writes(z)
     return before * 2  # of the z that was written
+
+Nor is that order lost where an operation between the two is dead code. The scheduler lets a write come after the readers
+of the old value by waiting for what they compute, in its latest version. If a kernel of the user's writes that version,
+and nobody reads what it wrote, then the kernel is dropped, and with it went the order:
+
+    a = x.relu()
+    before = operator(a)
+    kernel[grid](a)  # dead
+    x.copy_(y)  # came before the first line
 """
 
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
+from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def mutation_output_init(
@@ -34,4 +44,28 @@ def mutation_output_init(
         operations[place:place] = readers
 
 
-__all__ = ["mutation_output_init"]
+def dead_node_elimination(original: Callable[..., None], scheduler: Any) -> None:
+    waits = {node: [d for d in node.read_writes.reads if isinstance(d, WeakDep)] for node in scheduler.nodes}
+    original(scheduler)
+    kept = set(scheduler.nodes)
+    dropped = {b.get_name(): node for node in waits.keys() - kept for b in node.get_outputs()}
+    if not dropped:
+        return
+
+    def earlier(name: str) -> Iterator[str]:
+        """The versions of a buffer before a dropped one that are still written."""
+        if name not in dropped:
+            yield name
+            return
+        buffer = scheduler.mutation_real_name.get(name, name)
+        for read in dropped[name].read_writes.reads:
+            if scheduler.mutation_real_name.get(read.name, read.name) == buffer:
+                yield from earlier(read.name)
+
+    for node in scheduler.nodes:
+        names = {name: wait for wait in waits[node] if wait.name in dropped for name in earlier(wait.name)}
+        for name, wait in sorted(names.items()):
+            node.add_fake_dep(WeakDep(name, wait.mutating_buf, is_fake=True))
+
+
+__all__ = ["dead_node_elimination", "mutation_output_init"]

@@ -1,0 +1,42 @@
+"""What reads the old value of a buffer comes before the operation that writes over it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch._dynamo.test_case import run_tests, TestCase
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import form  # noqa: F401
+from torch_overlay.testing import observe, simulated_gpu
+from user_kernels import scaled_into
+
+
+class TestMutationOrder(TestCase):
+    @simulated_gpu()
+    def test_a_write_behind_a_kernel_that_is_dropped(self) -> None:
+        """The kernel writes what the reader of `x` computed, and the copy overwrites that."""
+        side = torch.cuda.Stream()
+
+        def fn(x: torch.Tensor, y: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                b = x.relu_() @ y
+                scaled_into(x, y, 2)
+                x.copy_(host, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(side)
+            return b
+
+        with observe() as seen:
+            inputs = [torch.randn(32, 32, device="cuda"), torch.randn(32, 32, device="cuda"), torch.randn(32, 32)]
+            torch.compile(fn, options={"triton.cudagraphs": True, "reorder_for_peak_memory": False})(*inputs)
+        (wrapper,) = seen.wrappers
+        call = wrapper[wrapper.index("def call(self, args)") :]
+        self.assertLess(call.index("self.partitions[0]("), call.index(".copy_("), wrapper)
+
+
+if __name__ == "__main__":
+    run_tests()
