@@ -31,8 +31,11 @@ NEEDLESS = {
     "train_checkpoint_around": "that a backward is called on its side stream",
     "train_graph_break_in_block": "what lies between frames",
     "train_loss_on_side_stream": "that a backward is called on its side stream",
+    "train_on_second_device": "that a stream of the frame is the other device's current one",
     "train_reentrant_checkpoint_around": "that a backward is called on its side stream",
     "train_saved_value_as_gradient": "that a backward without kernels has ordered its streams",
+    "train_saved_value_as_unjoined_gradient": "that a backward without kernels has ordered its streams",
+    "train_stream_across_graph_break": "what lies between frames",
 }
 
 

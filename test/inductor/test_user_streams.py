@@ -668,18 +668,17 @@ def call(self, args):
         self.assertExpectedInline(
             seen.calls(),
             """\
-_outer = region(
-    device=0,
-    streams={'stream0_outer': 'cuda:0', 'stream2_outer': 2},
-    events=2,
-    entry=(('record_entry', 'ev1_outer', 'stream2_outer'), ('wait_entry', 'ev1_outer', 'stream0_outer')),
-    exit=(('record', 'ev0_outer', 'stream0_outer'), ('wait_exit', 'ev0_outer', 'stream2_outer')),
-)
 _region0 = region(
     device=0,
     streams={'stream0': 'cuda:0', 'stream2': 2},
     events=2,
     returns=('ev0', 'stream0_raw', 'stream2_raw', 'ev1', 'stream2', 'stream0'),
+)
+_outer = region(
+    device=0,
+    streams={'stream0_outer': 'cuda:0', 'stream2_outer': 2},
+    events=2,
+    entry=(('record_entry', 'ev1_outer', 'stream2_outer'), ('wait_entry', 'ev1_outer', 'stream0_outer')),
 )
 _region1 = region(
     device=0,

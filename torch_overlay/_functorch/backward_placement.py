@@ -231,15 +231,16 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
     as that of an addition: there the wait itself is an operation.
     """
     leave: list[tuple[int, tuple[str, ...], str]] = []
-    computes = _computes(backward)
-    for stream in sorted(engine) if not computes else ():
-        for streams in ((stream, AMBIENT), (AMBIENT, stream)):
+    of_engine = {f"s{stream}" for stream in engine}
+    if _computes(backward):
+        leave += [(stream, ("s0",), "") for stream in sorted(engine)]
+        unordered = of_engine.union(unordered)
+    else:
+        for streams in (pair for stream in sorted(engine) for pair in ((stream, AMBIENT), (AMBIENT, stream))):
             with backward.graph.inserting_before(backward.graph.output_node()):
                 wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
             wait.meta["partitioner_tag"] = "must_be_in_backward"
-    if computes:
-        leave += [(stream, ("s0",), "") for stream in sorted(engine)]
-        unordered = {*unordered, *(f"s{stream}" for stream in engine)}
+        unordered = set(unordered) - of_engine
     if unordered:
         leave.append((AMBIENT, tuple(sorted(unordered)), ""))
     for value in backward.graph.find_nodes(op="placeholder"):
