@@ -9,9 +9,9 @@ reader came behind the write and read the new value, silently:
     custom_op_that_writes(z)
     return before * 2  # of the z that was written
 
-Nor is that order lost where an operation between the two is dead code. The scheduler orders a write after the readers of
-the old value: it waits for what they compute, in its latest version. If a kernel of the user's writes that version, and
-nobody reads what it wrote, then the kernel is dropped, and with it went the order:
+Nor is that order lost where an operation between the two is dead code. The scheduler orders a write after the readers
+of the old value: it waits for what they compute, in its latest version. If a kernel of the user's writes that
+version, and nobody reads what it wrote, then the kernel is dropped, and with it went the order:
 
     a = x.relu()
     before = operator(a)
