@@ -63,7 +63,7 @@ def _loaded(source: torch.Tensor) -> torch.Tensor:
     """A copy in memory of the current stream, aligned as the source is."""
     offset = source.storage_offset()
     memory = torch.empty(offset + source.numel(), device=source.device)
-    return memory[offset:].view(source.shape).copy_(source)
+    return memory[offset:].view(source.shape).detach().copy_(source)
 
 
 def _load(inputs: Sequence[Any], loads: Loads) -> list[Any]:
