@@ -79,7 +79,7 @@ class TestUpstreamBugs(TestCase):
         found = found_on_stock()["results_that_are_inputs"]
         self.assertEqual(
             [text.split(":")[0] for text in found],
-            ["sums", "views", "results", "updates", "puts", "product", "constants"],
+            ["sums", "views", "results", "updates", "puts", "lists", "product", "constants"],
         )
 
     @form.overlay_only
@@ -90,7 +90,7 @@ class TestUpstreamBugs(TestCase):
     @form.overlay_only
     def test_on_stock_what_is_kept_changes(self) -> None:
         found = found_on_stock()["updates_of_what_is_kept"]
-        self.assertEqual([text.split(":")[0] for text in found], ["copied", "put", "computed", "saved"])
+        self.assertEqual([text.split(":")[0] for text in found], ["copied", "put", "computed", "saved", "listed"])
 
     @form.overlay_only
     def test_on_stock_gradients_are_not_joined(self) -> None:

@@ -263,6 +263,10 @@ def results_that_are_inputs() -> list[str]:
         x.copy_(y)
         return (y,)
 
+    def lists(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch._foreach_mul_([x], 2)
+        return (x.clone(),)
+
     def product(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight = x.clone().requires_grad_()
         with torch.enable_grad():
@@ -275,7 +279,7 @@ def results_that_are_inputs() -> list[str]:
         return constant, constant * torch.ones_like(x), x + 1
 
     found = []
-    for function in (sums, views, results, updates, puts, product, constants):
+    for function in (sums, views, results, updates, puts, lists, product, constants):
         torch._dynamo.reset()
         x = torch.arange(4.0)
         made = (function if function is product else torch.compile(function))(x)
@@ -347,12 +351,28 @@ def updates_of_what_is_kept() -> list[str]:
         torch.compile(step)(weight, x).sum().backward()
         return x.clone()
 
+    def listed(x: torch.Tensor) -> torch.Tensor:
+        weight = torch.ones(4, requires_grad=True)
+
+        def step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            torch._foreach_add_([x], 1)
+            return (w * x).sin()
+
+        torch.compile(step)(weight, x).sum().backward()
+        return x.clone()
+
     found = []
-    right = {copied: [0.0, 2, 4, 3], put: [0.0, 7, 2, 3], computed: [3.0, 4, 2, 3], saved: [1.0, 1, 2, 3]}
+    right = {
+        copied: [0.0, 2, 4, 3],
+        put: [0.0, 7, 2, 3],
+        computed: [3.0, 4, 2, 3],
+        saved: [1.0, 1, 2, 3],
+        listed: [1.0, 2, 3, 4],
+    }
     for function, expected in right.items():
         torch._dynamo.reset()
         x = torch.arange(4.0)
-        got = (function if function is saved else torch.compile(function))(x).tolist()
+        got = (function if function in (saved, listed) else torch.compile(function))(x).tolist()
         if got != expected:
             found.append(f"{function.__name__}: {got} in the place of {expected}")
     return found

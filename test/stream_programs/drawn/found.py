@@ -3226,3 +3226,21 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "copy_of_an_input_that_an_update_of_a_list_changes",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            torch._foreach_mul_([x], 2)
+            v1 = x.clone()
+            s1.wait_stream(torch.cuda.current_stream())
+            torch._dynamo.graph_break()
+            v2 = x + 1
+            return v1, v2
+
+        return calls(k, fn)
+    """,
+)
