@@ -5,8 +5,9 @@ writes the copy before the lines of its first reader, and one for each stream if
 
 Note [Aligned copies and the caller's memory]
 An aligned copy reads the caller's memory like the kernel that it is made for: after that kernel's waits, on its stream.
-An operation that only names a tensor, as `record_stream` does, reads nothing, makes no copy, and speaks of the caller's
-tensor, which is kept for it under the name `arg_orig`. So does what the graph returns: the backward makes its own copy.
+An operation that only names a tensor, as `record_stream` does, or takes its layout from it, as `randn_like`, reads
+nothing, makes no copy, and speaks of the caller's tensor, which is kept for `record_stream` under the name `arg_orig`.
+So does what the graph returns: the backward makes its own copy.
 
 Of an input that the graph writes, upstream's runtime makes the copy before the call and writes it back after the call,
 on the caller's stream: before the waits of the user, and after the records. Here it is copied like the others, and each
@@ -16,8 +17,10 @@ has waited for that copy, and a reader on another stream makes its own copy of t
 
 from __future__ import annotations
 
+import re
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.stream_codegen import RegionEmitter
 
+_LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.stream_runtime import aligned, write_back"
 
 
@@ -58,6 +62,12 @@ def returned_inputs() -> tuple[set[str], set[str]]:
     return inputs - views, views
 
 
+def _takes_layout(node: BaseSchedulerNode) -> bool:
+    """Does the operator take the layout of a tensor, and none of its values?"""
+    overload = getattr(node.node, "op_overload", None)
+    return isinstance(overload, torch._ops.OpOverload) and bool(_LAYOUT_ONLY.fullmatch(overload._schema.name))
+
+
 class AlignedInputs:
     """The aligned copies of one region's inputs, while its lines are written."""
 
@@ -74,7 +84,7 @@ class AlignedInputs:
 
     def copy(self, original: Callable[..., None], node: BaseSchedulerNode, number: int) -> None:
         """Write the copies of what a node reads and writes, before its lines. `number` is upstream's of its stream."""
-        if stream_operation(node) is not None:
+        if stream_operation(node) is not None or _takes_layout(node):
             return
         real = self.emitter.scheduler.mutation_real_name
         reads = [real.get(d.name, d.name) for d in node.read_writes.reads if not isinstance(d, WeakDep)]

@@ -17,12 +17,14 @@ def _add(name: str, inputs: str, text: str) -> None:
         text,
         tuple(inputs.split()),
         train="trains(" in text,
-        random="dropout" in text,
+        random="dropout" in text or "rand" in text,
         unjoined="# unjoined" in text,
         host="cpu" in text or "out" in inputs,
         fullgraph="graph_break" not in text and ".item()" not in text,
         host_waits="synchronize(" in text and not copies,
         host_blocks="synchronize(" in text or copies,
+        misaligned="loads=" in text,
+        loads="loads=" in text,
     )
 
 
@@ -3242,5 +3244,20 @@ _add(
             return v1, v2
 
         return calls(k, fn)
+    """,
+)
+_add(
+    "noise_of_the_layout_of_an_input_that_nobody_has_waited_for",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(y, state):
+            y.record_stream(torch.cuda.current_stream())
+            v1 = torch.randn_like(state)
+            return v1,
+
+        return calls(k, fn, loads=(s1, [0, 1]))
     """,
 )
