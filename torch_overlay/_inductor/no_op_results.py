@@ -233,15 +233,15 @@ def _updated(value: Any) -> Node | None:
         return None
     base: Any = None
     target: Any = value.target
-    args: Any = value.args
     if is_view(value) or target in _SCATTERS:
         base = value.args[0]
     elif (op := reinplace.inplaceable_ops.get(target)) is not None and isinstance(op.mutated_arg, int):
         base = value.args[op.mutated_arg]
     elif value.target is operator.getitem:
-        call, index = args
-        if (op := reinplace.inplaceable_foreach_ops.get(getattr(call, "target", None))) is not None:
-            # An update of a list, if each result goes into the tensor that stands at its place.
+        call: Any = value.args[0]
+        index: Any = value.args[1]
+        if (op := reinplace.inplaceable_foreach_ops.get(call.target)) is not None:
+            # An update of a list, if the result goes into the tensor that stands at its place.
             given = call.args[op.mutated_arg][index]
             base = given if any(n.target is _aten.copy_.default and n.args[0] is given for n in value.users) else None
         else:

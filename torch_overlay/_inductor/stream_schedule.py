@@ -663,7 +663,7 @@ class Region:
     numbers: dict[int, int]
     private: frozenset[str]
     enclosed: bool
-    concerned: frozenset[int]
+    concerned: frozenset[int]  # streams of the user whose order, or whose memory, it has to do with
 
 
 def needs_plan(scheduler: Scheduler) -> bool:
@@ -699,5 +699,6 @@ def plan_region(
     buffers = reader.buffers()
     reader.drop_inner_promises(buffers)
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
-    private, concerned = frozenset(reader.private), frozenset(reader.concerned)
-    return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, concerned)
+    private = frozenset(reader.private)
+    concerned = reader.concerned.union(*({b.stream, b.lender or b.stream} for b in buffers))
+    return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, frozenset(concerned))

@@ -96,6 +96,7 @@ def check(
         before = Eager()
         notes: list[str] = []
         device = SimulatedDevice(gpu, rewrite=rewrite)
+        device.checks_captures = True
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
         events = frozenset(device.events.values())  # of which eager saw something

@@ -94,7 +94,8 @@ class SimulatedDevice:
         self.captures = False  # a partition is one launch of a CUDA graph
         self.has_partitions = False
         self.graph_stream: str | None = None
-        self.capture: Memory | None = None  # of a partition that runs as it is captured: Note [A capture is whole]
+        self.checks_captures = False  # Note [A capture is whole]
+        self.capture: Memory | None = None  # of the partition that runs
         self.asked_idle = False
         self.ran_backward = False
         self.in_backward = 0  # backwards that run inside one another
@@ -181,7 +182,7 @@ class SimulatedDevice:
         the capturing stream writes it first and last, and all that is launched in between reads it.
         """
         self.has_partitions = True
-        if self.capture is not None or self.graph_stream is not None:
+        if self.capture is not None or self.graph_stream is not None or not (self.captures or self.checks_captures):
             yield
             return
         stream = self.current()

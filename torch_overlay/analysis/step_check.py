@@ -59,6 +59,7 @@ def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
     if forward.wrapper is None or backward.wrapper is None:
         raise ValueError("check_step: a region has no generated module")
     with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
+        device.checks_captures = True
         modules = [Module(device, text, number) for number, text in enumerate((forward.wrapper, backward.wrapper))]
         reports, traces = [], []
         runs = [(idle, False) for idle in idle_patterns(forward.wrapper + backward.wrapper)]
