@@ -372,6 +372,11 @@ def call(self, args):
 """,
         )
 
+    def test_host_waits_once_for_a_download_of_an_earlier_graph(self) -> None:
+        """A second wait would be for all that the current stream has been given since the download."""
+        (wrapper,) = compiled("download_behind_an_event_of_an_earlier_graph", "reduce-overhead").wrappers
+        self.assertEqual(re.findall(r"\w+\.synchronize\(\)", wrapper), ["event1.synchronize()"])
+
     def test_two_records_in_a_row_189096(self) -> None:
         self.assertExpectedInline(
             self.table("records_in_a_row"),

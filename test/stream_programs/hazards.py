@@ -786,6 +786,97 @@ def copy_from_another_device(k: Kit) -> Any:
     return fn
 
 
+# ---- between CUDA graphs
+
+
+@program(
+    "a side stream that was ordered between graphs is not ordered after its work in the next one",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    finish=joins_all,
+)
+def side_stream_updates_behind_a_copy_between_graphs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, state, host):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+            state.add_(sleep(x))
+        return x * 2
+
+    return fn
+
+
+@program(
+    "the same, of the current stream's work, for which the side stream waits",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    finish=joins_all,
+)
+def side_stream_waits_behind_a_copy_between_graphs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, state, host):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+        state.add_(sleep(x))
+        side.wait_stream(current)
+        return x * 2
+
+    return fn
+
+
+@program(
+    "the same, of a nested region that reads an input on the side stream",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, low=-1, high=1), whole_numbers(64, 64, pinned=True)),
+    finish=joins_all,
+)
+def nested_region_behind_a_copy_between_graphs(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+    weight = torch.sign(k.parameter(64, 64))
+
+    @torch.compiler.nested_compile_region
+    def block(x):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = (sleep(x) @ weight).clamp(-2, 2)
+        b = x + 1
+        current.wait_stream(side)
+        return a + b
+
+    def fn(x, y, host):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            host.copy_(x, non_blocking=True)
+        return block(block(y)) * 2
+
+    return fn
+
+
+@program(
+    "a side stream that is forked for a graph too small to capture is forked again for what follows",
+    tensors(whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    options={"triton.cudagraph_min_partition_size": 8},
+    finish=joins_all,
+)
+def graph_too_small_to_capture(k: Kit) -> Any:
+    side, sleep = k.stream(), k.sleep
+
+    def fn(x, host):
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = sleep(x) * 2
+            host.copy_(a, non_blocking=True)
+            b = a @ a
+        current.wait_stream(side)
+        return b
+
+    return fn
+
+
 # ---- memory of results
 
 

@@ -205,6 +205,20 @@ def size_on_side_stream_breaks(k: Kit) -> Any:
     return _size_on_side_stream(k)
 
 
+@program("the host waits again for a copy of an earlier graph, and for all that came after it", host_reads=True)
+def download_behind_an_event_of_an_earlier_graph(k: Kit) -> Any:
+    sleep = k.sleep
+
+    def fn(x):
+        host = x.to("cpu", non_blocking=True)
+        done = torch.cuda.current_stream().record_event()
+        y = sleep(x) * 2
+        done.synchronize()
+        return host + 1, y
+
+    return fn
+
+
 # ---- copies
 
 
