@@ -661,6 +661,19 @@ def call(self, args):
         self.assertEqual(plan.num_waits, 8 + 8)
         self.assertEqual(len(plan.events), 1 + 8)
 
+    def test_a_captured_stream_is_not_asked_whether_it_is_busy(self) -> None:
+        code = self.calls("eight_experts")
+        self.assertIn("record_busy", code)
+        (wrapper,) = compiled("eight_experts", "reduce-overhead").wrappers
+        self.assertIn("def partition_0(", wrapper)
+        self.assertNotIn("record_busy", wrapper)
+
+    def test_the_caller_waits_for_no_work_that_touches_nothing_of_its_own(self) -> None:
+        """What the side stream did last is on its own memory; the caller's memory it read before."""
+        plan = compiled("stream_joined_before_its_result_is_read").plans[0]
+        ((event, _),) = plan.waits_before(len(plan.ops))
+        self.assertEqual((event.stream, event.after), (1, 0), plan.table())
+
     def test_read_only_programs_do_not_mutate(self) -> None:
         """Fails on stock: values that pass a sync count as mutated inputs, and cudagraph trees refuse the graph."""
         for name in ("fork_join", "diamond", "eight_experts", "pinned_to_device"):

@@ -584,6 +584,27 @@ def input_protected_by_record_stream(k: Kit) -> Any:
     return fn
 
 
+@program(
+    "the current stream waits for a side stream's own work, which only another side stream reads", finish=joins_all
+)
+def stream_joined_before_its_result_is_read(k: Kit) -> Any:
+    first, second, sleep = k.stream(), k.stream(), k.sleep
+
+    def fn(x):
+        current = torch.cuda.current_stream()
+        first.wait_stream(current)
+        with torch.cuda.stream(first):
+            a = sleep(x) + 1
+            b = a @ a
+        current.wait_stream(first)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            c = b @ b
+        return c
+
+    return fn
+
+
 # ---- passes that lose the stream
 
 
