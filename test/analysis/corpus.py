@@ -27,6 +27,7 @@ NEEDLESS = {
     "external_stream": "that two streams have one handle",
     "pageable_memory": "that memory which comes in is pageable, so that the host waits for a copy",
     "ring_of_two_streams": "that the last graph does nothing that another stream is promised",
+    "size_on_side_stream": "that memory of the stream which a graph reads isn't freed there",
     "stream_returned": "that a stream is new",
     "train_checkpoint_around": "that a backward is called on its side stream",
     "train_graph_break_in_block": "what lies between frames",
