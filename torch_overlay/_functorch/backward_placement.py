@@ -231,16 +231,19 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
     as that of an addition: there the wait itself is an operation.
     """
     leave: list[tuple[int, tuple[str, ...], str]] = []
-    of_engine = {f"s{stream}" for stream in engine}
+    waits: list[tuple[int, int]] = []
     if _computes(backward):
         leave += [(stream, ("s0",), "") for stream in sorted(engine)]
-        unordered = of_engine.union(unordered)
+        unordered = {*unordered, *(f"s{stream}" for stream in engine)}
     else:
-        for streams in (pair for stream in sorted(engine) for pair in ((stream, AMBIENT), (AMBIENT, stream))):
-            with backward.graph.inserting_before(backward.graph.output_node()):
-                wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
-            wait.meta["partitioner_tag"] = "must_be_in_backward"
-        unordered = set(unordered) - of_engine
+        for stream in sorted(engine):
+            waits.append((stream, AMBIENT))
+            if f"s{stream}" not in unordered:
+                waits.append((AMBIENT, stream))
+    for streams in waits:
+        with backward.graph.inserting_before(backward.graph.output_node()):
+            wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
+        wait.meta["partitioner_tag"] = "must_be_in_backward"
     if unordered:
         leave.append((AMBIENT, tuple(sorted(unordered)), ""))
     for value in backward.graph.find_nodes(op="placeholder"):
