@@ -809,10 +809,12 @@ def copy_from_another_device(k: Kit) -> Any:
 
 # ---- between CUDA graphs
 
+_WITH_HOST_MEMORY = tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_numbers(64, 64, pinned=True))
+
 
 @program(
     "a side stream that was ordered between graphs is not ordered after its work in the next one",
-    tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    _WITH_HOST_MEMORY,
     finish=joins_all,
 )
 def side_stream_updates_behind_a_copy_between_graphs(k: Kit) -> Any:
@@ -830,7 +832,7 @@ def side_stream_updates_behind_a_copy_between_graphs(k: Kit) -> Any:
 
 @program(
     "the same, of the current stream's work, for which the side stream waits",
-    tensors(whole_numbers(64, 64), whole_numbers(64, 64), whole_numbers(64, 64, pinned=True)),
+    _WITH_HOST_MEMORY,
     finish=joins_all,
 )
 def side_stream_waits_behind_a_copy_between_graphs(k: Kit) -> Any:

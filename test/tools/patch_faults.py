@@ -354,14 +354,13 @@ def main(argv: list[str]) -> int:
         parser.error("--jobs: at least 1, and more for kills only")
     children = []
     for job in range(options.jobs):
-        child = os.fork() if options.jobs > 1 else 0
-        if child:
+        if child := os.fork():
             children.append(child)
-            continue
-        run_job(options.fault, options.whole_series, job, options.jobs)
-        if options.jobs > 1:
-            os._exit(0)
-    return max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), default=0)
+        else:
+            run_job(options.fault, options.whole_series, job, options.jobs)
+            return 0
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class Plan:
     `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
     last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
     there, because the user never asked for it: they are given back as eager gives them back. `uses` are the operations
-    that touch a buffer. `known`: see `plan_streams`. `behind_caller` are the streams that are ordered at the exit after
+    that touch a buffer. `known`: see `plan_streams`. `after_caller` are the streams that are ordered at the exit after
     all that the caller's stream is.
     """
 
@@ -139,7 +139,7 @@ class Plan:
     buffers: tuple[Buffer, ...] = ()
     uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
     known: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    behind_caller: frozenset[int] = frozenset()
+    after_caller: frozenset[int] = frozenset()
 
     @property
     def num_waits(self) -> int:
@@ -481,17 +481,17 @@ class _Planner:
         if not self.covers_all(self.clocks.get(owner), foreign):
             unordered.add(name)
 
-    def behind_caller(self) -> frozenset[int]:
+    def after_caller(self) -> frozenset[int]:
         caller, host = self.clock(CALLER), self.clock(HOST)
         launched = [(s, i) for s, last in caller.seen.items() if s != HOST for i in self.on_stream[s] if i <= last]
         launched = [(s, i) for s, i in launched if not self.ops[i].renews]
 
-        def is_behind(stream: int) -> bool:
+        def is_after(stream: int) -> bool:
             clock = self.clock(stream).copy()
             clock.join(host)
             return caller.tokens - {entry_token(stream)} <= clock.tokens and self.covers_all(clock, launched)
 
-        return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_behind(s))
+        return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_after(s))
 
     def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
         for here, op in enumerate(self.ops):
@@ -515,7 +515,7 @@ class _Planner:
             buffers=self.buffers,
             uses={b.name: frozenset(self.uses(b)) for b in self.buffers},
             known=self.known,
-            behind_caller=self.behind_caller(),
+            after_caller=self.after_caller(),
         )
 
 

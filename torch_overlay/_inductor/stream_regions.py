@@ -72,8 +72,7 @@ class UnsupportedStreams(RuntimeError):
 
 def _is_enclosed() -> bool:
     """The region isn't the whole of what the caller calls."""
-    wrapper: Any = V.graph.wrapper_code
-    return inductor_config.triton.cudagraphs or hasattr(wrapper, "parent_wrapper") or V.graph.name is not None
+    return inductor_config.triton.cudagraphs or _is_partition() or V.graph.name is not None
 
 
 def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
@@ -114,14 +113,14 @@ def _known_at_entry(scheduler: Any) -> dict[int, frozenset[str]]:
 def _note_known(scheduler: Any, known: dict[int, frozenset[str]], region: Region) -> None:
     """What a graph does, the ambient stream has done when it has been launched."""
     if known:
-        behind = frozenset() if _is_partition() else region.plan.behind_caller
+        ordered = frozenset() if _is_partition() else region.plan.after_caller
         joined = known[AMBIENT]
         scheduler._overlay_known = {
-            s: joined if s == AMBIENT else joined | {"s0"} if s in behind else frozenset()
+            s: joined if s == AMBIENT else joined | {"s0"} if s in ordered else frozenset()
             for s in scheduler._overlay_known
         }
         settled = frozenset() if _nested_streams() else scheduler._overlay_settled - region.concerned
-        scheduler._overlay_settled = settled | behind
+        scheduler._overlay_settled = settled | ordered
 
 
 def _outside(scheduler: Any) -> tuple[list[int], list[int]]:

@@ -334,17 +334,16 @@ class RegionReader:
         if not gpu:
             return frozenset(), frozenset()
         user = user_stream(self.scheduler, node)
+        before = self.annotated(node, BEFORE)
+        before = self.known.before.get(user, set()) if before is None else before
         if self.enclosed:
             token = frozenset(() if ambient_device(stream) is not None else ("s0",))
-            before = self.annotated(node, BEFORE)
-            before = self.known.before.get(user, set()) if before is None else before
             self.concerned |= {user, *(int(t[1:]) for t in before if t[0] == "s")}
             # A record or a synchronisation may stand in the same region.
             kept = frozenset(t for t in before if t[0] == "h" or "." in t)
             return token, token | kept
-        after, before = self.annotated(node, AFTER), self.annotated(node, BEFORE)
+        after = self.annotated(node, AFTER)
         after = self.known.after.get(user, set()) if after is None else after
-        before = self.known.before.get(user, set()) if before is None else before
         own = {f"s{stream}"} | self.private
         return frozenset(after - own), frozenset(before - own)
 
