@@ -19,7 +19,7 @@ from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def get_graph_partition_signature(
@@ -35,7 +35,7 @@ def get_graph_partition_signature(
         if len(numbers) > 1:
             _hand_on(scheduler.name_to_buf[whole], numbers, partitions, signatures)
             for part in parts.keys() - {whole}:
-                _drop(part, partitions, signatures)
+                _drop(part, scheduler.mutation_real_name, partitions, signatures)
     return signatures
 
 
@@ -65,15 +65,18 @@ def _hand_on(whole: Any, numbers: Sequence[int], partitions: Sequence[Any], sign
             signature.input_deallocation[name] = any(name in node.last_usage for node in partitions[number])
 
 
-def _drop(part: str, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """A part that only its concatenation reads is no argument of a partition: it would be the same memory twice."""
+def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """A part that only its concatenation reads is no argument of a partition: it would be the same memory twice.
+    `real` maps the name that an update in place gives to a part's new value to the part's own.
+    """
     if part in V.graph.get_output_names():
         return
     for partition, signature in zip(reversed(partitions), reversed(signatures)):
         signature.output_nodes[:] = [n for n in signature.output_nodes if n.get_name() != part]
         if any(part in node.get_buffer_names() for node in partition):
             return
-        if any(part in node.used_buffer_names() and not isinstance(node.node, ir.ConcatKernel) for node in partition):
+        readers = [node for node in partition if not isinstance(node.node, ir.ConcatKernel)]
+        if any(part in (name, real.get(name)) for node in readers for name in node.used_buffer_names()):
             return
         if part in signature.input_nodes:
             del signature.input_nodes[part], signature.input_deallocation[part]
