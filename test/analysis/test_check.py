@@ -540,6 +540,31 @@ lost: after call 1, s1 may read output 0
         )
 
     @simulated_gpu()
+    def test_autograd_adds_up_gradients_that_come_from_another_stream(self) -> None:
+        """The engine orders the sum after what produces the gradients, and tells the allocator that it reads them."""
+        side = torch.cuda.Stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            kept = x * 2
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                first, second = kept.sin(), kept.cos()
+            current.wait_stream(side)
+            return first + second
+
+        def step(x):
+            result = fn(x)
+            torch._dynamo.graph_break()
+            result.sum().backward()
+            side.wait_stream(torch.cuda.current_stream())
+            return result.detach()
+
+        report = check(step, torch.randn(64, 64, device="cuda", requires_grad=True))
+        self.assertEqual(report.in_eager, (), str(report))
+        self.assertTrue(report.ok, str(report))
+
+    @simulated_gpu()
     def test_host_reads_a_row_while_a_copy_fills_it(self) -> None:
         """Of pinned memory of the caller, by each call that copies; another row may be read."""
         side = torch.cuda.Stream()

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -40,6 +40,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOT
 from torch.utils import _pytree as pytree
 
 from torch_overlay import config
+from torch_overlay._functorch import autograd_nodes
+from torch_overlay._functorch.eager_memory import saved_in_eager
 from torch_overlay._functorch.offload_policies import is_slab, note_offload_policies, OFFLOAD
 from torch_overlay._functorch.stream_placement import (
     _computes,
@@ -65,7 +67,7 @@ from torch_overlay._functorch.stream_twins import split_twins
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from torch.fx import Graph, GraphModule, Node
 
@@ -160,6 +162,23 @@ def place_computed_early(graph: Graph) -> None:
             annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before)), RANGE: None})
 
 
+def _order_late_readers(forward: Graph, backward: Graph, unread: Collection[str]) -> None:
+    """The backward may read an input of which eager saves nothing (`unread`), to compute something again. Streams that
+    the user ordered after all that reads the input, as the one that loads the next batch, come after that, too.
+    """
+    given = {n.name: n for n in forward.nodes}
+    for value in backward.find_nodes(op="placeholder"):
+        source = _writer(given[value.name]) if value.name in given else None
+        if source is None or source.op != "placeholder" or source.name not in unread:
+            continue
+        readers = [reader for reader in _readers(source) if not is_view(reader) and not is_stream_op(reader)]
+        promised = [{f"s{node_stream(r)}", *r.meta.get("custom", {}).get(BEFORE, ())} for r in readers]
+        states = {token for token in set.intersection(*promised) if token[0] == "s"} if promised else set()
+        for reader in _readers(value):
+            known = reader.meta.get("custom", {}).get(BEFORE) or ()
+            annotate(reader, **{BEFORE: tuple(sorted(states.union(known) - {f"s{node_stream(reader)}"}))})
+
+
 def place_saved(forward: Graph, backward: Graph) -> None:
     """Whose memory a saved value is, and what its readers wait for."""
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
@@ -184,9 +203,41 @@ def place_saved(forward: Graph, backward: Graph) -> None:
                 annotate(reader, **{AFTER: tuple(sorted({*known, f"s{stream}"}))})
 
 
-def engine_streams(joint: Graph) -> set[int]:
+def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]:
+    """The kernels of a joint graph's backward, by the operation of the forward that they belong to."""
+    numbers = sorted((node.meta.get("seq_nr", -1), i) for i, node in enumerate(chain))
+    operations = list(chain)
+    found: dict[Node, set[Node]] = defaultdict(set)
+    for node in joint.nodes:
+        is_launch = node.op == "call_function" and not is_view(node) and node.target is not operator.getitem
+        if is_launch and is_backward(node) and not node.meta.get("is_gradient_acc"):
+            at = bisect.bisect_left(numbers, (node.meta.get("seq_nr", -1) + 1, -1))
+            if at:
+                found[operations[numbers[at - 1][1]]].add(node)
+    return found
+
+
+def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node, set[Node]]) -> set[Node]:
+    """The kernels of the backward that compute the gradient of a value of the forward."""
+    found: set[Node] = set()
+    todo = [value]
+    while todo:
+        for user in todo.pop().users:
+            if user in chain:
+                found |= launched.get(user, set())
+                todo += () if user in launched else (user,)
+    sums = list(found)
+    while sums:
+        added = {user for user in sums.pop().users if user.meta.get("is_gradient_acc")} - found
+        found |= added
+        sums += added
+    return found
+
+
+def engine_streams(joint: Graph, leaves: Collection[Node]) -> set[int]:
     """The side streams on which autograd has nodes: those of operations between inputs that get a gradient and outputs
-    that bring one.
+    that bring one, and those that accumulate gradients of leaves. Where such a node launches nothing, its stream comes
+    after the kernels that compute the gradient which passes.
     """
     output = joint.output_node()
     inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
@@ -203,7 +254,16 @@ def engine_streams(joint: Graph) -> set[int]:
     for node in reversed(computed):
         if not ahead.isdisjoint(node.users):
             ahead.add(node)
-    return {node_stream(n) for n in computed if n in behind and n in ahead} - {AMBIENT}
+    chain = dict.fromkeys(n for n in computed if n in behind and n in ahead)
+    streams = {node: node_stream(node) for node in chain}
+    streams |= {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+    if any(streams.values()):
+        launched = _launched_by(joint, chain)
+        for node, stream in streams.items():
+            for kernel in _bring_gradient(node, chain, launched) if stream and node not in launched else ():
+                known = kernel.meta.get("custom", {}).get(BEFORE) or ()
+                annotate(kernel, **{BEFORE: tuple(sorted({*known, f"s{stream}"} - {f"s{node_stream(kernel)}"}))})
+    return set(streams.values()) - {AMBIENT}
 
 
 def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
@@ -250,7 +310,7 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
         annotate(value, **{LEAVE: tuple(leave) or None})
 
 
-def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[int]) -> None:
+def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[int], unread: Collection[str]) -> None:
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
     if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
         return
@@ -259,6 +319,7 @@ def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[
     place_computed_early(forward.graph)
     place_recomputed(backward.graph)
     place_saved(forward.graph, backward.graph)
+    _order_late_readers(forward.graph, backward.graph, unread)
     leave_backward(backward, engine, lend_saved_gradients(forward.graph, backward.graph))
     forward.recompile()
     backward.recompile()
@@ -279,8 +340,8 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
     return assign_sums(gm.graph)
 
 
-def keep_unsaved(graph: Graph, inner_meta: Any, fw_metadata: Any) -> None:
-    """Note [Inputs that the forward writes to]. A view of one is no better."""
+def _inputs(graph: Graph, inner_meta: Any, fw_metadata: Any) -> dict[Node, Any]:
+    """The inputs of the forward in a joint graph, and what AOTAutograd knows of them (`InputAliasInfo`)."""
     from torch._functorch._aot_autograd import graph_compile
 
     inputs = [
@@ -288,8 +349,12 @@ def keep_unsaved(graph: Graph, inner_meta: Any, fw_metadata: Any) -> None:
         for node in graph.find_nodes(op="placeholder")
         if graph_compile._is_primal(node) and not isinstance(node.meta.get("desc"), graph_compile.ForwardTokenAOTInput)
     ]
-    about = graph_compile.compute_inner_input_info_from_subclass_meta(fw_metadata, inner_meta)
-    unsaved = [node for node, info in zip(inputs, about) if info.mutates_data]
+    return dict(zip(inputs, graph_compile.compute_inner_input_info_from_subclass_meta(fw_metadata, inner_meta)))
+
+
+def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
+    """Note [Inputs that the forward writes to]. A view of one is no better."""
+    unsaved = [node for node, info in inputs.items() if info.mutates_data]
     while unsaved:
         node = unsaved.pop()
         node.meta["aot_runtime_epilogue_input_mutation"] = True
@@ -300,11 +365,15 @@ def partition(
     original: Callable[..., Any], joint: GraphModule, inputs: Any, inner_meta: Any, fw_metadata: Any, *args: Any
 ) -> Any:
     note_offload_policies(joint.graph)
-    keep_unsaved(joint.graph, inner_meta, fw_metadata)
-    engine = engine_streams(joint.graph) if config.streams else ()
+    inputs_of_forward = _inputs(joint.graph, inner_meta, fw_metadata)
+    keep_unsaved(inputs_of_forward)
+    leaves = [node for node, info in inputs_of_forward.items() if info.is_leaf]
+    engine = engine_streams(joint.graph, leaves) if config.streams else ()
+    saved = saved_in_eager(joint.graph)
+    unread = {node.name for node in inputs_of_forward if node not in saved}
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
-        place_parts(forward, backward, engine)
+        place_parts(forward, backward, engine, unread)
     offload_saved(forward, backward, count)
     return forward, backward, count
 

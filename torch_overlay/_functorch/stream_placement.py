@@ -653,7 +653,7 @@ def place_streams(gm: GraphModule) -> None:
     on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
-    from torch_overlay._functorch import eager_memory
+    from torch_overlay._functorch import autograd_nodes, eager_memory
 
     if registry.program_has_streams():
         _split_lists(gm.graph)
@@ -664,6 +664,7 @@ def place_streams(gm: GraphModule) -> None:
             if "stream" in node.meta.get("custom", {}):
                 annotate(node, stream=None)
         return
+    autograd_nodes.note(gm.graph)
     _place_copies_of_inputs(gm.graph)
     _mark_backward(gm)
     _keep_waits(gm.graph)
@@ -708,8 +709,6 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
     """
     first = fw_metadata.num_mutated_inp_runtime_indices
     nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
-    if any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta):
-        return  # one output is several tensors there
     for node, info in zip(nodes[first:], fw_metadata.output_info):
         if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
             annotate(node, **{DROPPED: True})
@@ -722,11 +721,14 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
+    from torch_overlay._functorch.autograd_nodes import keep_view_streams
     from torch_overlay._functorch.input_updates import note_promises
 
     original(gm, fw_metadata)
-    if config.streams and any(node_stream(n) for n in gm.graph.nodes):
+    is_flat = any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta)
+    if config.streams and any(node_stream(n) for n in gm.graph.nodes) and not is_flat:  # one result, several tensors
         _note_dropped_outputs(gm, fw_metadata)
+        keep_view_streams(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
         note_promises(gm, fw_metadata, len(fw_metadata.mutated_inp_stream_indices))
         fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)

@@ -81,7 +81,7 @@ class Report:
     compiled: Any = field(default=None, repr=False)
     context: Any = field(default=None, repr=False)
     needed: set[str] = field(default_factory=set, repr=False)
-    # Of eager's own run with a backward, of which the engine's accumulation is not modelled in full.
+    # Of eager's own run with a backward, in which the engine may drop what another stream still reads.
     in_eager: tuple[Race, ...] = field(default=(), repr=False)
     eager_races: tuple[Race, ...] = ()  # of eager's own run without a backward
 

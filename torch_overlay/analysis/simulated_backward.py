@@ -1,9 +1,10 @@
 """What autograd's engine does to streams in a backward, which it does in C++ and nobody below Python sees.
 
 A node runs on the stream that was current when its forward ran. Where a gradient comes from a node of another stream,
-or from the caller, the engine makes the consumer's stream wait for the producer's; when all is done, the stream that is
-current for the caller waits for those that wrote into leaves. Hooks on the nodes of the graph say the same to the
-simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
+or from the caller, the engine makes the consumer's stream wait for the producer's, and tells the allocator that it
+reads the gradient. Gradients for one place are added up on the consumer's stream, as they come. When all is done, the
+stream that is current for the caller waits for those that wrote into leaves. Hooks on the nodes of the graph say the
+same to the simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from unittest import mock
 import torch
 import torch._dynamo.compiled_autograd
 
-from torch_overlay.analysis.trace import Record, Wait
+from torch_overlay.analysis.trace import ENGINE, Record
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch_overlay.analysis.simulated_device import SimulatedDevice
 
@@ -43,34 +44,33 @@ class _Hooks:
         self.handles: list[Any] = []
 
     def attach(self, node: Any) -> None:
-        self.handles.append(node.register_prehook(lambda grads: self.before(node)))
-        self.handles.append(node.register_hook(lambda inputs, outputs: self.after(node)))
+        self.handles.append(node.register_prehook(lambda gradients: self.before(node, gradients)))
+        self.handles.append(node.register_hook(lambda inputs, outputs: self.after(node, inputs)))
 
     def event(self, stream: str) -> str:
         self.device.event_count += 1
         name = f"event {self.device.event_count}"
-        self.device.trace.add(Record(name, stream, "autograd's engine"))
+        self.device.trace.add(Record(name, stream, ENGINE))
         return name
 
-    def join(self, stream: str, others: Any) -> None:
-        for other, event in others:
-            if other != stream:
-                self.device.trace.add(Wait(event, stream, "autograd's engine"))
-
-    def before(self, node: Any) -> None:
+    def before(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         if self.device.is_listening():
+            self.device.gradients = {}
             self.device.sweep()
-            self.join(self.device.current(), self.produced.pop(node, ()))
+            self.device.engine_takes(self.device.current(), self.produced.pop(node, ()), gradients)
 
-    def after(self, node: Any) -> None:
+    def after(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         if not self.device.is_listening():
             return
         self.device.sweep()
         stream = self.device.current()
-        consumers = [n for n, _ in node.next_functions if n is not None]
         event = self.event(stream)
-        for consumer in consumers:
-            self.produced.setdefault(consumer, []).append((stream, event))
+        consumers = [(n, gradient) for (n, _), gradient in zip(node.next_functions, gradients) if n is not None]
+        for consumer, gradient in consumers:
+            produced = self.produced.setdefault(consumer, [])
+            produced.append((stream, event))
+            if gradient is not None and len(produced) > 1:
+                self.device.gradients.setdefault(gradient.untyped_storage()._cdata, []).extend(produced)
         if not consumers:
             self.leaves[stream] = event
 
@@ -82,7 +82,7 @@ class _Hooks:
                 self.produced.setdefault(tensor.grad_fn, []).append((self.caller, event))
 
     def finish(self) -> None:
-        self.join(self.caller, self.leaves.items())
+        self.device.engine_takes(self.caller, self.leaves.items())
         for handle in self.handles:
             handle.remove()
 
@@ -109,6 +109,7 @@ def engine(device: SimulatedDevice) -> Iterator[None]:
             return original(tensors, *args, **kwargs)
         finally:
             device.in_backward -= 1
+            device.gradients = {}
             hooks.finish()
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):

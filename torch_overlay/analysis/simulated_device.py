@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay.analysis.trace import (
     Access,
     Alloc,
+    ENGINE,
     Free,
     HOST,
     Launch,
@@ -47,7 +48,7 @@ from torch_overlay.testing._text import OURS, TORCH
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from torch_overlay.testing import Simulation
@@ -99,6 +100,8 @@ class SimulatedDevice:
         self.asked_idle = False
         self.ran_backward = False
         self.in_backward = 0  # backwards that run inside one another
+        # Storage of a gradient that autograd's engine adds to others -> their producers: streams, events
+        self.gradients: dict[int, list[tuple[str, str]]] = {}
         self.before_backward: Callable[[], None] | None = None  # what the code around the program does before one
         self.modules: list[Any] = []  # of generated code, in order of compilation
         self.seen: Any = None  # what `observe` collects, for the user's lines
@@ -268,6 +271,20 @@ class SimulatedDevice:
             self.trace.add(Wait(self.event_name(event), self.name(stream), site()))
 
     @_one_at_a_time
+    def engine_takes(
+        self, stream: str, producers: Iterable[tuple[str, str]], gradients: Iterable[torch.Tensor | None] = ()
+    ) -> None:
+        """Autograd's engine makes a stream wait for the events of those that produced gradients, and tells the
+        allocator that the stream reads them.
+        """
+        others = [event for other, event in producers if other != stream]
+        for event in others:
+            self.trace.add(Wait(event, stream, ENGINE))
+        for gradient in gradients if others else ():
+            if gradient is not None and gradient.is_cuda and (memory := self.memory(gradient)).stream != stream:
+                self.trace.add(RecordStream(memory, stream, ENGINE))
+
+    @_one_at_a_time
     def synchronize_event(self, event: Any) -> None:
         if self.is_listening():
             self.sweep()
@@ -432,6 +449,8 @@ class SimulatedDevice:
             self.peer_copy(name, reads, writes)
             return
         # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
+        for gradient in reads if self.gradients else ():
+            self.engine_takes(stream, self.gradients.get(gradient.untyped_storage()._cdata, ()), [gradient])
         host_reads = [t for t in reads if not t.is_cuda and not self.mode.is_pinned(t)]
         if host_reads:  # read before the operator returns
             self.launch(f"{name} (reads host memory)", HOST, host_reads, [])

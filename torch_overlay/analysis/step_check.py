@@ -25,6 +25,7 @@ from torch_overlay.analysis.checking import Caller, Context, Eager
 from torch_overlay.analysis.race_report import Report
 from torch_overlay.analysis.simulated_device import SimulatedDevice
 from torch_overlay.analysis.simulated_module import Module
+from torch_overlay.analysis.trace import ENGINE
 from torch_overlay.analysis.wrapper_check import caller_objects, empty, idle_patterns
 from torch_overlay.testing import simulated_gpu
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay.testing._observe import Region
-
-ENGINE = "autograd's engine"
 
 
 def output_names(region: Region) -> list[str]:

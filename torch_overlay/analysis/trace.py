@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 HOST = "host"
+ENGINE = "autograd's engine"
 _MOST_RUNS = 4096  # beyond that many pieces a range is told apart from others by arithmetic alone
 
 

@@ -3261,3 +3261,121 @@ _add(
         return calls(k, fn, loads=(s1, [0, 1]))
     """,
 )
+_add(
+    "leaf_that_a_side_stream_reads_first_and_for_nothing",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        w0 = weight(k, True)
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                v1 = x.t()
+                s1.wait_stream(current)
+                v2 = torch.ones(32, 32, device="cuda")
+            current.wait_stream(s1)
+            v3 = x @ w0
+            return v2, v3
+
+        return trains(k, fn, 0, [w0], loads=(s1, [0]))
+    """,
+)
+_add(
+    "input_from_which_the_backward_computes_again",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, y):
+            with torch.cuda.stream(s2):
+                s2.wait_stream(torch.cuda.current_stream())
+                s2.wait_stream(s1)
+                v1 = y.clamp(-1, 1) * x
+                s1.wait_stream(s2)
+            torch.cuda.current_stream().wait_stream(s1)
+            return v1,
+
+        return trains(k, fn, 0, [], loads=(s1, [0, 1]))
+    """,
+)
+_add(
+    "returned_views_of_a_leaf_on_two_side_streams",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = state + x
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = x.t()
+                v3 = state * 2
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                v4 = v2[1:]
+                v5 = state * 3
+            current.wait_stream(s1)
+            current.wait_stream(s2)
+            v6 = v3 @ v5
+            return v1, v4, v6
+
+        return trains(k, fn, 0, [])
+    """,
+)
+_add(
+    "returned_view_of_a_result_on_a_side_stream",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = state * x
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = v1.t()
+                v3 = state * 2
+            current.wait_stream(s1)
+            v4 = v3 @ state
+            return v1, v2, v4
+
+        return trains(k, fn, 0, [])
+    """,
+)
+_add(
+    "updated_part_of_a_concatenation_that_a_later_partition_reads",
+    "x y out",
+    """
+    def build(k):
+        s3 = k.stream()
+        w0 = weight(k, True)
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, out):
+            current = torch.cuda.current_stream()
+            buffer[4:20].copy_(out[8:24], non_blocking=True)
+            buffer[torch.arange(0, 2, device="cuda") * 0] = 1
+            v1 = torch.empty(32, 32, pin_memory=True)
+            v1.copy_(y, non_blocking=True)
+            with torch.cuda.stream(s3):
+                done1 = current.record_event()
+                done1.wait()
+                v2 = torch.stack([buffer, y]).sum(0)
+                v3 = torch.empty(32, 32, pin_memory=True)
+                v3.copy_(y, non_blocking=True)
+                torch.cuda.synchronize()
+                v4 = v1.clamp(-1, 1)
+            v5 = x @ w0
+            return v1, v2, v3, v4, v5
+
+        return trains(k, fn, 0, [w0], [buffer])
+    """,
+)

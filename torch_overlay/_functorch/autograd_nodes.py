@@ -1,0 +1,109 @@
+"""The streams of the autograd nodes that eager makes and a compiled forward doesn't.
+
+Autograd's engine runs the backward of an operation on the stream that was current when the operation ran, and orders
+that stream with those of its neighbours, whether or not the backward launches anything. A program may count on that: it
+may free memory of a side stream because a gradient has passed through there. Two kinds of nodes are outside of the
+graph that AOTAutograd partitions:
+
+- Of a result that is a view of an input, or of another result, the caller gets one that AOTAutograd makes anew when the
+  graph's code has returned. It is made on the streams on which the program made it.
+- The node that accumulates a leaf's gradient is made for the first operation that reads the leaf, on the stream of that
+  operation, even if nobody needs what the operation computes. The backward leaves that stream ordered as the engine
+  would (`backward_placement.engine_streams`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_overlay._dynamo import objects
+from torch_overlay._functorch.stream_placement import AMBIENT, is_stream_op, is_view, node_stream
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Graph, GraphModule, Node
+
+
+_VIEWS = "overlay_view_streams"  # in `meta` of a graph's output, of each value
+_FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
+
+
+def note(graph: Graph) -> None:
+    """Called before placement, which says of a view where its memory is filled, and not where the program made it."""
+    output = graph.output_node()
+    output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_stream_op(node) and node.target is not torch.ops.aten.detach.default:
+            for value in node.all_input_nodes:
+                if value.op == "placeholder":
+                    value.meta.setdefault(_FIRST_READER, node_stream(node))
+
+
+def first_reader(value: Node) -> int:
+    return value.meta.get(_FIRST_READER, AMBIENT)
+
+
+def _view_streams(value: Any) -> tuple[int, ...]:
+    """The streams of the views that lead from a value's memory to the value; none if all are the caller's stream."""
+    streams = []
+    while isinstance(value, torch.fx.Node) and value.op == "call_function" and is_view(value):
+        streams.append(node_stream(value))
+        value = value.args[0]
+    return tuple(stream for stream, _ in itertools.groupby(reversed(streams))) if any(streams) else ()
+
+
+def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
+    """Hand the streams of views that bring a gradient on to `make_output_handler`."""
+    first = fw_metadata.num_mutated_inp_runtime_indices
+    found = gm.graph.output_node().meta.get(_VIEWS, ())[first:]
+    streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, found)]
+    if any(streams):
+        fw_metadata.overlay_view_streams = streams
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedViews:
+    """Stands where AOTAutograd hands the recorded views of a result from its handler to `gen_alias_from_base`."""
+
+    streams: tuple[int, ...]
+    views: Any
+
+
+# ---- seams
+
+
+def make_output_handler(original: Callable[..., Any], info: Any, runtime_metadata: Any, *args: Any) -> Any:
+    handler = original(info, runtime_metadata, *args)
+    streams = getattr(runtime_metadata, "overlay_view_streams", ())
+    of_this = next((of for other, of in zip(runtime_metadata.output_info, streams) if other is info), ())
+    if of_this and hasattr(handler, "view_meta_sequence"):
+        handler.view_meta_sequence = _PlacedViews(of_this, handler.view_meta_sequence)
+    return handler
+
+
+def gen_alias_from_base(
+    original: Callable[..., torch.Tensor],
+    base: torch.Tensor,
+    target: torch.Tensor,
+    requires_grad: bool,
+    views: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if type(views) is not _PlacedViews:
+        return original(base, target, requires_grad, views, **kwargs)
+    *passed, last = (None if stream == AMBIENT else objects.get(stream) for stream in views.streams)
+    for stream in passed:
+        with torch.cuda.stream(stream):
+            base = base.view_as(base)
+    with torch.cuda.stream(last):
+        return original(base, target, requires_grad, views.views, **kwargs)
+
+
+__all__ = ["first_reader", "gen_alias_from_base", "keep_view_streams", "make_output_handler", "note"]
