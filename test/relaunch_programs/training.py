@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +66,7 @@ def several_forwards(k: Kit) -> None:
 
 
 @program("backward twice over the same saved activations", launches=8)
+@functorch_config.patch(donated_buffer=False)  # what upstream asks of whoever retains a graph
 def backward_twice(k: Kit) -> None:
     model = k.module(network())
     f = k.compile(model)
@@ -382,6 +384,7 @@ def large_backward(k: Kit) -> None:
 
 
 @program("a backward in stages runs twice over the same saved activations", launches=16, loose=4)
+@functorch_config.patch(donated_buffer=False)  # what upstream asks of whoever retains a graph
 def large_backward_twice(k: Kit) -> None:
     model, n = wide(k)
     f = k.compile(model)
