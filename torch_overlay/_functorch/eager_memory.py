@@ -40,7 +40,7 @@ from torch_overlay._functorch.stream_placement import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence, Set as AbstractSet
+    from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
 
@@ -154,17 +154,27 @@ def _storage(node: Node) -> Storage | None:
     return noted
 
 
-def _maker(node: Node, updates: bool) -> Node:
-    """The node that made a value's memory, behind views of it; with `updates`, behind updates in place, too."""
-    while node.op == "call_function":
+def _chain(node: Node, updates: bool) -> Iterator[Node]:
+    """A value, and the nodes behind it to the one that made its memory: through views of it, and with `updates` through
+    updates in place, too.
+    """
+    while True:
+        yield node
+        if node.op != "call_function":
+            return
         base = _written(node) if updates else None
         is_output = node.target is operator.getitem  # of several: views, or memory of its own each
         same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
         base = base or (_base(node) if same else None)
         if base is None:
-            break
+            return
         node = base
-    return node
+
+
+def _maker(node: Node, updates: bool) -> Node:
+    """The node that made a value's memory, the last of `_chain`."""
+    *_, made = _chain(node, updates)
+    return made
 
 
 def _is_updated(value: Node, update: Node) -> bool:
@@ -219,8 +229,8 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
         if is_result and (stream := memory_stream(value)) is not None:
             made = _maker(value, updates=False)
             others = {s for m, s in told.get(_storage(value), ()) if m is not made}
-            if goes_on and stream != node_stream(made):
-                others.update(known)
+            if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
+                others.update(known)  # which stream's memory generated code takes for it is not known yet
             found.append((what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
 

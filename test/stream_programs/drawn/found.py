@@ -3379,3 +3379,51 @@ _add(
         return trains(k, fn, 0, [w0], [buffer])
     """,
 )
+_add(
+    "memory_that_a_side_stream_fills_for_a_later_frame",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            v1 = torch.empty(32, 32, device="cuda")
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                scaled_into(v1, buffer.contiguous(), 2)
+            current.wait_stream(s2)
+            scaled_into(v1, v1, 2)
+            v2 = x * 2
+            with torch.cuda.stream(s1):
+                torch._dynamo.graph_break()
+                s1.wait_stream(current)
+                v3 = torch.where(v1 > 0, v1, x)  # unjoined
+            return v2, v3
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "loaded_input_that_nobody_may_free_yet",
+    "y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(y, state):
+            current = torch.cuda.current_stream()
+            current.wait_stream(s1)
+            v1 = buffer + state
+            with torch.cuda.stream(s2):
+                s2.wait_stream(current)
+                y.add_(v1)  # unjoined
+            return v1,
+
+        return calls(k, fn, [buffer], loads=(s1, [0, 1]))
+    """,
+)
