@@ -19,6 +19,7 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
@@ -37,13 +38,13 @@ _FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of t
 
 def note(graph: Graph) -> None:
     """Called before placement, which says of a view where its memory is filled, and not where the program made it."""
-    output = graph.output_node()
-    output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
     for node in graph.nodes:
         if node.op == "call_function" and not is_stream_op(node) and node.target is not torch.ops.aten.detach.default:
             for value in node.all_input_nodes:
                 if value.op == "placeholder":
                     value.meta.setdefault(_FIRST_READER, node_stream(node))
+    output = graph.output_node()
+    output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
 
 
 def first_reader(value: Node) -> int:
@@ -51,12 +52,15 @@ def first_reader(value: Node) -> int:
 
 
 def _view_streams(value: Any) -> tuple[int, ...]:
-    """The streams of the views that lead from a value's memory to the value; none if all are the caller's stream."""
+    """The stream of the first reader of a value's memory, and those of the views that lead from there to the value;
+    none if all views are made on the caller's stream.
+    """
     streams = []
     while isinstance(value, torch.fx.Node) and value.op == "call_function" and is_view(value):
         streams.append(node_stream(value))
         value = value.args[0]
-    return tuple(stream for stream, _ in itertools.groupby(reversed(streams))) if any(streams) else ()
+    made = [stream for stream, _ in itertools.groupby(reversed(streams))]
+    return (first_reader(value), *made) if any(made) else ()
 
 
 def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
@@ -70,7 +74,9 @@ def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedViews:
-    """Stands where AOTAutograd hands the recorded views of a result from its handler to `gen_alias_from_base`."""
+    """Stands where AOTAutograd hands the recorded views of a result from its handler to `gen_alias_from_base`.
+    `streams`: see `_view_streams`.
+    """
 
     streams: tuple[int, ...]
     views: Any
@@ -98,12 +104,16 @@ def gen_alias_from_base(
 ) -> torch.Tensor:
     if type(views) is not _PlacedViews:
         return original(base, target, requires_grad, views, **kwargs)
-    *passed, last = (None if stream == AMBIENT else objects.get(stream) for stream in views.streams)
+    reader, *passed, last = (None if stream == AMBIENT else objects.get(stream) for stream in views.streams)
+    with torch.cuda.stream(reader):
+        accumulates = get_gradient_edge(base) if base.requires_grad and base.is_leaf else None
     for stream in passed:
         with torch.cuda.stream(stream):
             base = base.view_as(base)
     with torch.cuda.stream(last):
-        return original(base, target, requires_grad, views.views, **kwargs)
+        made = original(base, target, requires_grad, views.views, **kwargs)
+    del accumulates  # the view's node holds it now
+    return made
 
 
 __all__ = ["first_reader", "gen_alias_from_base", "keep_view_streams", "make_output_handler", "note"]

@@ -3427,3 +3427,23 @@ _add(
         return calls(k, fn, [buffer], loads=(s1, [0, 1]))
     """,
 )
+_add(
+    "view_of_a_leaf_on_a_side_stream_after_a_read_on_the_callers",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = x.sigmoid()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = state * 2
+                v3 = x.squeeze()
+            current.wait_stream(s1)
+            return v2, v3
+
+        return trains(k, fn, 0, [])
+    """,
+)
