@@ -111,6 +111,13 @@ class TestKernelRanges(TestCase):
                 if "x0 + x0" not in source or kind == "load":  # one variable twice is taken for two
                     self.assertEqual(found, expected)
 
+    def test_single_element(self) -> None:
+        index = "tl.full([XBLOCK], 3, tl.int32).broadcast_to(XBLOCK)"
+        ranges = KernelRanges(pointwise("x0", index, "x0 = xindex"))
+        self.assertEqual(reached(ranges.of("out_ptr0", "store", {})), {3})
+        ranges = KernelRanges(pointwise("x0", index.replace("3", "tmp0"), "x0 = xindex"))
+        self.assertIsNone(ranges.of("out_ptr0", "store", {}))
+
     def test_numbers_of_the_call(self) -> None:
         ranges = KernelRanges(pointwise("x0", "ks0*x1", "x0 = (xindex % 4)", "x1 = xindex // 4", numel=None))
         numbers = {"xnumel": 12, "ks0": 5}

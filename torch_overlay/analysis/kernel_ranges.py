@@ -113,6 +113,11 @@ class KernelRanges:
             return self._value(node.id, known)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return self._read(node.operand, known) * -1
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # of a single element
+            if node.func.attr == "broadcast_to":
+                return self._read(node.func.value, known)
+            if node.func.attr == "full" and len(node.args) > 1:
+                return self._read(node.args[1], known)
         if not isinstance(node, ast.BinOp):
             raise _NotLinear
         left, right = self._read(node.left, known), self._read(node.right, known)

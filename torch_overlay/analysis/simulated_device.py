@@ -450,7 +450,7 @@ class SimulatedDevice:
             return
         # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
         for gradient in reads if self.gradients else ():
-            self.engine_takes(stream, self.gradients.get(gradient.untyped_storage()._cdata, ()), [gradient])
+            self.engine_takes(stream, self.gradients.get(gradient.untyped_storage()._cdata, ()), reads)
         host_reads = [t for t in reads if not t.is_cuda and not self.mode.is_pinned(t)]
         if host_reads:  # read before the operator returns
             self.launch(f"{name} (reads host memory)", HOST, host_reads, [])
