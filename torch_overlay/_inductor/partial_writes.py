@@ -3,7 +3,8 @@
 `torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
 scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
 updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, and a whole tensor is
-copied, and another stream is waited for, for each part. So these are updated in place wherever that is safe.
+copied, and another stream is waited for, for each part. So these are updated in place wherever that is safe. So are
+parts of an input in a graph with streams: the code around the graph may be at work on other parts of it.
 
 Note [No aligned copies of an input in parts] Kernels are compiled for inputs that are aligned; a misaligned one is
 copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where a
@@ -41,7 +42,7 @@ def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Gra
     if config.streams and (log := PassLog.of(graph)) is not None:
         _remove_writes_of_what_is_there(graph)
         NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
-        marked = list(_of_several_streams(graph))
+        marked = list(_shared(graph))
     for node in marked:
         node.meta[IN_PLACE] = True
     original(graph)
@@ -120,8 +121,11 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _of_several_streams(graph: Graph) -> Iterable[Node]:
-    """The scatters of each chain (the base of one is the result of another) whose values several streams use."""
+def _shared(graph: Graph) -> Iterable[Node]:
+    """The scatters of each chain (the base of one is the result of another) whose values several streams use, here or,
+    of an input, in the code around the graph.
+    """
+    has_streams = any(map(node_stream, graph.nodes))
     chains: dict[Node, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         if node.meta["val"].device.type == "cpu":
@@ -130,7 +134,8 @@ def _of_several_streams(graph: Graph) -> Iterable[Node]:
         chains[node] = chains.get(base, [])
         chains[node].append(node)
     for chain in {id(chain): chain for chain in chains.values()}.values():
-        if len({node_stream(n) for n in chain}.union(*map(_streams_of_readers, chain))) > 1:
+        is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
+        if has_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
             yield from chain
 
 

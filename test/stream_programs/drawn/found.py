@@ -3447,3 +3447,27 @@ _add(
         return trains(k, fn, 0, [])
     """,
 )
+_add(
+    "part_of_an_input_that_is_updated_while_others_read_the_rest",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+        s2 = k.stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v1 = x * 2
+                v2 = v1[3:4]
+                with torch.cuda.stream(s2):
+                    torch._dynamo.graph_break()
+                    s2.wait_stream(s1)
+                    v1[0, 0].sub_(x[1, 1]).mul_(2)
+            current.wait_stream(s2)
+            return v2,
+
+        return calls(k, fn)
+    """,
+)
