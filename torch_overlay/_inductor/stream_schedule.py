@@ -37,6 +37,7 @@ from torch_overlay._functorch.stream_placement import (
     REQUIRES,
     RESULTS,
 )
+from torch_overlay._inductor.host_copies import AsyncCopy
 from torch_overlay._inductor.stream_parts import Access, accesses, parts
 from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
 
@@ -667,11 +668,14 @@ class Region:
 
 def needs_plan(scheduler: Scheduler) -> bool:
     """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
-    program, or if an input that the graph frees may be a side stream's memory.
+    program, if an input that the graph frees may be a side stream's memory, or if the host computes beside copies for
+    which it doesn't wait.
     """
     known = getattr(scheduler, "_overlay_needs_plan", None)
     if known is None:
         known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
+        if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
+            known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
         scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
     return known
 

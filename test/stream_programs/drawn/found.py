@@ -3471,3 +3471,46 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "constant_that_the_host_writes_beside_a_copy_in_a_frame_without_streams",
+    "x y state out n",
+    """
+    def build(k):
+        s1 = k.stream()
+        s4 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, state, out, n):
+            v1 = buffer.zero_()
+            out.copy_(y, non_blocking=True)
+            v2 = x + y
+            torch._foreach_copy_([out[2:4], out[8:20]], [buffer[6:8], buffer[12:24]], non_blocking=True)
+            with torch.cuda.stream(s1):
+                v3 = v2[:, 5:6]
+                done1 = s4.record_event()
+            buffer[1:9] = 3
+            buffer.clamp_(-2, 2)
+            return v3, v2 * 2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "new_value_of_an_input_that_goes_to_the_host_too",
+    "x y out",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y, out):
+            buffer.clamp_(-2, 2)
+            y[2:4].copy_(out[6:8], non_blocking=True)
+            out.copy_(buffer, non_blocking=True)
+            v1 = buffer + y
+            buffer.record_stream(s1)
+            return v1,
+
+        return calls(k, fn, [buffer])
+    """,
+)
