@@ -60,7 +60,8 @@ def _view_streams(value: Any) -> tuple[int, ...]:
         streams.append(node_stream(value))
         value = value.args[0]
     made = [stream for stream, _ in itertools.groupby(reversed(streams))]
-    return (first_reader(value), *made) if any(made) else ()
+    reader = first_reader(value) if isinstance(value, torch.fx.Node) else AMBIENT
+    return (reader, *made) if any(made) else ()
 
 
 def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:

@@ -90,15 +90,17 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     after, structure = pytree.tree_flatten(output.args[0])
     taken = left.intersection(together)
     written = _written_inputs(graph)
+    gone: dict[Node, tuple[Any, list[Node | None]]] = {}  # what stands for the maker of results now, and views of it
     for maker, results in together.items():
-        if maker in left:
-            continue
-        bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
-        value: Any = after[results[0][0]] if bases[0] is None else bases[0].args[0]
-        owner = viewed(value)
+        if maker not in left:
+            bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
+            gone[maker] = (after[results[0][0]] if bases[0] is None else bases[0].args[0]), bases
+    for maker, (value, bases) in gone.items():
+        results, owner = together[maker], viewed(value)
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
         # Whoever is promised that the result is there may overwrite it, while what it was made from is still read.
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
+        others |= {other for other, (given, _) in gone.items() if other is not maker and viewed(given) is owner}
         # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
         _, between = _behind(maker, inputs, left, (value,))
         first = next((c for c in reversed(between) if c not in views), maker)

@@ -3514,3 +3514,22 @@ _add(
         return calls(k, fn, [buffer])
     """,
 )
+_add(
+    "copies_of_one_value_on_two_streams",
+    "x",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x):
+            current = torch.cuda.current_stream()
+            v1 = x @ x
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v2 = v1.t().clone()  # unjoined
+            v3 = v1.clone()
+            return v2, v3
+
+        return calls(k, fn)
+    """,
+)
