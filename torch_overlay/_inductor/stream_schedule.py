@@ -400,6 +400,9 @@ class RegionReader:
         if isinstance(node, sched.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
             return Op(name, None, frozenset(reads), frozenset(writes))
         aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
+        if aliases and isinstance(node.node, ir.FallbackKernel) and all(map(is_view, _origins(node))):
+            # A call that launches nothing.
+            return Op(name, None, frozenset(reads | aliases), frozenset(writes))
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
         gpu_reads = any(_is_gpu(self.device_of(r)) for r in reads)

@@ -3533,3 +3533,24 @@ _add(
         return calls(k, fn)
     """,
 )
+_add(
+    "view_that_is_an_operator_call_launches_nothing",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            v1 = torch.complex(x, y)
+            v2 = x @ y
+            v3 = torch.view_as_real(v1)[..., 0]
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v4 = v2 @ v2
+            current.wait_stream(s1)
+            return v3, v4
+
+        return calls(k, fn)
+    """,
+)
