@@ -62,6 +62,7 @@ from torch_overlay._functorch.stream_placement import (
     READS,
     REQUIRES,
     RESULTS,
+    viewed,
 )
 from torch_overlay._functorch.stream_twins import split_twins
 
@@ -156,9 +157,11 @@ def place_computed_early(graph: Graph) -> None:
             waited.setdefault(stream, set()).update(custom.get(AFTER) or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
-            stream = node_stream(node)
+            stream, made = node_stream(node), viewed(node)
             after = waited.get(stream, {"s0"} - {f"s{stream}"})
             before = {"s0"} if joined.get(stream) else promised.get(stream, set())
+            if made is not node and made.op == "call_function":  # what others wait for is what made the memory
+                before = made.meta.get("custom", {}).get(BEFORE) or ()
             annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before)), RANGE: None})
 
 

@@ -1,0 +1,150 @@
+"""What is compiled of many programs, as text, so that a change of the code can be shown to change nothing else.
+
+    python tools/generated_text.py --out before
+    ...                                                          the change
+    python tools/generated_text.py --out after
+    python tools/generated_text.py --compare before after        a diff of each program whose text differs
+
+Programs are those of `test/stream_programs`, in each of their modes, and --drawn random ones (seed --seed), in the
+default mode and under reduce-overhead. The text of a program is all code that Inductor generates for it on a simulated
+GPU, and all plans of its streams. What differs from run to run is left out: running numbers of graphs, temporary
+folders, and where the modules of ours that generated code imports stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "test")]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+_CHANGES = [
+    (re.compile(r"(?m)^# AOT ID: \['\d+_"), "# AOT ID: ['"),
+    (re.compile(r"(?m)^(# kernel path: )\S*/"), r"\1"),
+    (re.compile(r"(?m)^(# Original path: ).*"), r"\1"),
+    (re.compile(r"(?m)^from torch(?:_overlay|\._overlay)\S* import "), "from ours import "),
+]
+
+
+def normalised(text: str) -> str:
+    for pattern, replacement in _CHANGES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def describe_plan(plan: Any) -> str:
+    events = [(e.index, e.after, e.stream, sorted(e.waits)) for e in plan.events]
+    waits = [tuple(map(str, dataclasses.astuple(wait))) for wait in plan.boundary_waits]
+    rows = [("events", events), ("waits for the caller", sorted(waits)), ("freed after", sorted(plan.release.items()))]
+    return "\n".join(["plan", *(f"    {name}: {value}" for name, value in rows)])
+
+
+def compiled(run: Callable[[], Any]) -> str:
+    """The code that `run` has Inductor generate, and the plans that it makes; or the error with which it ends."""
+    from torch._inductor.graph import GraphLowering
+
+    from torch_overlay._inductor import plan_log  # pyrefly: ignore[missing-module-attribute]
+
+    texts: list[str] = []
+    unsubscribe = plan_log.subscribe(lambda plan: texts.append(describe_plan(plan)))
+    try:
+        with mock.patch.object(GraphLowering, "save_output_code", texts.append):
+            run()
+    except Exception as error:
+        texts.append(f"{type(error).__name__}: {error}")
+    finally:
+        unsubscribe()
+    return "\n\n".join(map(normalised, texts))
+
+
+def programs(drawn: int, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name, and what compiles it. A program is checked, too, but what the check finds is for the tests to say."""
+    from analysis import corpus
+    from stream_programs import PROGRAMS
+    from stream_programs.drawn import trial
+    from stream_programs.drawn.steps import random_spec
+    from stream_programs.drawn.writer import write
+
+    for program in PROGRAMS:
+        for mode in program.modes:
+            check: Any = lambda p=program, m=mode: corpus.check_program(p, m)  # noqa: E731
+            yield f"{program.name}.{mode or 'default'}", check
+    for number in range(drawn):
+        for mode in ("default", "reduce-overhead"):
+            judge: Any = lambda n=number, m=mode: trial.judge(write(random_spec(seed, n)), [m], on_gpu=False)  # noqa: E731
+            yield f"drawn_{seed}_{number}.{mode}", judge
+
+
+def write_texts(out: Path, drawn: int, seed: int, part: int, parts: int) -> None:
+    import form  # noqa: F401  # pyrefly: ignore[missing-import]
+
+    warnings.filterwarnings("ignore")
+    for index, (name, run) in enumerate(programs(drawn, seed)):
+        path = out / f"{name}.txt"
+        if index % parts == part and not path.exists():
+            path.write_text(compiled(run))
+
+
+def compare(before: Path, after: Path) -> int:
+    names = sorted({path.name for folder in (before, after) for path in folder.glob("*.txt")})
+    different = 0
+    for name in names:
+        sides = [(folder / name).read_text() if (folder / name).exists() else "" for folder in (before, after)]
+        if sides[0] != sides[1]:
+            different += 1
+            old, new = (side.splitlines() for side in sides)
+            print("\n".join(difflib.unified_diff(old, new, f"{before}/{name}", f"{after}/{name}", lineterm="", n=1)))
+    print(f"{len(names)} programs, {different} differ; sha256 of all: {_sum(after)}")
+    return 1 if different or not names else 0
+
+
+def _sum(folder: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(folder.glob("*.txt")):
+        total.update(path.name.encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the texts; run again, it goes on where it was stopped")
+    parser.add_argument("--drawn", type=int, default=1000, help="random programs")
+    parser.add_argument("--seed", type=int, default=31)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
+    options = parser.parse_args()
+    if options.compare:
+        return compare(*options.compare)
+    if options.out is None:
+        parser.error("--out or --compare is needed")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.part is not None:
+        write_texts(options.out, options.drawn, options.seed, options.part, options.jobs)
+        return 0
+    command = [sys.executable, __file__, "--out", str(options.out), "--jobs", str(options.jobs)]
+    command += ["--drawn", str(options.drawn), "--seed", str(options.seed)]
+    running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
+    failed = [process.wait() for process in running]
+    print(f"{len(list(options.out.glob('*.txt')))} programs; sha256 of all: {_sum(options.out)}")
+    return 1 if any(failed) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
