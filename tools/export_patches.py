@@ -53,7 +53,7 @@ PACKAGE = ROOT / "torch_overlay"
 # What only the overlay form has: the engine and the demonstration, which compares it with stock. torch/_overlay gets an
 # __init__.py of its own.
 ENGINE = ("__init__.py", "__main__.py", "seams.py", "seam_table.py", "errors.py", "base.json", "_engine")
-ENGINE += ("_demo.py", "_demo_gpu.py", "_terminal.py")
+ENGINE += ("_cli/demo.py", "_cli/demo_gpu.py", "_cli/terminal.py")
 PATCHED_INIT = PACKAGE / "_engine" / "patched_init.py"
 # A string that names a module of ours: "module:name", or an import statement in text that becomes code.
 REFERENCE = re.compile(r"^(torch_overlay(?:\.\w+)+):\w|\b(?:from|import)\s+(torch_overlay(?:\.\w+)+)")
@@ -71,7 +71,7 @@ def travelling_files() -> dict[str, str]:
     found = {"__init__.py": PATCHED_INIT.read_bytes().decode()}
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE).as_posix()
-        if path.is_file() and "__pycache__" not in path.parts and name.partition("/")[0] not in ENGINE:
+        if path.is_file() and "__pycache__" not in path.parts and not {name, name.partition("/")[0]} & {*ENGINE}:
             found[name] = path.read_bytes().decode()
     return found
 

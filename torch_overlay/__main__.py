@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch_overlay._engine.report import Status
 
 COMMANDS = {
-    "explain": "torch_overlay._explain",
-    "check": "torch_overlay._check",
-    "timeline": "torch_overlay._timeline",
-    "demo": "torch_overlay._demo",
+    "explain": "torch_overlay._cli.explain",
+    "check": "torch_overlay._cli.check",
+    "timeline": "torch_overlay._cli.timeline",
+    "demo": "torch_overlay._cli.demo",
 }
 USAGE = """\
 python -m torch_overlay status | explain | check | timeline | demo

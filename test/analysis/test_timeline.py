@@ -23,7 +23,8 @@ from torch._inductor.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay import _timeline, config
+from torch_overlay import config
+from torch_overlay._cli.timeline import main
 from torch_overlay._functorch import offload_log
 from torch_overlay.analysis import check, Timeline, timeline, timeline_lines, timeline_profile, Trace
 from torch_overlay.analysis.timeline_clock import Cost, own_line, readable, schedule
@@ -864,7 +865,7 @@ class TestCommand(TestCase):
     def command(self, *argv: str) -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = _timeline.main(["--simulate", *argv])
+            status = main(["--simulate", *argv])
         return status, out.getvalue(), err.getvalue()
 
     def test_function_and_file_with_make(self) -> None:

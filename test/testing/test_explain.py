@@ -18,7 +18,8 @@ except ImportError:  # run as a plain script
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
 
-from torch_overlay import _explain, config
+from torch_overlay import config
+from torch_overlay._cli import explain
 from torch_overlay._inductor.cudagraphs import policy
 
 
@@ -140,7 +141,7 @@ class Explain(TestCase):
     def explain(self, *argv):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            self.code = _explain.main(["--simulate", *argv])
+            self.code = explain.main(["--simulate", *argv])
         self.errors = err.getvalue()
         return out.getvalue()
 

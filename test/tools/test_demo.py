@@ -24,10 +24,10 @@ import form
 
 
 if not form.PATCHED:
-    from torch_overlay import _demo, _demo_gpu
-    from torch_overlay._demo import Events
+    from torch_overlay._cli import demo, demo_gpu
+    from torch_overlay._cli.demo import Events
+    from torch_overlay._cli.terminal import plain_table, Screen
     from torch_overlay._inductor.stream_planner import HOST, Op, plan_streams
-    from torch_overlay._terminal import plain_table, Screen
     from torch_overlay.testing import simulated_gpu
 
 
@@ -67,14 +67,14 @@ class TestCommand(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr[-3000:])
 
     def test_missing_package_of_one_program_leaves_the_others(self) -> None:
-        def compile_program(name: str, out: Path) -> _demo.Compilation:
+        def compile_program(name: str, out: Path) -> demo.Compilation:
             if name == "transformer_side_branch":
                 raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
-            return _demo.Compilation(name, (), (), Events(0, 0), None)
+            return demo.Compilation(name, (), (), Events(0, 0), None)
 
         output = io.StringIO()
-        with contextlib.redirect_stdout(output), mock.patch.object(_demo, "compile_program", compile_program):
-            status = _demo.main(["--compile-only"])
+        with contextlib.redirect_stdout(output), mock.patch.object(demo, "compile_program", compile_program):
+            status = demo.main(["--compile-only"])
         self.assertEqual(status, 1)
         self.assertIn("transformer_side_branch needs the package transformers", output.getvalue())
         self.assertIn("prefetch_loop", output.getvalue())
@@ -84,17 +84,17 @@ class TestCommand(unittest.TestCase):
 class TestCompilation(unittest.TestCase):
     def test_events_written_are_counted_in_the_log_of_one_eager_call(self) -> None:
         log = ["set stream 3", "record event 1 on stream 0", "stream 3 waits for event 1", "synchronize event 1"]
-        self.assertEqual(_demo.events_written(log), Events(1, 1))
+        self.assertEqual(demo.events_written(log), Events(1, 1))
 
     def test_events_generated_include_those_that_the_caller_sees(self) -> None:
         plan = plan_streams([Op("op0", 1, writes=frozenset("a")), Op("record_event", 1), Op("op1", 0, frozenset("a"))])
-        self.assertEqual(_demo.events_generated([plan]), Events(2, 1))
+        self.assertEqual(demo.events_generated([plan]), Events(2, 1))
 
     def test_streams_with_as_many_operations_share_a_line(self) -> None:
         streams = [HOST, 0, 0, 1, 2, 4, 7, 7]
         plan = plan_streams([Op(f"op{i}", stream) for i, stream in enumerate(streams)])
         expected = "1 on the host\n2 on the current stream\n1 on each of streams 1, 2, 4\n2 on stream 7"
-        self.assertEqual(_demo.placement([plan]), expected)
+        self.assertEqual(demo.placement([plan]), expected)
 
 
 def measured(**changes: object) -> dict[str, object]:
@@ -106,16 +106,16 @@ class TestMeasurements(unittest.TestCase):
     def show(self, overlay: list[dict], stock: list[dict]) -> tuple[bool, str]:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            forms = {"overlay": _demo.merge(overlay), "stock": _demo.merge(stock)}
-            good = _demo.show_measurements(Screen(), {"experts": forms})
+            forms = {"overlay": demo.merge(overlay), "stock": demo.merge(stock)}
+            good = demo.show_measurements(Screen(), {"experts": forms})
         return good, output.getvalue()
 
     def test_medians_are_taken_over_both_rounds(self) -> None:
         rounds = [measured(compiled=[1.0, 2.0, 3.0]), measured(compiled=[10.0, 11.0])]
-        self.assertEqual(_demo.merge(rounds)["compiled"], 3.0)
+        self.assertEqual(demo.merge(rounds)["compiled"], 3.0)
 
     def test_worst_difference_of_all_rounds_counts(self) -> None:
-        merged = _demo.merge([measured(difference=0.5, equal=False), measured()])
+        merged = demo.merge([measured(difference=0.5, equal=False), measured()])
         self.assertEqual((merged["difference"], merged["equal"]), (0.5, False))
 
     def test_speed_is_shown_against_stock(self) -> None:
@@ -145,13 +145,13 @@ class TestMeasurements(unittest.TestCase):
             return subprocess.CompletedProcess(command, -6, stderr="noise\nillegal memory access\n")
 
         with mock.patch.object(subprocess, "run", run):
-            found = _demo.measure("stock", ["first", "second"])
+            found = demo.measure("stock", ["first", "second"])
         self.assertEqual(found["first"], measured())
         self.assertEqual(found["second"]["error"], "the process ended with status -6: illegal memory access")
 
     def test_rounds_take_turns_in_both_orders(self) -> None:
-        self.assertEqual(_demo.ROUNDS, _demo.ROUNDS[::-1])
-        self.assertEqual(set(_demo.ROUNDS), {"overlay", "stock"})
+        self.assertEqual(demo.ROUNDS, demo.ROUNDS[::-1])
+        self.assertEqual(set(demo.ROUNDS), {"overlay", "stock"})
 
 
 @form.overlay_only
@@ -160,21 +160,21 @@ class TestOnGpu(unittest.TestCase):
 
     def test_difference_is_relative_to_the_largest_value(self) -> None:
         expected, found = torch.tensor([1.0, -100.0]), torch.tensor([2.0, -100.0])
-        self.assertAlmostEqual(_demo_gpu.difference([expected], [found]), 0.01)
+        self.assertAlmostEqual(demo_gpu.difference([expected], [found]), 0.01)
 
     def test_not_a_number_is_never_equal(self) -> None:
         found = torch.tensor([1.0, float("nan")])
-        self.assertEqual(_demo_gpu.difference([torch.ones(2)], [found]), float("inf"))
+        self.assertEqual(demo_gpu.difference([torch.ones(2)], [found]), float("inf"))
 
     def test_missing_output_is_an_error(self) -> None:
         with self.assertRaises(ValueError):
-            _demo_gpu.difference([torch.ones(2)], [])
+            demo_gpu.difference([torch.ones(2)], [])
 
     def test_oracle_runs_everything_on_the_current_stream(self) -> None:
         with simulated_gpu() as gpu:
-            function, args = _demo.load("moe_experts").make()
+            function, args = demo.load("moe_experts").make()
             start = len(gpu.device_log)
-            with _demo_gpu.ordered():
+            with demo_gpu.ordered():
                 function(*args)
             self.assertEqual([line for line in gpu.device_log[start:] if line.startswith(("set", "enter"))], [])
             function(*args)
@@ -185,9 +185,9 @@ class TestOnGpu(unittest.TestCase):
         programs["good"].return_value = {"difference": 0.0}
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(_demo_gpu, "measure", lambda name: programs[name]()),
+            mock.patch.object(demo_gpu, "measure", lambda name: programs[name]()),
         ):
-            _demo_gpu.main(result := Path(folder, "result.json"), ["bad", "good"])
+            demo_gpu.main(result := Path(folder, "result.json"), ["bad", "good"])
             found = json.loads(result.read_text())
         self.assertEqual(found, {"bad": {"error": "RuntimeError: broken"}, "good": {"difference": 0.0}})
 

@@ -1,6 +1,6 @@
 """Runs demo programs on the GPU: one process, one form of PyTorch, results as JSON.
 
-    python -m torch_overlay._demo_gpu RESULT.json PROGRAM ...
+    python -m torch_overlay._cli.demo_gpu RESULT.json PROGRAM ...
 
 With TORCH_OVERLAY_DISABLE=1 this is stock PyTorch. The file is written anew after every program, so a program that
 brings the process down leaves the results of those before it.
@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 
-from torch_overlay._demo import load
+from torch_overlay._cli.demo import load
 from torch_overlay.analysis.overlap import device_work, overlap
 
 

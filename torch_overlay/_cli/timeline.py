@@ -17,22 +17,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import runpy
 import sys
 import traceback
 from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._explain import example_inputs, UsageError
+from torch_overlay._cli import program
+from torch_overlay._cli.program import UsageError
 from torch_overlay.analysis.timeline_run import timeline
 from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
     from torch_overlay.analysis.timeline_model import Timeline
-
-SUFFIXES = (".svg", ".json")
 
 
 def main(argv: list[str]) -> int:
@@ -52,10 +50,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     path, _, function = options.target.partition(":")
     try:
-        if not os.path.isfile(path):
-            raise UsageError(f"no file {path}")
-        if bad := [name for name in options.out or () if not name.endswith(SUFFIXES)]:
-            raise UsageError(f"--out {bad[0]}: a timeline is written as .svg or .json")
+        program.check_file(path)
+        program.check_pictures("--out", options.out or ())
+        program.check_options(options)
         found = draw(path, function, options)
         written = [found.save(name) for name in options.out or ()]
     except UsageError as error:
@@ -70,33 +67,16 @@ def main(argv: list[str]) -> int:
 
 
 def draw(path: str, name: str, options: argparse.Namespace) -> Timeline:
-    if options.calls < 1:
-        raise UsageError(f"--calls must be at least 1, got {options.calls}")
-    if not 1 <= options.devices <= 8:
-        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
     simulate = options.simulate or not torch.cuda.is_available()
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)
-    try:
-        with simulated_gpu(options.devices) if simulate else contextlib.nullcontext():
-            module = runpy.run_path(path, run_name="drawn")
-            if name:
-                if not callable(fn := module.get(name)):
-                    raise UsageError(f"{path} has no function {name}")
-                inputs = example_inputs(path, module, name, fn)
-            elif callable(make := module.get("make")):
-                fn, inputs = make()
-            else:
-                raise UsageError(f"{path} has no function make() that returns a function and its arguments")
-            return timeline(
-                fn,
-                *inputs,
-                calls=options.calls,
-                backward=options.backward,
-                mode=options.mode,
-                simulate=simulate,
-                devices=options.devices,
-                title=name or os.path.splitext(os.path.basename(path))[0],
-            )
-    finally:
-        sys.path.remove(folder)
+    with program.importable(path), simulated_gpu(options.devices) if simulate else contextlib.nullcontext():
+        fn, inputs = program.load(path, name)
+        return timeline(
+            fn,
+            *inputs,
+            calls=options.calls,
+            backward=options.backward,
+            mode=options.mode,
+            simulate=simulate,
+            devices=options.devices,
+            title=name or os.path.splitext(os.path.basename(path))[0],
+        )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 import runpy
 import sys
@@ -29,6 +28,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._cli import program
 from torch_overlay._inductor import stream_memory
 from torch_overlay._inductor.cudagraphs import policy
 from torch_overlay.analysis.timeline_run import watching
@@ -37,14 +37,10 @@ from torch_overlay.testing._text import innermost_frame
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch_overlay.analysis.timeline_model import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
-
-
-class UsageError(Exception):
-    """The command line does not name something that can be explained."""
 
 
 def main(argv: list[str]) -> int:
@@ -68,11 +64,11 @@ def main(argv: list[str]) -> int:
         options = parser.parse_args([*options.arguments, options.target], options)
         if options.arguments:
             parser.error(f"{function} is called on its example inputs, and takes no arguments here")
-    if not os.path.isfile(path):
-        print(f"explain: no file {path}", file=sys.stderr)
-        return 2
-    if bad := [name for name in options.timeline or () if not name.endswith((".svg", ".json"))]:
-        print(f"explain: --timeline {bad[0]}: a timeline is written as .svg or .json", file=sys.stderr)
+    try:
+        program.check_file(path)
+        program.check_pictures("--timeline", options.timeline or ())
+    except program.UsageError as wrong:
+        print(f"explain: {wrong}", file=sys.stderr)
         return 2
 
     simulate = options.simulate or not torch.cuda.is_available()
@@ -85,7 +81,7 @@ def main(argv: list[str]) -> int:
         where = f"{torch.cuda.get_device_name()}{' (simulated: nothing runs on a device)' if simulate else ''}"
         try:
             run_function(path, function) if function else run_script(path, options.arguments)
-        except UsageError as e:
+        except program.UsageError as e:
             print(f"explain: {e}", file=sys.stderr)
             return 2
         except Exception as e:
@@ -104,45 +100,23 @@ def main(argv: list[str]) -> int:
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    argv, folder = sys.argv, os.path.dirname(os.path.abspath(path))
+    argv = sys.argv
     sys.argv = [path, *arguments]
-    sys.path.insert(0, folder)
     try:
-        runpy.run_path(path, run_name="__main__")
+        with program.importable(path):
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as e:
         if e.code not in (None, 0):
             raise RuntimeError(f"the script exited with {e.code}") from e
     finally:
         sys.argv = argv
-        sys.path.remove(folder)
 
 
 def run_function(path: str, name: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)
-    try:
-        module = runpy.run_path(path, run_name="explained")
-        if not callable(fn := module.get(name)):
-            raise UsageError(f"{path} has no function {name}")
-        inputs = example_inputs(path, module, name, fn)
+    with program.importable(path):
+        fn, inputs = program.load(path, name)
         compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
         (fn if compiled else torch.compile(fn))(*inputs)
-    finally:
-        sys.path.remove(folder)
-
-
-def example_inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
-    for provider in (f"{name}_inputs", "example_inputs"):
-        if provider in module:
-            made = module[provider]()
-            return made if isinstance(made, tuple) else (made,)
-    if not isinstance(fn, torch.nn.Module):
-        with contextlib.suppress(TypeError, ValueError):
-            inspect.signature(fn).bind()
-            return ()
-    raise UsageError(
-        f"{name} takes arguments: {path} should define {name}_inputs() or example_inputs() that returns them"
-    )
 
 
 class Report:

@@ -24,8 +24,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._cli.terminal import Screen
 from torch_overlay._inductor.stream_planner import HOST
-from torch_overlay._terminal import Screen
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.stream_planner import Plan
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ("prefetch_loop", "moe_experts", "transformer_side_branch")
 ROUNDS = ("overlay", "stock", "stock", "overlay")
@@ -159,7 +159,7 @@ def measure(form: str, names: Sequence[str]) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": path, "TORCH_OVERLAY_DISABLE": off}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "torch_overlay._demo_gpu", str(result), *names]
+        command = [sys.executable, "-m", "torch_overlay._cli.demo_gpu", str(result), *names]
         process = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     last = (process.stderr.strip().splitlines() or ["no message"])[-1]

@@ -17,13 +17,12 @@ promise, 2 if the function could not be found or run.
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from torch_overlay._explain import example_inputs, UsageError
+from torch_overlay._cli import program
+from torch_overlay._cli.program import UsageError
 from torch_overlay.analysis.checking import check
 from torch_overlay.testing import simulated_gpu
 
@@ -63,9 +62,9 @@ def main(argv: list[str]) -> int:
     try:
         if not path or not function:
             raise UsageError(f"{options.target} doesn't name a function: FILE:FUNCTION")
-        if not os.path.isfile(path):
-            raise UsageError(f"no file {path}")
-        report = check_file(path, function, options)
+        program.check_file(path)
+        program.check_options(options)
+        report = run(path, function, options)
     except UsageError as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
@@ -79,28 +78,16 @@ def main(argv: list[str]) -> int:
     return 0 if report.ok and (options.eager_races == "ok" or not report.eager_races) else 1
 
 
-def check_file(path: str, name: str, options: argparse.Namespace) -> Report:
-    if options.calls < 1:
-        raise UsageError(f"--calls must be at least 1, got {options.calls}")
-    if not 1 <= options.devices <= 8:
-        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)
-    try:
-        with simulated_gpu(options.devices):
-            module = runpy.run_path(path, run_name="checked")
-            if not callable(fn := module.get(name)):
-                raise UsageError(f"{path} has no function {name}")
-            inputs = example_inputs(path, module, name, fn)
-            return check(
-                fn,
-                *inputs,
-                calls=options.calls,
-                backward=options.backward,
-                mode=options.mode,
-                devices=options.devices,
-                fullgraph=options.fullgraph,
-                misaligned=options.misaligned,
-            )
-    finally:
-        sys.path.remove(folder)
+def run(path: str, name: str, options: argparse.Namespace) -> Report:
+    with program.importable(path), simulated_gpu(options.devices):
+        fn, inputs = program.load(path, name)
+        return check(
+            fn,
+            *inputs,
+            calls=options.calls,
+            backward=options.backward,
+            mode=options.mode,
+            devices=options.devices,
+            fullgraph=options.fullgraph,
+            misaligned=options.misaligned,
+        )

@@ -1,0 +1,85 @@
+"""The function that a command line names, FILE:FUNCTION, and what it is called on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import runpy
+import sys
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterable, Iterator
+
+PICTURES = (".svg", ".json")
+
+
+class UsageError(Exception):
+    """The command line does not name something that a command can run."""
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises UsageError for a number of calls or devices that can't be run."""
+    if options.calls < 1:
+        raise UsageError(f"--calls must be at least 1, got {options.calls}")
+    if not 1 <= options.devices <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+
+
+def check_pictures(option: str, names: Iterable[str]) -> None:
+    """Raises UsageError for the name of a file that a timeline isn't written as."""
+    for name in names:
+        if not name.endswith(PICTURES):
+            raise UsageError(f"{option} {name}: a timeline is written as .svg or .json")
+
+
+def check_file(path: str) -> None:
+    if not os.path.isfile(path):
+        raise UsageError(f"no file {path}")
+
+
+@contextlib.contextmanager
+def importable(path: str) -> Iterator[None]:
+    """The file's folder is the first on `sys.path`, as it is for a script."""
+    folder = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def load(path: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Runs a file and returns its function `name` with its inputs; without a name, what the file's `make()` returns.
+    Called inside `importable`. Raises UsageError if there is no such function, or if nothing gives its inputs.
+    """
+    module = runpy.run_path(path, run_name="loaded")
+    if not name:
+        if not callable(make := module.get("make")):
+            raise UsageError(f"{path} has no function make() that returns a function and its arguments")
+        return make()
+    if not callable(fn := module.get(name)):
+        raise UsageError(f"{path} has no function {name}")
+    return fn, _inputs(path, module, name, fn)
+
+
+def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
+    for provider in (f"{name}_inputs", "example_inputs"):
+        if provider in module:
+            made = module[provider]()
+            return made if isinstance(made, tuple) else (made,)
+    if not isinstance(fn, torch.nn.Module):
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(fn).bind()
+            return ()
+    raise UsageError(
+        f"{name} takes arguments: {path} should define {name}_inputs() or example_inputs() that returns them"
+    )
+
+
+__all__ = ["check_file", "check_options", "check_pictures", "importable", "load", "PICTURES", "UsageError"]
