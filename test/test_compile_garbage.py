@@ -19,7 +19,7 @@ from torch._inductor import pattern_matcher
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import form  # noqa: F401
-from torch_overlay._inductor import failed_matches
+from torch_overlay.upstream_fixes import pattern_traceback
 
 
 class Result:
@@ -85,11 +85,11 @@ class TestCompileGarbage(TestCase):
             except pattern_matcher.FailedMatch as failure:
                 return failure
 
-        found = failed_matches.match(fail, None, None)
+        found = pattern_traceback.match(fail, None, None)
         self.assertFalse(pattern_matcher.is_match(found))
         self.assertEqual(str(found), "no match")
         self.assertIsNone(found.__traceback__)
-        self.assertEqual(failed_matches.match(lambda pattern, node: (pattern, node), 1, 2), (1, 2))
+        self.assertEqual(pattern_traceback.match(lambda pattern, node: (pattern, node), 1, 2), (1, 2))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-mutation-order
     Seam(
         target="torch._inductor.ir:MutationOutput.__init__",
-        impl="torch_overlay._inductor.mutation_order:mutation_output_init",
+        impl="torch_overlay.upstream_fixes.mutation_order:mutation_output_init",
         kind="wrap",
         patch="inductor-mutation-order",
         fingerprint="1b88419da25df2c3",
@@ -154,7 +154,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.dead_node_elimination",
-        impl="torch_overlay._inductor.mutation_order:dead_node_elimination",
+        impl="torch_overlay.upstream_fixes.mutation_order:dead_node_elimination",
         kind="wrap",
         patch="inductor-mutation-order",
         fingerprint="64034b30b7b37f53",
@@ -165,7 +165,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-partition-concat
     Seam(
         target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
-        impl="torch_overlay._inductor.partition_concat:get_graph_partition_signature",
+        impl="torch_overlay.upstream_fixes.partition_concat:get_graph_partition_signature",
         kind="wrap",
         patch="inductor-partition-concat",
         fingerprint="fa352ca23af9e8e8",
@@ -176,7 +176,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-host-constants
     Seam(
         target="torch._inductor.fx_passes.post_grad:ConstructorMoverPass.cannot_be_moved",
-        impl="torch_overlay._inductor.host_constants:cannot_be_moved",
+        impl="torch_overlay.upstream_fixes.host_constants:cannot_be_moved",
         kind="wrap",
         patch="inductor-host-constants",
         fingerprint="4169e36db429d972",
@@ -186,7 +186,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay._inductor.no_op_results:remove_no_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results:remove_no_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
@@ -195,7 +195,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay._inductor.no_op_results:remove_noop_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results:remove_noop_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="4015e0b85a9bc1a0",
@@ -204,7 +204,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
-        impl="torch_overlay._inductor.no_op_results:reinplace_inplaceable_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results:reinplace_inplaceable_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="0fd70a6a266bd8c6",
@@ -214,7 +214,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- compile-garbage
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.cleanup",
-        impl="torch_overlay._dynamo.cleanup:cleanup",
+        impl="torch_overlay.upstream_fixes.dynamo_cleanup:cleanup",
         kind="wrap",
         patch="compile-garbage",
         fingerprint="cbac163e81db83b8",
@@ -223,7 +223,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.pattern_matcher:PatternExpr.match",
-        impl="torch_overlay._inductor.failed_matches:match",
+        impl="torch_overlay.upstream_fixes.pattern_traceback:match",
         kind="wrap",
         patch="compile-garbage",
         fingerprint="ce1ec94f40d50970",
@@ -232,7 +232,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.pattern_matcher:MultiOutputPattern.match",
-        impl="torch_overlay._inductor.failed_matches:match",
+        impl="torch_overlay.upstream_fixes.pattern_traceback:match",
         kind="wrap",
         patch="compile-garbage",
         fingerprint="58a1cddf99011cd3",
@@ -731,7 +731,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_AnalyzeCustomOpInputOutputMode.__torch_dispatch__",
-        impl="torch_overlay._functorch.saved_numbers:look_at_operator",
+        impl="torch_overlay.upstream_fixes.wrapped_numbers:look_at_operator",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="3819d257ae3fd568",

@@ -88,7 +88,7 @@ def train_compiled_autograd_of_two_functions(k: Kit) -> Any:
 
     def step(x):
         x = leaf(x)
-        y = run_two(run_one(x).clamp(-2, 2) * 2)  # a number that is saved: `saved_numbers`
+        y = run_two(run_one(x).clamp(-2, 2) * 2)  # a number that is saved: `upstream_fixes.wrapped_numbers`
         with compiled_backward(k):
             y.sum().backward()
         return y.detach(), take_gradients(x, first, second)

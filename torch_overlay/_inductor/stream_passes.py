@@ -25,8 +25,8 @@ from torch_overlay._functorch.stream_placement import (
     viewed,
 )
 from torch_overlay._inductor.new_node_placement import needs_streams, NewNodes, union_of_tokens
-from torch_overlay._inductor.no_op_results import COPY_OF
 from torch_overlay._inductor.pass_log import PassLog, Placed
+from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
 
 if TYPE_CHECKING:
