@@ -17,13 +17,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import form  # noqa: F401
-from torch_overlay.analysis.trace import Alloc, Free, HOST, Launch, Memory, Record, RecordStream, Synchronize, Wait
+from torch_overlay.analysis.race_check.trace import (
+    Alloc,
+    Free,
+    HOST,
+    Launch,
+    Memory,
+    Record,
+    RecordStream,
+    Synchronize,
+    Wait,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch_overlay.analysis.trace import Operation, View
+    from torch_overlay.analysis.race_check.trace import Operation, View
 
 CELL = 8  # bytes
 MOST_STATES = 200_000

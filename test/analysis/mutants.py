@@ -34,9 +34,9 @@ import brute_force
 import small_programs
 
 import form  # noqa: F401
-from torch_overlay.analysis.checking import CALLER
-from torch_overlay.analysis.happens_before import analyse
-from torch_overlay.analysis.trace import (
+from torch_overlay.analysis.race_check.checking import CALLER
+from torch_overlay.analysis.race_check.happens_before import analyse
+from torch_overlay.analysis.race_check.trace import (
     Alloc,
     Boundary,
     Free,
@@ -53,7 +53,7 @@ from torch_overlay.analysis.trace import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch_overlay.analysis.race_report import Report
+    from torch_overlay.analysis.race_check.race_report import Report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import form  # noqa: F401
-from torch_overlay.analysis.trace import HOST, Memory, Operation, Trace, View
+from torch_overlay.analysis.race_check.trace import HOST, Memory, Operation, Trace, View
 
 
 CELLS = 2

@@ -25,10 +25,10 @@ import form
 from stream_programs import by_name
 from torch_overlay import config
 from torch_overlay.analysis import check, check_eager, check_wrapper, LostPromiseError, RaceError
-from torch_overlay.analysis.happens_before import analyse
-from torch_overlay.analysis.race_report import Promise, Report
-from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.simulated_module import CheckError
+from torch_overlay.analysis.race_check.happens_before import analyse
+from torch_overlay.analysis.race_check.race_report import Promise, Report
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.simulated_module import CheckError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

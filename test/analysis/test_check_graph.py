@@ -22,7 +22,7 @@ from torch_overlay._inductor.cudagraphs.template import (
     Segment,
 )
 from torch_overlay.analysis import check_graph, Report
-from torch_overlay.analysis.graph_check import kernel_modes
+from torch_overlay.analysis.race_check.graph_check import kernel_modes
 
 
 LOW = 0x7D0000000000

@@ -14,7 +14,7 @@ from torch._inductor.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.analysis import check_trace, RaceError, Report, Trace
-from torch_overlay.analysis.trace import HOST, Memory, Span, View
+from torch_overlay.analysis.race_check.trace import HOST, Memory, Span, View
 
 
 def fork(t: Trace, event: str = "fork", of: str = "main", to: str = "side") -> None:

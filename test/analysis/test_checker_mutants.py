@@ -25,7 +25,7 @@ from mutants import Tally
 
 import form
 from stream_programs import by_name, PROGRAMS
-from torch_overlay.analysis.trace import HOST, Trace
+from torch_overlay.analysis.race_check.trace import HOST, Trace
 
 
 SOME = [(p.name, mode or "default") for p in PROGRAMS[::4] for mode in p.modes[:1]]

@@ -14,8 +14,8 @@ from torch._inductor.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.analysis import check
-from torch_overlay.analysis.host_kernel_ranges import HostKernelRanges
-from torch_overlay.analysis.kernel_ranges import Elements, KernelRanges
+from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
+from torch_overlay.analysis.race_check.kernel_ranges import Elements, KernelRanges
 from torch_overlay.testing import simulated_gpu
 
 

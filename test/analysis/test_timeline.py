@@ -26,13 +26,14 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._cli.timeline import main
 from torch_overlay._functorch import offload_log
-from torch_overlay.analysis import check, Timeline, timeline, timeline_lines, timeline_profile, Trace
-from torch_overlay.analysis.timeline_clock import Cost, own_line, readable, schedule
-from torch_overlay.analysis.timeline_json import events
-from torch_overlay.analysis.timeline_layout import CHARACTER, LEFT, MARGIN, WIDTH
-from torch_overlay.analysis.timeline_model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
-from torch_overlay.analysis.timeline_offload import saved_tensors
-from torch_overlay.analysis.trace import HOST
+from torch_overlay.analysis import check, Timeline, timeline, Trace
+from torch_overlay.analysis.race_check.trace import HOST
+from torch_overlay.analysis.timelines import lines as timeline_lines, profile as timeline_profile
+from torch_overlay.analysis.timelines.clock import Cost, own_line, readable, schedule
+from torch_overlay.analysis.timelines.json import events
+from torch_overlay.analysis.timelines.layout import CHARACTER, LEFT, MARGIN, WIDTH
+from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
+from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -28,8 +28,8 @@ from stream_programs.drawn.steps import random_spec, smaller, Spec, specs
 from stream_programs.drawn.trial import as_test, COMPILED, judge, shrink, Verdict
 from stream_programs.drawn.unwritten import unwritten
 from stream_programs.drawn.writer import write
-from torch_overlay.analysis.race_report import Promise, Report
-from torch_overlay.analysis.trace import Memory, Trace
+from torch_overlay.analysis.race_check.race_report import Promise, Report
+from torch_overlay.analysis.race_check.trace import Memory, Trace
 
 
 # The patched form repeats what the overlay form has shown: that it compiles the same.

@@ -25,7 +25,7 @@ except ImportError:  # run as a plain script
     import form  # noqa: F401
 
 from torch_overlay._dynamo import objects
-from torch_overlay.analysis.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.testing import _mocks, _native, active, compile_only, observe, simulated_gpu
 from torch_overlay.testing._simulate import Simulation
 

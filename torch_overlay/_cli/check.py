@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from torch_overlay._cli import program
 from torch_overlay._cli.program import UsageError
-from torch_overlay.analysis.checking import check
+from torch_overlay.analysis.race_check.checking import check
 from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.race_report import Report
+    from torch_overlay.analysis.race_check.race_report import Report
 
 
 def main(argv: list[str]) -> int:

@@ -31,7 +31,7 @@ import torch
 from torch_overlay._cli import program
 from torch_overlay._inductor import stream_memory
 from torch_overlay._inductor.cudagraphs import policy
-from torch_overlay.analysis.timeline_run import watching
+from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
 
@@ -39,7 +39,7 @@ from torch_overlay.testing._text import innermost_frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timeline_model import Timeline
+    from torch_overlay.analysis.timelines.model import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
 
 

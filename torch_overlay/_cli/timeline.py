@@ -25,12 +25,12 @@ import torch
 
 from torch_overlay._cli import program
 from torch_overlay._cli.program import UsageError
-from torch_overlay.analysis.timeline_run import timeline
+from torch_overlay.analysis.timelines.run import timeline
 from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.timeline_model import Timeline
+    from torch_overlay.analysis.timelines.model import Timeline
 
 
 def main(argv: list[str]) -> int:

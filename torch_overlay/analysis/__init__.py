@@ -14,20 +14,20 @@ from typing import Any
 
 
 _PUBLIC = {
-    "check": "checking",
-    "check_eager": "eager_check",
-    "check_graph": "graph_check",
-    "check_step": "step_check",
-    "check_trace": "race_report",
-    "check_wrapper": "wrapper_check",
-    "LostPromiseError": "race_report",
+    "check": "race_check.checking",
+    "check_eager": "race_check.eager_check",
+    "check_graph": "race_check.graph_check",
+    "check_step": "race_check.step_check",
+    "check_trace": "race_check.race_report",
+    "check_wrapper": "race_check.wrapper_check",
+    "LostPromiseError": "race_check.race_report",
     "memory_blocks": "memory_snapshot",
-    "profiler": "timeline_run",
-    "RaceError": "race_report",
-    "Report": "race_report",
-    "Timeline": "timeline_model",
-    "timeline": "timeline_run",
-    "Trace": "trace",
+    "profiler": "timelines.run",
+    "RaceError": "race_check.race_report",
+    "Report": "race_check.race_report",
+    "Timeline": "timelines.model",
+    "timeline": "timelines.run",
+    "Trace": "race_check.trace",
 }
 
 __all__ = [*_PUBLIC]

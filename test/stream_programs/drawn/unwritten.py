@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_overlay.analysis.trace import Alloc, Free, Launch
+from torch_overlay.analysis.race_check.trace import Alloc, Free, Launch
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay.analysis.trace import Memory, Operation, View
+    from torch_overlay.analysis.race_check.trace import Memory, Operation, View
 
 
 def pieces(view: View) -> list[tuple[int, int]]:

@@ -16,13 +16,13 @@ from unittest import mock
 import torch
 import torch._dynamo.compiled_autograd
 
-from torch_overlay.analysis.trace import ENGINE, Record
+from torch_overlay.analysis.race_check.trace import ENGINE, Record
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch_overlay.analysis.simulated_device import SimulatedDevice
+    from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 
 def _nodes(tensors: Any) -> list[Any]:

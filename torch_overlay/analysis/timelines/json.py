@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay.analysis.timeline_model import COPIES
+from torch_overlay.analysis.timelines.model import COPIES
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.timeline_model import Timeline
+    from torch_overlay.analysis.timelines.model import Timeline
 
 HOST_PID = 1
 DEVICE_PID = 10  # and up: of device 0, 1, ...

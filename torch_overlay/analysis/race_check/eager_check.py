@@ -18,9 +18,10 @@ from unittest import mock
 
 import torch
 
-from torch_overlay.analysis.happens_before import Done, missing_edge, Race
-from torch_overlay.analysis.race_report import Report
-from torch_overlay.analysis.trace import Launch, Memory, View
+from torch_overlay.analysis.race_check.happens_before import Done, missing_edge, Race
+from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.trace import Launch, Memory, View
+from torch_overlay.testing._text import OURS, TORCH
 
 
 if TYPE_CHECKING:
@@ -75,9 +76,7 @@ def _done(access: Any, memory: Memory) -> Done:
 
 def _line(stack: Any) -> str:
     """The innermost frame of the user's."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    torchs = os.path.dirname(torch.__file__) + os.sep
-    users = [frame for frame in stack if not frame.filename.startswith((torchs, ours))]
+    users = [frame for frame in stack if not frame.filename.startswith((TORCH, OURS))]
     return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}: {users[-1].line}" if users else ""
 
 

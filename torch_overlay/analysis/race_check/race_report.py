@@ -15,12 +15,12 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay.analysis.happens_before import analyse
+from torch_overlay.analysis.race_check.happens_before import analyse
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.happens_before import Done, Race, Redundant
-    from torch_overlay.analysis.trace import Trace
+    from torch_overlay.analysis.race_check.happens_before import Done, Race, Redundant
+    from torch_overlay.analysis.race_check.trace import Trace
 
 
 class RaceError(RuntimeError):

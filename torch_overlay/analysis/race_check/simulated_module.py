@@ -18,16 +18,16 @@ from unittest import mock
 import torch
 
 from torch_overlay._inductor import stream_native, stream_runtime
-from torch_overlay.analysis.host_kernel_ranges import HostKernelRanges
-from torch_overlay.analysis.kernel_ranges import KernelRanges
-from torch_overlay.analysis.trace import HOST, Span, View
+from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
+from torch_overlay.analysis.race_check.kernel_ranges import KernelRanges
+from torch_overlay.analysis.race_check.trace import HOST, Span, View
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.kernel_ranges import Elements
-    from torch_overlay.analysis.simulated_device import SimulatedDevice
+    from torch_overlay.analysis.race_check.kernel_ranges import Elements
+    from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 
 _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
 

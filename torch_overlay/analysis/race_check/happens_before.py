@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch_overlay.analysis.trace import (
+from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
     Boundary,
@@ -42,7 +42,7 @@ from torch_overlay.analysis.trace import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay.analysis.trace import Operation
+    from torch_overlay.analysis.race_check.trace import Operation
 
 
 class Clock(dict[str, int]):

@@ -31,9 +31,9 @@ from torch_overlay._inductor.cudagraphs.template import (
     KernelNode,
     Segment,
 )
-from torch_overlay.analysis.happens_before import analyse
-from torch_overlay.analysis.race_report import Report
-from torch_overlay.analysis.trace import Access, Alloc, Launch, Memory, Record, Span, Trace, View, Wait
+from torch_overlay.analysis.race_check.happens_before import analyse
+from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.trace import Access, Alloc, Launch, Memory, Record, Span, Trace, View, Wait
 
 
 if TYPE_CHECKING:

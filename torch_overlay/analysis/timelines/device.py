@@ -14,16 +14,16 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.device_rates import LINK, Rates
 from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us
-from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.timeline_clock import Cost
-from torch_overlay.analysis.timeline_model import FROM_HOST, KERNEL, ON_HOST, TO_HOST
-from torch_overlay.analysis.trace import HOST
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.trace import HOST
+from torch_overlay.analysis.timelines.clock import Cost
+from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, ON_HOST, TO_HOST
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.trace import Launch, View
+    from torch_overlay.analysis.race_check.trace import Launch, View
     from torch_overlay.testing import Simulation
 
 LEAST_US = 2.0  # a kernel that does nothing

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay.analysis.timeline_clock import own_line, readable
+from torch_overlay.analysis.timelines.clock import own_line, readable
 
 
 if TYPE_CHECKING:

@@ -15,16 +15,16 @@ from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.offload_runtime import ALIGNMENT
-from torch_overlay.analysis.timeline_model import FROM_HOST, TO_HOST
-from torch_overlay.analysis.trace import HOST, Launch
+from torch_overlay.analysis.race_check.trace import HOST, Launch
+from torch_overlay.analysis.timelines.model import FROM_HOST, TO_HOST
 from torch_overlay.testing._text import innermost_frame
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timeline_model import Slice
-    from torch_overlay.analysis.trace import Memory, Operation
+    from torch_overlay.analysis.race_check.trace import Memory, Operation
+    from torch_overlay.analysis.timelines.model import Slice
 
 
 def saved_tensors(operations: Sequence[Operation], reports: Sequence[Any]) -> dict[int, tuple[str, str]]:

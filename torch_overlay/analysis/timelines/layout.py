@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.stream_memory import amount
-from torch_overlay.analysis.timeline_json import place
-from torch_overlay.analysis.timeline_model import COPIES, WAIT
+from torch_overlay.analysis.timelines.json import place
+from torch_overlay.analysis.timelines.model import COPIES, WAIT
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timeline_model import Slice, Timeline
+    from torch_overlay.analysis.timelines.model import Slice, Timeline
 
 WIDTH, LEFT, MARGIN = 1280, 178, 20
 ROOM = WIDTH - LEFT - MARGIN  # for time

@@ -16,10 +16,10 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor.stream_runtime import Region
-from torch_overlay.analysis.checking import Caller, Context, Eager
-from torch_overlay.analysis.race_report import Report
-from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.simulated_module import CheckError, Module
+from torch_overlay.analysis.race_check.checking import Caller, Context, Eager
+from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.simulated_module import CheckError, Module
 from torch_overlay.testing import simulated_gpu
 
 

@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from torch_overlay.analysis.timeline_model import (
+from torch_overlay.analysis.race_check.trace import Alloc, Free, HOST, Launch, Record, Synchronize, Wait
+from torch_overlay.analysis.timelines.model import (
     Arrow,
     COPIES,
     KERNEL,
@@ -26,13 +27,12 @@ from torch_overlay.analysis.timeline_model import (
     WAIT,
     with_hidden,
 )
-from torch_overlay.analysis.trace import Alloc, Free, HOST, Launch, Record, Synchronize, Wait
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from torch_overlay.analysis.trace import Memory, Operation
+    from torch_overlay.analysis.race_check.trace import Memory, Operation
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay.analysis.timeline_clock import schedule
-from torch_overlay.analysis.timeline_model import Timeline
-from torch_overlay.analysis.timeline_offload import saved_tensors
+from torch_overlay.analysis.timelines.clock import schedule
+from torch_overlay.analysis.timelines.model import Timeline
+from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._simulate import active
 
@@ -18,7 +18,7 @@ from torch_overlay.testing._simulate import active
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.timeline_device import TimedDevice
+    from torch_overlay.analysis.timelines.device import TimedDevice
     from torch_overlay.testing import Compiled, Simulation
 
 WARM_UP = 4  # calls on a GPU before the profiler starts: a graph is captured at the second one
@@ -70,7 +70,7 @@ def simulated(
     title: str,
 ) -> Timeline:
     """The first call compiles; the ones behind it are drawn."""
-    from torch_overlay.analysis.timeline_device import TimedDevice
+    from torch_overlay.analysis.timelines.device import TimedDevice
 
     with simulated_gpu(devices) as gpu:
         convert = gpu.fake_mode.from_tensor
@@ -100,7 +100,7 @@ def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Itera
         with profiler() as profile:
             yield lambda: Timeline.from_profile(profile, seen=seen, title=title)
         return
-    from torch_overlay.analysis.timeline_device import TimedDevice
+    from torch_overlay.analysis.timelines.device import TimedDevice
 
     device = TimedDevice(simulation)
     device.seen = seen

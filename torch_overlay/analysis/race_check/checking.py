@@ -30,17 +30,26 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._inductor import stream_lowering
-from torch_overlay.analysis.happens_before import analyse, Findings, Race, Reliance
-from torch_overlay.analysis.race_report import accessed, Promise, Report
-from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.trace import Boundary, HOST, Memory, Record, RecordStream, Synchronize, Trace, View
+from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Race, Reliance
+from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.trace import (
+    Boundary,
+    HOST,
+    Memory,
+    Record,
+    RecordStream,
+    Synchronize,
+    Trace,
+    View,
+)
 from torch_overlay.testing import observe, simulated_gpu
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch_overlay.analysis.trace import Operation
+    from torch_overlay.analysis.race_check.trace import Operation
     from torch_overlay.testing import Compiled
 Promises = dict[str, dict[str, Reliance]]
 CALLER = "the caller"

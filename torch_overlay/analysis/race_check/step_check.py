@@ -21,12 +21,12 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay.analysis.checking import Caller, Context, Eager
-from torch_overlay.analysis.race_report import Report
-from torch_overlay.analysis.simulated_device import SimulatedDevice
-from torch_overlay.analysis.simulated_module import Module
-from torch_overlay.analysis.trace import ENGINE
-from torch_overlay.analysis.wrapper_check import caller_objects, empty, idle_patterns
+from torch_overlay.analysis.race_check.checking import Caller, Context, Eager
+from torch_overlay.analysis.race_check.race_report import Report
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+from torch_overlay.analysis.race_check.simulated_module import Module
+from torch_overlay.analysis.race_check.trace import ENGINE
+from torch_overlay.analysis.race_check.wrapper_check import caller_objects, empty, idle_patterns
 from torch_overlay.testing import simulated_gpu
 
 

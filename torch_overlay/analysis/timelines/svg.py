@@ -12,8 +12,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.stream_memory import amount
-from torch_overlay.analysis.timeline_json import place
-from torch_overlay.analysis.timeline_layout import (
+from torch_overlay.analysis.timelines.json import place
+from torch_overlay.analysis.timelines.layout import (
     BOX,
     CHARACTER,
     clip,
@@ -26,12 +26,12 @@ from torch_overlay.analysis.timeline_layout import (
     TICKS,
     WIDTH,
 )
-from torch_overlay.analysis.timeline_model import COPIES, exposed, microseconds, WAIT
+from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds, WAIT
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.timeline_layout import Layout, Row
-    from torch_overlay.analysis.timeline_model import Slice, Timeline
+    from torch_overlay.analysis.timelines.layout import Layout, Row
+    from torch_overlay.analysis.timelines.model import Slice, Timeline
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6", "#79706e")
 GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"

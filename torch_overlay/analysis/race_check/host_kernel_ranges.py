@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from torch_overlay.analysis.kernel_ranges import _NotLinear, _parsed, Elements, KernelRanges
+from torch_overlay.analysis.race_check.kernel_ranges import _NotLinear, _parsed, Elements, KernelRanges
 
 
 _LOOP = re.compile(r"for\(int64_t (\w+)=static_cast<int64_t>\((\d+)L\); \1<static_cast<int64_t>\((\d+)L\);")

@@ -4,7 +4,7 @@ Kernels and copies are the trace's own, one lane a stream. An arrow is a `cudaSt
 which record it waits for, the last work launched before that record and the first work launched behind the wait are its
 two ends. It doesn't know that of events that are recorded by the driver's own calls, as in compiled code; there the
 records and waits are those of the generated module. Memory is the allocator's count at each allocation.
-Which source line a kernel belongs to is found by `timeline_lines`.
+Which source line a kernel belongs to is found by `timelines.lines`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay.analysis.timeline_lines import argument, Event, LAUNCH, Lines, RECORD, Run, WAIT
-from torch_overlay.analysis.timeline_model import (
+from torch_overlay.analysis.timelines.lines import argument, Event, LAUNCH, Lines, RECORD, Run, WAIT
+from torch_overlay.analysis.timelines.model import (
     Arrow,
     FROM_HOST,
     KERNEL,
@@ -28,7 +28,7 @@ from torch_overlay.analysis.timeline_model import (
     TO_HOST,
     with_hidden,
 )
-from torch_overlay.analysis.timeline_offload import offloaded
+from torch_overlay.analysis.timelines.offload import offloaded
 
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from torch_overlay.analysis.trace import (
+from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
     ENGINE,
@@ -125,8 +125,8 @@ class SimulatedDevice:
     # ---- listening
 
     def __enter__(self) -> SimulatedDevice:
-        from torch_overlay.analysis.simulated_backward import engine
-        from torch_overlay.analysis.simulated_module import execute, runtime
+        from torch_overlay.analysis.race_check.simulated_backward import engine
+        from torch_overlay.analysis.race_check.simulated_module import execute, runtime
 
         assert self.devices.listener is None and self.mode.listener is None, "one SimulatedDevice at a time"
         with contextlib.ExitStack() as stack:

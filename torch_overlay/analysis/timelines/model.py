@@ -128,7 +128,7 @@ class Timeline:
         `profiler()`. `seen` is what `torch_overlay.testing.observe()` gave while the program was compiled: with it
         compiled kernels have the user's lines.
         """
-        from torch_overlay.analysis.timeline_profile import read
+        from torch_overlay.analysis.timelines.profile import read
 
         return read(profile, seen, title)
 
@@ -146,12 +146,12 @@ class Timeline:
         return target
 
     def svg(self) -> str:
-        from torch_overlay.analysis.timeline_svg import svg
+        from torch_overlay.analysis.timelines.svg import svg
 
         return svg(self)
 
     def json(self) -> str:
-        from torch_overlay.analysis.timeline_json import trace
+        from torch_overlay.analysis.timelines.json import trace
 
         return trace(self)
 
