@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
-from torch_overlay._functorch.eager_memory import foreign_reads, memory_stream
+from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -355,7 +355,7 @@ class TestBoundary(TestCase):
         nodes["c"].meta["custom"] = {"stream_memory": 1}
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
-        from torch_overlay._functorch.backward_placement import donated_buffers
+        from torch_overlay._functorch.streams.backward import donated_buffers
 
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])

@@ -13,7 +13,7 @@ from torch._dynamo.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._functorch.view_sources import sources
+from torch_overlay._functorch.streams.view_sources import sources
 
 
 aten = torch.ops.aten

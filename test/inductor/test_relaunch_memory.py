@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._functorch.backward_placement import donated_buffers
+from torch_overlay._functorch.streams.backward import donated_buffers
 from torch_overlay._inductor.cudagraphs import arrange, layout, liveness, runner
 from torch_overlay._inductor.cudagraphs.allocations import Lives
 from torch_overlay._inductor.cudagraphs.layout import Given, OfStorage, place, Repeated, View

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.kernel_times import name_of
 from torch_overlay._functorch.offload_plan import Step
-from torch_overlay._functorch.stream_placement import is_view
+from torch_overlay._functorch.streams.placement import is_view
 
 
 if TYPE_CHECKING:

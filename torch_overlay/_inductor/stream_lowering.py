@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload_ops import OPERATIONS
-from torch_overlay._functorch.stream_placement import (
+from torch_overlay._functorch.streams.placement import (
     BEFORE,
     blocks_host,
     is_device_synchronization,

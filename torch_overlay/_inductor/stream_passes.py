@@ -14,16 +14,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.eager_memory import results_made
-from torch_overlay._functorch.stream_placement import (
-    AFTER,
-    BEFORE,
-    is_stream_op,
-    is_view,
-    node_stream,
-    READS,
-    viewed,
-)
+from torch_overlay._functorch.streams.eager_memory import results_made
+from torch_overlay._functorch.streams.placement import AFTER, BEFORE, is_stream_op, is_view, node_stream, READS, viewed
 from torch_overlay._inductor.new_node_placement import needs_streams, NewNodes, union_of_tokens
 from torch_overlay._inductor.pass_log import PassLog, Placed
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF

@@ -5,7 +5,7 @@ compiled region the graph is functional, so the only order that a program can ob
 the write that it needs, a write after the reads and writes that it must not overtake. The stream of an operation says
 where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through
 the compiler as operations. They are read once, in program order, to find what the region owes to the outside (see
-`stream_placement`), and the events that the generated code needs are derived here, on the final schedule, after
+`streams.placement`), and the events that the generated code needs are derived here, on the final schedule, after
 fusion and reordering, from the buffers that each operation reads and writes.
 
 What the outside owes and is owed are *boundary effects*, written as tokens on operations:

@@ -31,8 +31,8 @@ from torch._inductor.fx_passes import reinplace
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.eager_memory import results_made
-from torch_overlay._functorch.stream_placement import (
+from torch_overlay._functorch.streams.eager_memory import results_made
+from torch_overlay._functorch.streams.placement import (
     BEFORE,
     is_stream_op,
     is_view,

@@ -9,7 +9,7 @@ graph that AOTAutograd partitions:
   graph's code has returned. It is made on the streams on which the program made it.
 - The node that accumulates a leaf's gradient is made for the first operation that reads the leaf, on the stream of that
   operation, even if nobody needs what the operation computes. The backward leaves that stream ordered as the engine
-  would (`backward_placement.engine_streams`).
+  would (`streams.backward.engine_streams`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.stream_placement import AMBIENT, is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.placement import AMBIENT, is_stream_op, is_view, node_stream
 
 
 if TYPE_CHECKING:

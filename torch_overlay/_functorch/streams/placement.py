@@ -254,7 +254,7 @@ class _Program:
     """The stream operations of one graph in program order, and what they promise to each node."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        from torch_overlay._functorch.peer_copies import PeerCopies
+        from torch_overlay._functorch.streams.peer_copies import PeerCopies
 
         self.nodes = nodes
         self.ops = [n for n in self.nodes if is_stream_op(n)]
@@ -438,7 +438,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     ahead of the update comes behind it, where nothing that the host waits for or asks stands between them. Otherwise,
     and where the host had waited, it waits for the update: such results, and the updates, are returned.
     """
-    from torch_overlay._functorch.view_sources import sources
+    from torch_overlay._functorch.streams.view_sources import sources
 
     place = {node: i for i, node in enumerate(output.graph.nodes)}
     records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is _RECORD}
@@ -502,7 +502,7 @@ def _computes(gm: GraphModule) -> bool:
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch import eager_memory
+    from torch_overlay._functorch.streams import eager_memory
 
     program = _Program(nodes)
     output = gm.graph.output_node()
@@ -525,7 +525,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         made = viewed(node)
         maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker) or None
-        # Note [A backward is a region of its own], in `backward_placement`
+        # Note [A backward is a region of its own], in `streams.backward`
         engine = {"s0"} if stream and is_backward(node) else set()
         tokens: dict[str, Any] = {
             # Where the user's waits stay as they are, the operations behind them need none of ours.
@@ -653,7 +653,7 @@ def place_streams(gm: GraphModule) -> None:
     on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
-    from torch_overlay._functorch import autograd_nodes, eager_memory
+    from torch_overlay._functorch.streams import autograd_nodes, eager_memory
 
     if registry.program_has_streams():
         _split_lists(gm.graph)
@@ -721,8 +721,8 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
-    from torch_overlay._functorch.autograd_nodes import keep_view_streams
-    from torch_overlay._functorch.input_updates import note_promises
+    from torch_overlay._functorch.streams.autograd_nodes import keep_view_streams
+    from torch_overlay._functorch.streams.input_mutations import note_promises
 
     original(gm, fw_metadata)
     is_flat = any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta)

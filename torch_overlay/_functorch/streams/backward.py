@@ -21,7 +21,7 @@ the backward is owed and owes follows from what autograd's engine does:
   the plan treats the memory as belonging to that stream and to the ambient one, unless the generated forward says whose
   it is (`stream_saved`).
 
-The partitioner takes no notice of streams, so what is saved is what is saved without them (`stream_twins`).
+The partitioner takes no notice of streams, so what is saved is what is saved without them (`streams.cse`).
 
 Note [Inputs that the forward writes to]
 An input that is written to when the forward has computed must not be saved: the backward would compute again from the
@@ -40,10 +40,11 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOT
 from torch.utils import _pytree as pytree
 
 from torch_overlay import config
-from torch_overlay._functorch import autograd_nodes
-from torch_overlay._functorch.eager_memory import saved_in_eager
 from torch_overlay._functorch.offload_policies import is_slab, note_offload_policies, OFFLOAD
-from torch_overlay._functorch.stream_placement import (
+from torch_overlay._functorch.streams import autograd_nodes
+from torch_overlay._functorch.streams.cse import split_twins
+from torch_overlay._functorch.streams.eager_memory import saved_in_eager
+from torch_overlay._functorch.streams.placement import (
     _computes,
     AFTER,
     AMBIENT,
@@ -64,7 +65,6 @@ from torch_overlay._functorch.stream_placement import (
     RESULTS,
     viewed,
 )
-from torch_overlay._functorch.stream_twins import split_twins
 
 
 if TYPE_CHECKING:
