@@ -42,7 +42,7 @@ def _is_number(value: Any, most: float) -> bool:
 
 
 def _is_offload(value: Any) -> bool:
-    from torch_overlay._functorch.offload_config import parse
+    from torch_overlay._functorch.offload.settings import parse
 
     parse(value)  # says itself what it takes
     return True

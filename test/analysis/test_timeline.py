@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._cli.timeline import main
-from torch_overlay._functorch import offload_log
+from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import check, Timeline, timeline, Trace
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines import lines as timeline_lines, profile as timeline_profile
@@ -790,8 +790,8 @@ class TestProfile(TestCase):
             (99, ("copy to the host", "")),
         ):
             seen = mock.Mock(regions=[mock.Mock(wrapper=None)], offloads=[mock.Mock()])
-            seen.regions[0].copies = offload_log.Copies(False, 9, (("relu", 3, 9),))
-            seen.offloads[0].rows = [offload_log.Row("relu", nbytes, stack)]
+            seen.regions[0].copies = log.Copies(False, 9, (("relu", 3, 9),))
+            seen.offloads[0].rows = [log.Row("relu", nbytes, stack)]
             (copy,) = timeline_profile.of_trace(kineto(), seen).copies
             self.assertEqual((copy.name, copy.line), expected)
 

@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._functorch import (
-    device_profile,
+from torch_overlay._functorch.offload import (
     device_rates,
     kernel_times,
-    offload_config,
-    offload_graph,
-    offload_log,
+    log,
+    profile_cache,
+    rewrite,
+    settings as offload_config,
 )
-from torch_overlay._functorch.offload_plan import _spread, Again, Candidate, choose, Link, Model, Step
+from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
 from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import capture, copies, native, runner
 from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
@@ -586,8 +586,8 @@ RATES = device_rates.Rates(Link(1e4, 1e4, 1.0), 1e6, 1e6, False)
 def offloading(option: Any = None, all_of_it: bool = False, by: Callable[..., Any] = everything) -> Iterator[list[Any]]:
     """With the option; with `all_of_it`, every candidate goes to the host, or what `by` says. Yields the reports."""
     found: list[Any] = []
-    undo = offload_log.subscribe(found.append)
-    chosen = mock.patch.object(offload_graph, "choose", by) if all_of_it else contextlib.nullcontext()
+    undo = log.subscribe(found.append)
+    chosen = mock.patch.object(rewrite, "choose", by) if all_of_it else contextlib.nullcontext()
     try:
         with config.patch(activation_offload=ALL if all_of_it else option), chosen:
             yield found
@@ -599,8 +599,8 @@ def offloading(option: Any = None, all_of_it: bool = False, by: Callable[..., An
 def on_the_cpu() -> Iterator[None]:
     """Graphs of the CPU are rewritten as if it were a device."""
     with (
-        mock.patch.object(offload_graph, "DEVICE_TYPE", "cpu"),
-        mock.patch.object(offload_graph, "rates", lambda index: RATES),
+        mock.patch.object(rewrite, "DEVICE_TYPE", "cpu"),
+        mock.patch.object(rewrite, "rates", lambda index: RATES),
         mock.patch.object(device_rates.Rates, "flops_of", lambda *args: 1e6),
         host_slabs(),
     ):
@@ -761,7 +761,7 @@ class TestDecision(TestCase):
         self.assertEqual(len(again.offloads), 1)
 
     def test_without_strict_training_goes_on_without_offload(self) -> None:
-        logger = offload_graph.__name__
+        logger = rewrite.__name__
         with self.assertLogs(logger, "WARNING") as logs:
             seen = self.compile({"budget_gb": 0.001, "min_bytes": 0, "strict": False})
         self.assertIsNone(seen.error)
@@ -793,8 +793,8 @@ class TestDecision(TestCase):
 
     def test_auto_offloads_as_much_as_can_be_where_that_is_not_enough(self) -> None:
         with (
-            mock.patch.object(offload_graph, "free_bytes", lambda *_: 1_000_000),
-            self.assertLogs(offload_graph.__name__, "WARNING") as logs,
+            mock.patch.object(rewrite, "free_bytes", lambda *_: 1_000_000),
+            self.assertLogs(rewrite.__name__, "WARNING") as logs,
         ):
             seen = self.compile("auto")
         self.assertIsNone(seen.error)
@@ -1154,7 +1154,7 @@ class TestGpu(TestCase):
 
     def test_library_kernels_are_measured_once_and_their_memory_goes_back(self) -> None:
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
-            device_profile.forget()
+            profile_cache.forget()
             asked: list[Any] = []
             us = kernel_times._us
 
@@ -1166,10 +1166,10 @@ class TestGpu(TestCase):
             planned = torch._functorch.config.patch(enable_autograd_cache=False)
             with planned, mock.patch.object(kernel_times, "_us", note):
                 _, _, first = self.step({"budget_gb": 0.35}, None, steps=2)
-                device_profile.forget()
+                profile_cache.forget()
                 _, _, second = self.step({"budget_gb": 0.35}, None, steps=2)
-            known = device_profile.profile(0).known
-        device_profile.forget()
+            known = profile_cache.profile(0).known
+        profile_cache.forget()
         self.assertTrue(first[0].rates.measured)
         self.assertEqual(len(asked), len(set(asked)))
         self.assertEqual([r.name for r in first[0].rows], [r.name for r in second[0].rows])

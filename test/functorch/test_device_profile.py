@@ -24,9 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._functorch import device_profile, device_rates, kernel_times
-from torch_overlay._functorch.offload_plan import Link
-from torch_overlay._functorch.offload_reader import Reader
+from torch_overlay._functorch.offload import device_rates, kernel_times, profile_cache
+from torch_overlay._functorch.offload.plan import Link
+from torch_overlay._functorch.offload.reader import Reader
 
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, uuid="GPU-
 @contextlib.contextmanager
 def device(properties: Any = H200, driver: str = "580.159.04", **versions: str) -> Iterator[None]:
     """A device by its description alone; what the process knows of others is forgotten."""
-    device_profile.forget()
+    profile_cache.forget()
     with (
         mock.patch.object(torch.cuda, "get_device_properties", lambda *args: properties),
-        mock.patch.object(device_profile, "_driver_version", lambda: driver),
+        mock.patch.object(profile_cache, "_driver_version", lambda: driver),
         contextlib.ExitStack() as stack,
     ):
         for name, version in versions.items():
             stack.enter_context(mock.patch.object(torch, name, version))
         yield
-    device_profile.forget()
+    profile_cache.forget()
 
 
 class Counted:
@@ -72,11 +72,11 @@ class TestProfile(TestCase):
         self.addCleanup(patched.stop)
 
     def files(self) -> list[Path]:
-        return sorted((Path(self.folder) / device_profile.FOLDER).glob("*.json"))
+        return sorted((Path(self.folder) / profile_cache.FOLDER).glob("*.json"))
 
     def ask(self, measure: Counted, *names: str, **about: Any) -> dict[str, float]:
         with device(**about):
-            return device_profile.profile(0).get(list(names), measure)
+            return profile_cache.profile(0).get(list(names), measure)
 
     def test_each_number_is_measured_once_by_all_processes(self) -> None:
         measure = Counted(a=1.5, b=2.5, c=3.5)
@@ -119,11 +119,11 @@ class TestProfile(TestCase):
         self.assertEqual(self.ask(Counted(z=float("nan"), y=10**400), "z", "y"), {})
 
     def test_folder_that_can_not_be_written_costs_the_memory_of_others_alone(self) -> None:
-        (Path(self.folder) / device_profile.FOLDER).write_text("in the way")
+        (Path(self.folder) / profile_cache.FOLDER).write_text("in the way")
         measure = Counted(a=1.5)
         with device():
             for _ in range(2):
-                self.assertEqual(device_profile.profile(0).get(["a"], measure), {"a": 1.5})
+                self.assertEqual(profile_cache.profile(0).get(["a"], measure), {"a": 1.5})
         self.assertEqual(measure.asked, [["a"]])
 
     def test_disabled_caches(self) -> None:
@@ -135,16 +135,16 @@ class TestProfile(TestCase):
         """A lock belongs to a file that was opened, so another process is no different."""
         measure = Counted(a=1.5)
         with device():
-            with device_profile.locked(0), device_profile.locked(0, patience=0.1) as alone:
+            with profile_cache.locked(0), profile_cache.locked(0, patience=0.1) as alone:
                 self.assertFalse(alone)
-                with mock.patch.object(device_profile, "PATIENCE", 0.1):
-                    self.assertEqual(device_profile.profile(0).get(["a"], measure), {})
-            self.assertEqual(device_profile.profile(0).get(["a"], measure), {"a": 1.5})
+                with mock.patch.object(profile_cache, "PATIENCE", 0.1):
+                    self.assertEqual(profile_cache.profile(0).get(["a"], measure), {})
+            self.assertEqual(profile_cache.profile(0).get(["a"], measure), {"a": 1.5})
         self.assertEqual(measure.asked, [["a"]])
 
     def test_what_another_process_measured_meanwhile_is_read(self) -> None:
         with device():
-            here = device_profile.profile(0)
+            here = profile_cache.profile(0)
         self.ask(Counted(a=1.5), "a")
         measure = Counted(a=9.0)
         with device():
@@ -221,7 +221,7 @@ class TestKernelTimes(TestCase):
         self.assertLess(max(t for n, t in times.items() if not n.startswith("mm")), 1234.0)
 
     def test_device_that_does_not_answer_leaves_estimates(self) -> None:
-        with mock.patch.object(device_profile, "profile", side_effect=RuntimeError("no device")):
+        with mock.patch.object(profile_cache, "profile", side_effect=RuntimeError("no device")):
             self.assertEqual(kernel_times.measure(self.nodes(), 0), {})
             self.assertIsNone(kernel_times.known_us(self.nodes()[0], 0))
 
@@ -233,7 +233,7 @@ class TestKernelTimes(TestCase):
 
         profile = mock.Mock(get=lambda names, measure: measure(names))
         with (
-            mock.patch.object(device_profile, "profile", lambda index: profile),
+            mock.patch.object(profile_cache, "profile", lambda index: profile),
             mock.patch.object(kernel_times, "measuring", lambda index: contextlib.nullcontext()),
             mock.patch.object(kernel_times, "_us", us),
         ):

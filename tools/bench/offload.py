@@ -95,9 +95,9 @@ class Side:
         from torch._inductor.output_code import CompiledFxGraph
 
         from torch_overlay import config
-        from torch_overlay._functorch import offload_log
+        from torch_overlay._functorch.offload import log
 
-        undo = offload_log.subscribe(lambda found: self.reports.append(found) if hasattr(found, "choice") else None)
+        undo = log.subscribe(lambda found: self.reports.append(found) if hasattr(found, "choice") else None)
         try:
             with (
                 config.patch(activation_offload=self.option),
@@ -143,11 +143,11 @@ def release() -> None:
 @contextlib.contextmanager
 def turn(phase: int) -> Iterator[None]:
     """Waits until it is this process's turn. A process that measures kernels for its plan waits for the end, too."""
-    from torch_overlay._functorch import device_profile
+    from torch_overlay._functorch.offload import profile_cache
 
     print(json.dumps({"ready": phase}), flush=True)
     sys.stdin.readline()
-    with device_profile.locked(0, patience=1e9):
+    with profile_cache.locked(0, patience=1e9):
         try:
             yield
         finally:
@@ -161,11 +161,11 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     import torch
     from torch._dynamo.utils import counters
 
-    from torch_overlay._functorch import device_profile
+    from torch_overlay._functorch.offload import profile_cache
     from torch_overlay._inductor import offload_runtime
     from torch_overlay._inductor.cudagraphs import policy
 
-    device_profile.PATIENCE = 1e9
+    profile_cache.PATIENCE = 1e9
     began = time.perf_counter()
     length = options.length or offload_models.LENGTHS[row]
     model = offload_models.make(row, length, options.layers)

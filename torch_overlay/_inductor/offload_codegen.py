@@ -13,7 +13,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch import offload_ops
+from torch_overlay._functorch.offload import ops
 
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def store(slab: Any, source: Any, offset: int) -> None:
 
 
 def register() -> None:
-    lowerings[offload_ops.LOAD] = load
-    lowerings[offload_ops.STORE] = store
+    lowerings[ops.LOAD] = load
+    lowerings[ops.STORE] = store
 
 
 def declare(wrapper: Any) -> None:
@@ -87,10 +87,10 @@ def declare(wrapper: Any) -> None:
 
 def write(wrapper: Any, node: Any) -> bool:
     """The lines of what the host does about a slab; False for any other node."""
-    if node.op_overload is offload_ops.SLAB:
+    if node.op_overload is ops.SLAB:
         declare(wrapper)
         wrapper.writeline(f"{node.get_name()} = take_slab({', '.join(node.codegen_args())})")
-    elif node.op_overload is offload_ops.IN_USE:
+    elif node.op_overload is ops.IN_USE:
         declare(wrapper)
         wrapper.writeline(f"note_use({', '.join(node.codegen_args())})")
     else:

@@ -16,11 +16,11 @@ from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch import offload_log, offload_ops
-from torch_overlay._functorch.kernel_times import known_us
-from torch_overlay._functorch.offload_graph import holds_memory_at_once
-from torch_overlay._functorch.offload_ops import BUDGET, OWNER, VALUE
-from torch_overlay._functorch.offload_reader import estimated_us, is_library_call
+from torch_overlay._functorch.offload import log, ops
+from torch_overlay._functorch.offload.kernel_times import known_us
+from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
+from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
+from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
 from torch_overlay._inductor.offload_codegen import LoadKernel, StoreKernel
 from torch_overlay._inductor.offload_placement import (
     held_from,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._functorch.device_rates import Rates
-    from torch_overlay._functorch.offload_plan import Link
+    from torch_overlay._functorch.offload.device_rates import Rates
+    from torch_overlay._functorch.offload.plan import Link
 
 
 def overload_of(node: BaseSchedulerNode) -> Any:
@@ -61,7 +61,7 @@ def is_copy(node: BaseSchedulerNode) -> bool:
 
 
 def _is_first(node: BaseSchedulerNode) -> bool:
-    return overload_of(node) in (offload_ops.SLAB, offload_ops.IN_USE)
+    return overload_of(node) in (ops.SLAB, ops.IN_USE)
 
 
 class Schedule:
@@ -192,7 +192,7 @@ class Schedule:
 
     def times(self, device: Any) -> tuple[Link, list[float]]:
         """The rates of copies, and when each step begins and the last one ends."""
-        from torch_overlay._functorch.device_rates import rates
+        from torch_overlay._functorch.offload.device_rates import rates
 
         index = (device.index if device is not None else None) or 0
         known = rates(index)
@@ -244,9 +244,9 @@ def _output(load: BaseSchedulerNode) -> str:
 def _saved_name(copy: BaseSchedulerNode) -> str:
     """The node of the forward whose value is copied."""
     for origin in copy.node.get_origins():  # type: ignore[union-attr]
-        if origin.target is offload_ops.STORE:
+        if origin.target is ops.STORE:
             return origin.args[1].name
-        if origin.target is offload_ops.LOAD:
+        if origin.target is ops.LOAD:
             return origin.meta["custom"][VALUE]
     return ""
 
@@ -281,6 +281,6 @@ def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
     if config.streams and any(is_copy(n) for n in scheduler.nodes):
         schedule = Schedule(scheduler)
         scheduler.nodes, scheduler._overlay_behind = schedule.place()
-        offload_log.publish(offload_log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
+        log.publish(log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
         scheduler._overlay_slabs = slabs_of(scheduler)
     original(scheduler)

@@ -28,7 +28,7 @@ from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.offload_ops import COPY_STREAMS, is_copy_stream
+from torch_overlay._functorch.offload.ops import COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor import offload_codegen, plan_log, stream_ranges
 from torch_overlay._inductor.stream_alignment import AlignedInputs
 from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle

@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.offload_ops import is_copy_stream
+from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.placement import AFTER, BEFORE, is_stream_op, is_view, node_stream
 
 

@@ -24,7 +24,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.offload_ops import is_copy_stream
+from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.placement import AFTER, BEFORE, node_stream
 from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us, handed_out
 from torch_overlay._inductor.stream_planner import HOST

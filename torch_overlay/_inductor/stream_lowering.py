@@ -22,7 +22,7 @@ from torch._inductor.utils import gather_origins
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.offload_ops import OPERATIONS
+from torch_overlay._functorch.offload.ops import OPERATIONS
 from torch_overlay._functorch.streams.placement import (
     BEFORE,
     blocks_host,

@@ -23,7 +23,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.offload_ops import is_copy_stream
+from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.placement import (
     AFTER,
     BEFORE,

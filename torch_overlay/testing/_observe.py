@@ -245,7 +245,7 @@ def _one_line(text: str) -> str:
 @contextlib.contextmanager
 def _offloads_go_to(observer: Any) -> Iterator[None]:
     try:
-        from torch_overlay._functorch import offload_log
+        from torch_overlay._functorch.offload import log as offload_log
     except ImportError:  # a build without it
         yield
         return

@@ -40,7 +40,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOT
 from torch.utils import _pytree as pytree
 
 from torch_overlay import config
-from torch_overlay._functorch.offload_policies import is_slab, note_offload_policies, OFFLOAD
+from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies, OFFLOAD
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.cse import split_twins
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
@@ -383,12 +383,12 @@ def partition(
 
 def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
     """Saved activations go to the host, if the configuration or a checkpoint policy asks for it."""
-    from torch_overlay._functorch.offload_config import settings
+    from torch_overlay._functorch.offload.settings import settings
 
     wanted = settings()
     if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
         return
-    from torch_overlay._functorch.offload_graph import offload
+    from torch_overlay._functorch.offload.rewrite import offload
 
     offload(forward, backward, count, wanted)
 

@@ -2,7 +2,7 @@
 
 What a forward saves on the host lies in one slab, each tensor at an offset of its own, in the order in which the
 forward makes them; the copies to the host and back are known by that offset. What the plan calls the tensor, and the
-user's line that made it, come from the report that is published when the graphs are split (`offload_log`).
+user's line that made it, come from the report that is published when the graphs are split (`offload.log`).
 
 A profile has no offsets. It has the copies of a direction in the order in which the schedule launches them: if their
 sizes are those of the schedule, once or again and again, each copy is its tensor. If not, it has no name.

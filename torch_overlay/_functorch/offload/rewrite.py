@@ -2,7 +2,7 @@
 
 The partitioner has made a forward and a backward. What it saves and nobody else holds is a candidate: the tensor that
 an operation made, whole and dense, of static size, on the ambient stream. What is saved of it may be views; they are
-made again in the backward. `offload_plan` chooses. Then
+made again in the backward. `offload.plan` chooses. Then
 
     forward     the slab is taken first; each chosen tensor is stored in it; the slab is saved in place of them all
     backward    the slab is its input; each tensor is loaded where it is first needed, or computed again from others
@@ -24,11 +24,11 @@ import torch._inductor.config as inductor_config
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from torch_overlay import config
-from torch_overlay._functorch import kernel_times, offload_log, offload_ops
-from torch_overlay._functorch.device_rates import Rates, rates
-from torch_overlay._functorch.offload_plan import Again, Candidate, Choice, choose, Model, Step
-from torch_overlay._functorch.offload_policies import MUST, OFFLOAD
-from torch_overlay._functorch.offload_reader import (
+from torch_overlay._functorch.offload import kernel_times, log as offload_log, ops
+from torch_overlay._functorch.offload.checkpoint_policies import MUST, OFFLOAD
+from torch_overlay._functorch.offload.device_rates import Rates, rates
+from torch_overlay._functorch.offload.plan import Again, Candidate, Choice, choose, Model, Step
+from torch_overlay._functorch.offload.reader import (
     ALSO_POINTWISE,
     is_dense,
     is_pointwise,
@@ -45,7 +45,7 @@ from torch_overlay._functorch.streams.placement import AFTER, BEFORE, node_strea
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
-    from torch_overlay._functorch.offload_config import Settings
+    from torch_overlay._functorch.offload.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -207,21 +207,21 @@ class Pair:
         for owner, saved in self.saved.items():
             inputs = [self.inputs[m.name] for m in saved.members if m.name in self.inputs]
             for node in inputs if len(inputs) > 1 else ():
-                node.meta["custom"] = {**node.meta.get("custom", {}), offload_ops.OWNER: owner.name}
+                node.meta["custom"] = {**node.meta.get("custom", {}), ops.OWNER: owner.name}
 
     def store(self, picked: list[Saved], offsets: list[int], device: int, budget: int, strict: bool) -> Node:
         graph = self.forward.graph
         first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
         with graph.inserting_before(first):
-            slab = graph.call_function(offload_ops.SLAB, (offsets[-1], device, strict))
+            slab = graph.call_function(ops.SLAB, (offsets[-1], device, strict))
         mode = picked[0].value.fake_mode  # type: ignore[attr-defined]
         with mode:
             slab.meta["val"] = torch.empty(offsets[-1], dtype=torch.uint8)
         for saved, offset in zip(picked, offsets):
             with graph.inserting_before(_behind(saved.node)):
-                node = graph.call_function(offload_ops.STORE, (slab, saved.node, offset))
+                node = graph.call_function(ops.STORE, (slab, saved.node, offset))
             node.meta["val"] = None
-            _place(node, offload_ops.copy_out_stream(device), saved.node, budget)
+            _place(node, ops.copy_out_stream(device), saved.node, budget)
         return slab
 
     def drop_outputs(self, members: set[Node], slab: Node) -> None:
@@ -256,16 +256,16 @@ class Pair:
         position = {n: i for i, n in enumerate(graph.nodes)}
         first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
         with graph.inserting_before(first):
-            graph.call_function(offload_ops.IN_USE, (handle,)).meta["val"] = None
+            graph.call_function(ops.IN_USE, (handle,)).meta["val"] = None
         for saved, offset in zip(picked, offsets):
             value = saved.value
             users = [u for m in saved.members for u in self.inputs[m.name].users]
             where = min(users, key=position.__getitem__)
             arguments = (handle, offset, list(value.shape), list(value.stride()), value.dtype, value.device)
             with graph.inserting_before(where):
-                node = graph.call_function(offload_ops.LOAD, arguments, name=f"{saved.node.name}_loaded")
+                node = graph.call_function(ops.LOAD, arguments, name=f"{saved.node.name}_loaded")
                 node.meta["val"] = value
-                _place(node, offload_ops.copy_in_stream(value.device.index or 0), saved.node, budget)
+                _place(node, ops.copy_in_stream(value.device.index or 0), saved.node, budget)
                 made[saved.node] = node
                 for member in saved.members:
                     self.inputs[member.name].replace_all_uses_with(_copied(graph, member, made))
@@ -318,7 +318,7 @@ def _place(node: Node, stream: int, saved: Node, budget: int) -> None:
         if key in saved.meta:
             node.meta[key] = saved.meta[key]
     custom = {"stream": stream, AFTER: ("s0",), BEFORE: ("s0",)}
-    node.meta["custom"] = {**custom, offload_ops.BUDGET: budget, offload_ops.VALUE: saved.name}
+    node.meta["custom"] = {**custom, ops.BUDGET: budget, ops.VALUE: saved.name}
 
 
 def holds_memory_at_once() -> bool:

@@ -1,7 +1,7 @@
 """How fast a device computes, reads its memory, and copies to and from the host: measured once, kept on disk.
 
 Three matmuls and four copies, some 30 ms in all, when the first function with offloaded activations is compiled on a
-machine (`device_profile`). Without a device the rates of the data sheet serve, by clock, width and number of
+machine (`offload.profile_cache`). Without a device the rates of the data sheet serve, by clock, width and number of
 multiprocessors, and a PCIe 5 link.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_overlay._functorch import device_profile
-from torch_overlay._functorch.offload_plan import Link
+from torch_overlay._functorch.offload import profile_cache
+from torch_overlay._functorch.offload.plan import Link
 from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us
 
 
@@ -47,7 +47,7 @@ class Rates:
 
 def rates(device_index: int) -> Rates:
     try:
-        found = device_profile.profile(device_index).get([OUT, BACK, MEMORY, FLOPS], lambda _: _measure(device_index))
+        found = profile_cache.profile(device_index).get([OUT, BACK, MEMORY, FLOPS], lambda _: _measure(device_index))
         return Rates(Link(found[OUT], found[BACK]), found[MEMORY], found[FLOPS], True)
     except Exception as error:  # no device, or one that is out of memory
         log.info("copy and compute rates are estimates: %s", error)

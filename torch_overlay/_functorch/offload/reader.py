@@ -15,8 +15,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_overlay._functorch.kernel_times import name_of
-from torch_overlay._functorch.offload_plan import Step
+from torch_overlay._functorch.offload.kernel_times import name_of
+from torch_overlay._functorch.offload.plan import Step
 from torch_overlay._functorch.streams.placement import is_view
 
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-    from torch_overlay._functorch.device_rates import Rates
+    from torch_overlay._functorch.offload.device_rates import Rates
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 Matmuls, convolutions and attention are most of a training step, and how far they stay below the device's peak depends
 on their shapes. So a plan asks for those of its graphs by operator, shapes, strides and types; what no process has
-measured before is run with random values (`device_profile`). What can't be run (too little memory, an operator of the
-user's, one that writes its arguments) is estimated from the device's rates, like everything else.
+measured before is run with random values (`offload.profile_cache`). What can't be run (too little memory, an operator
+of the user's, one that writes its arguments) is estimated from the device's rates, like everything else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torch_overlay._functorch import device_profile
-from torch_overlay._functorch.device_rates import measuring, shortest_us
+from torch_overlay._functorch.offload import profile_cache
+from torch_overlay._functorch.offload.device_rates import measuring, shortest_us
 
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def measure(nodes: Iterable[Node], device_index: int) -> dict[str, float]:
         return found
 
     try:
-        return device_profile.profile(device_index).get(list(by_name), run)
+        return profile_cache.profile(device_index).get(list(by_name), run)
     except Exception as error:  # no device
         log.info("times of library kernels are estimates: %s", error)
         return {}
@@ -93,7 +93,7 @@ def known_us(node: Node, device_index: int) -> float | None:
     if (name := name_of(node)) is None:
         return None
     try:
-        return device_profile.profile(device_index).known.get(name)
+        return profile_cache.profile(device_index).known.get(name)
     except Exception:  # no device
         return None
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_overlay import config
-from torch_overlay._functorch import offload_ops
+from torch_overlay._functorch.offload import ops
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def note_offload_policies(graph: Graph) -> None:
 
 def is_slab(placeholder: Node) -> bool:
     """An input of a backward that is host memory with saved activations."""
-    return any(user.target is offload_ops.IN_USE for user in placeholder.users)
+    return any(user.target is ops.IN_USE for user in placeholder.users)
 
 
 def enable_activation_offloading(

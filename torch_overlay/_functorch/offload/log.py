@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch_overlay._functorch.device_rates import Rates
-    from torch_overlay._functorch.offload_plan import Choice
+    from torch_overlay._functorch.offload.device_rates import Rates
+    from torch_overlay._functorch.offload.plan import Choice
 
 log = logging.getLogger(__name__)
 

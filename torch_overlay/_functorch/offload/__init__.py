@@ -1,0 +1,1 @@
+"""Saved activations on the host: which of them, when, and the graphs rewritten so."""
