@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 import form
-from torch_overlay._inductor.stream_memory import account
+from torch_overlay._inductor.streams.memory_report import account
 from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch_overlay._inductor.stream_planner import Plan
+    from torch_overlay._inductor.streams.planner import Plan
 
 sys.path.insert(0, str(form.ROOT / "examples"))
 import moe_experts

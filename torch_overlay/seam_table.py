@@ -364,7 +364,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-stream-planner
     Seam(
         target="torch._inductor.graph:GraphLowering.run_node",
-        impl="torch_overlay._inductor.stream_lowering:run_node",
+        impl="torch_overlay._inductor.streams.lowering:run_node",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="052e4e829c394e0c",
@@ -373,7 +373,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.compute_dependencies",
-        impl="torch_overlay._inductor.stream_lowering:compute_dependencies",
+        impl="torch_overlay._inductor.streams.lowering:compute_dependencies",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="d1a3f9dd1c477080",
@@ -391,7 +391,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen",
-        impl="torch_overlay._inductor.stream_regions:codegen",
+        impl="torch_overlay._inductor.streams.regions:codegen",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="37b31c21e9fbd411",
@@ -400,7 +400,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen_partitions",
-        impl="torch_overlay._inductor.stream_regions:codegen_partitions",
+        impl="torch_overlay._inductor.streams.regions:codegen_partitions",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="3145d5590c394ee0",
@@ -409,7 +409,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.enter_context",
-        impl="torch_overlay._inductor.stream_codegen:enter_context",
+        impl="torch_overlay._inductor.streams.codegen:enter_context",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="b468f5af0309786c",
@@ -418,7 +418,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.generate_stream_ctx_switching",
-        impl="torch_overlay._inductor.stream_codegen:generate_stream_ctx_switching",
+        impl="torch_overlay._inductor.streams.codegen:generate_stream_ctx_switching",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="b6221bb2a3ee3b8c",
@@ -428,7 +428,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._populate_stream_assignments",
-        impl="torch_overlay._inductor.stream_foreach:populate_stream_assignments",
+        impl="torch_overlay._inductor.streams.foreach:populate_stream_assignments",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="22fc540650abd2ff",
@@ -437,7 +437,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.get_buf_stream",
-        impl="torch_overlay._inductor.stream_codegen:get_buf_stream",
+        impl="torch_overlay._inductor.streams.codegen:get_buf_stream",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="c36fd438234d3139",
@@ -447,7 +447,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.has_cross_stream_hazard",
-        impl="torch_overlay._inductor.stream_codegen:has_cross_stream_hazard",
+        impl="torch_overlay._inductor.streams.codegen:has_cross_stream_hazard",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="06ebf5ca248de23b",
@@ -456,7 +456,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_device_guard_enter",
-        impl="torch_overlay._inductor.stream_codegen:codegen_device_guard_enter",
+        impl="torch_overlay._inductor.streams.codegen:codegen_device_guard_enter",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="c888a33da3631434",
@@ -466,7 +466,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_free",
-        impl="torch_overlay._inductor.stream_codegen:codegen_free",
+        impl="torch_overlay._inductor.streams.codegen:codegen_free",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="1952ca3742b1b66b",
@@ -476,7 +476,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.generate_fallback_kernel",
-        impl="torch_overlay._inductor.stream_codegen:generate_fallback_kernel",
+        impl="torch_overlay._inductor.streams.codegen:generate_fallback_kernel",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="3f2ee9441f809175",
@@ -485,7 +485,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.write_get_raw_stream",
-        impl="torch_overlay._inductor.stream_codegen:write_get_raw_stream",
+        impl="torch_overlay._inductor.streams.codegen:write_get_raw_stream",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="1962d0e17d3c94c4",
@@ -494,7 +494,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.run_wrapper_ir_passes",
-        impl="torch_overlay._inductor.stream_codegen:run_wrapper_ir_passes",
+        impl="torch_overlay._inductor.streams.codegen:run_wrapper_ir_passes",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="14cd7bf4eed20798",
@@ -503,7 +503,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__enter__",
-        impl="torch_overlay._inductor.stream_passes:begin_pass",
+        impl="torch_overlay._inductor.streams.fx_passes:begin_pass",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="8371187b58a2e8c2",
@@ -514,7 +514,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__exit__",
-        impl="torch_overlay._inductor.stream_passes:end_pass",
+        impl="torch_overlay._inductor.streams.fx_passes:end_pass",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="15b36134b1829cfe",
@@ -525,7 +525,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.pattern_matcher:_common_custom_context",
-        impl="torch_overlay._inductor.stream_passes:common_custom_context",
+        impl="torch_overlay._inductor.streams.fx_passes:common_custom_context",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f4fb7e2be4df2ae7",
@@ -535,7 +535,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.sync_d2h_copy",
-        impl="torch_overlay._inductor.stream_codegen:sync_d2h_copy",
+        impl="torch_overlay._inductor.streams.codegen:sync_d2h_copy",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="b2f620ceee919160",
@@ -544,7 +544,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.should_partition",
-        impl="torch_overlay._inductor.stream_regions:should_partition",
+        impl="torch_overlay._inductor.streams.regions:should_partition",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="5a6556d56a5fdab8",
@@ -553,7 +553,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.graph:GraphLowering.__init__",
-        impl="torch_overlay._inductor.stream_lowering:graph_lowering_init",
+        impl="torch_overlay._inductor.streams.lowering:graph_lowering_init",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="5b86b47ce3259f9f",
@@ -562,7 +562,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.codegen_deferred_alignment_copies",
-        impl="torch_overlay._inductor.stream_codegen:codegen_deferred_alignment_copies",
+        impl="torch_overlay._inductor.streams.codegen:codegen_deferred_alignment_copies",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f014a82e793a34ed",
@@ -572,7 +572,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops_core",
-        impl="torch_overlay._inductor.partial_writes:reinplace_inplaceable_ops_core",
+        impl="torch_overlay._inductor.streams.partial_writes:reinplace_inplaceable_ops_core",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="548d9ece0735accc",
@@ -581,7 +581,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:scatter_always_uses_mutation",
-        impl="torch_overlay._inductor.partial_writes:scatter_always_uses_mutation",
+        impl="torch_overlay._inductor.streams.partial_writes:scatter_always_uses_mutation",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="53ab4e22d2896777",
@@ -590,7 +590,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:reorder_for_locality",
-        impl="torch_overlay._inductor.stream_passes:reorder_for_locality",
+        impl="torch_overlay._inductor.streams.fx_passes:reorder_for_locality",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="844c4793e9981a26",

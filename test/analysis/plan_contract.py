@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inductor"))
 from test_stream_planner import happens_before, missing
 
 import form  # noqa: F401
-from torch_overlay._inductor import stream_planner, stream_schedule
-from torch_overlay._inductor.stream_planner import Buffer, HOST, Plan
+from torch_overlay._inductor.streams import planner, reader
+from torch_overlay._inductor.streams.planner import Buffer, HOST, Plan
 
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def requests() -> Iterator[list[Request]]:
     found: list[Request] = []
 
     def plan_streams(ops: Any, buffers: Any = (), promised: Any = None, known: Any = None) -> Plan:
-        plan = stream_planner.plan_streams(ops, buffers, promised, known)
+        plan = planner.plan_streams(ops, buffers, promised, known)
         found.append(Request(plan, tuple(buffers), promised or {}))
         return plan
 
-    with mock.patch.object(stream_schedule, "plan_streams", plan_streams):
+    with mock.patch.object(reader, "plan_streams", plan_streams):
         yield found
 
 

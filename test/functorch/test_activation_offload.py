@@ -48,8 +48,8 @@ from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import capture, copies, native, runner
 from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
 from torch_overlay._inductor.offload_placement import just_in_time, Load, place_loads, place_waits, Store
-from torch_overlay._inductor.stream_planner import Buffer, Op, plan_streams
-from torch_overlay._inductor.stream_runtime import Spec
+from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
+from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -32,7 +32,7 @@ from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
 from torch_overlay._dynamo import compiled_backward, objects
-from torch_overlay._inductor.stream_planner import Buffer, ENTRY, Op, plan_streams
+from torch_overlay._inductor.streams.planner import Buffer, ENTRY, Op, plan_streams
 from torch_overlay.analysis import check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu

@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
-from torch_overlay._inductor import copies_in_place
-from torch_overlay._inductor.host_copies import COPY_ASYNC, DESTINATION, MEMORY_LIKE
+from torch_overlay._inductor.streams import copies_in_place
+from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, MEMORY_LIKE
 
 
 aten = torch.ops.aten

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from stream_programs import gpu
 from torch_overlay import config
-from torch_overlay._inductor.stream_memory import account, amount, describe
-from torch_overlay._inductor.stream_planner import Buffer, Op, Plan, plan_streams
+from torch_overlay._inductor.streams.memory_report import account, amount, describe
+from torch_overlay._inductor.streams.planner import Buffer, Op, Plan, plan_streams
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

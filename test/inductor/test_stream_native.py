@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor import stream_native
+from torch_overlay._inductor.streams import native as stream_native
 
 
 DRIVER = r"""

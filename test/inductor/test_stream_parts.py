@@ -20,7 +20,7 @@ import corpus
 import form  # noqa: F401
 from stream_programs import by_name, PROGRAMS
 from torch_overlay import config
-from torch_overlay._inductor.stream_parts import parts, Span, span_of
+from torch_overlay._inductor.streams.parts import parts, Span, span_of
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

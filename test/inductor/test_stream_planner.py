@@ -19,7 +19,7 @@ from hypothesis import example, given, settings, strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor import stream_planner as planner
+from torch_overlay._inductor.streams import planner
 
 
 Buffer, Op, plan_streams = planner.Buffer, planner.Op, planner.plan_streams

@@ -29,7 +29,7 @@ import corpus
 import form
 from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
 from torch_overlay import config
-from torch_overlay._inductor.stream_runtime import aligned, write_back
+from torch_overlay._inductor.streams.runtime import aligned, write_back
 from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 

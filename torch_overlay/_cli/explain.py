@@ -29,8 +29,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._inductor import stream_memory
 from torch_overlay._inductor.cudagraphs import policy
+from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._text import innermost_frame
@@ -196,7 +196,7 @@ class Report:
         for plan in region.plans:
             self._line(f"{region.kind} plan")
             self._text(plan.table())
-            for line in stream_memory.describe(plan):
+            for line in memory_report.describe(plan):
                 self._line(line)
         if self._wrappers and region.wrapper is not None:
             from torch_overlay.testing._text import call_bodies

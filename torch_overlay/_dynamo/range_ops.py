@@ -5,7 +5,7 @@
     range_mark(str message)                             an instant of NVTX
 
 They compute nothing, and stand in order with each other and with the launches around them: see Note [Ranges] in
-`torch_overlay._inductor.stream_ranges`. Ranges of record_function nest, and belong to the thread.
+`torch_overlay._inductor.streams.ranges`. Ranges of record_function nest, and belong to the thread.
 """
 
 from __future__ import annotations

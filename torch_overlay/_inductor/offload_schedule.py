@@ -2,7 +2,7 @@
 
 After fusion and reordering it is known which buffers there are, and when. Here stores are moved behind the operation
 that makes their tensor, loads to where `offload_placement` says, and operations are told which stores they wait for,
-so that the planner (`stream_planner`) can give memory back behind them: `Op.behind`. The slab is taken, and its use
+so that the planner (`streams.planner`) can give memory back behind them: `Op.behind`. The slab is taken, and its use
 noted, before everything else.
 """
 
@@ -32,7 +32,7 @@ from torch_overlay._inductor.offload_placement import (
     place_waits,
     Store,
 )
-from torch_overlay._inductor.stream_idle import _device_us
+from torch_overlay._inductor.streams.single_stream import _device_us
 
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Schedule:
 
     def launches(self, node: BaseSchedulerNode) -> bool:
         """A kernel on the ambient stream: it can wait."""
-        from torch_overlay._inductor.stream_schedule import user_stream
+        from torch_overlay._inductor.streams.reader import user_stream
 
         device = node.get_device()
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)

@@ -259,7 +259,7 @@ def _offloads_go_to(observer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
     try:
-        from torch_overlay._inductor import copy_log
+        from torch_overlay._inductor.streams import copy_log
     except ImportError:  # a build without it
         yield
         return
@@ -273,7 +273,7 @@ def _blocking_copies_go_to(observer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _plans_go_to(observer: Any) -> Iterator[None]:
     try:
-        from torch_overlay._inductor import plan_log
+        from torch_overlay._inductor.streams import plan_log
     except ImportError:  # a build without the planner
         yield
         return

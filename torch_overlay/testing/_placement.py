@@ -38,7 +38,7 @@ def _launches(node: Node) -> bool:
 
 def unplaced(graph: Graph) -> list[Node]:
     """The operations of a graph with tokens that have none."""
-    from torch_overlay._inductor.new_node_placement import is_placed, needs_streams
+    from torch_overlay._inductor.streams.new_node_placement import is_placed, needs_streams
 
     customs = [node.meta.get("custom") for node in graph.nodes if node.op == "call_function"]
     if not any(map(needs_streams, customs)) or not any(map(is_placed, customs)):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._functorch.offload import profile_cache
 from torch_overlay._functorch.offload.plan import Link
-from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us
+from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us
 
 
 if TYPE_CHECKING:

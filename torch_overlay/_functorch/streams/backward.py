@@ -19,7 +19,7 @@ the backward is owed and owes follows from what autograd's engine does:
   the value.
 - The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
   the plan treats the memory as belonging to that stream and to the ambient one, unless the generated forward says whose
-  it is (`stream_saved`).
+  it is (`streams.saved_memory`).
 
 The partitioner takes no notice of streams, so what is saved is what is saved without them (`streams.cse`).
 

@@ -11,11 +11,12 @@ a forward frees what its backward computes again, where autograd keeps it for th
 not be given back while somebody reads it.
 
 What the graph returns is given back by the caller, who goes by the stream whose memory it is in eager. Where generated
-code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of `stream_codegen`).
+code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of
+`streams.codegen`).
 
 So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
 from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader
-(`stream_schedule`) settles at the exit whatever else is read, and what a kernel reads for both.
+(`streams.reader`) settles at the exit whatever else is read, and what a kernel reads for both.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class PeerCopies:
         if stream and self.devices.get(stream) == device:
             return stream
         if device not in self.ambient:  # no operation of the user's names it
-            from torch_overlay._inductor.stream_schedule import ambient_stream
+            from torch_overlay._inductor.streams.reader import ambient_stream
 
             self.ambient[device] = ambient_stream(device)
         return self.ambient[device]

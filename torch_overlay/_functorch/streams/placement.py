@@ -2,7 +2,7 @@
 
 Dynamo leaves the user's synchronisation in the graph as side-effect operations on stream and event indices. This pass
 reads them once, in program order, writes on every node what the outside can tell (see Note [Streams are placement,
-dependencies are order] in `stream_planner`), and erases them. Two vector-clock walks do it:
+dependencies are order] in `streams.planner`), and erases them. Two vector-clock walks do it:
 
 - forward: which states of the caller had each stream waited for when this node was issued? ->
   `custom["stream_after"]`
@@ -53,10 +53,10 @@ RESULTS = "stream_results"  # of each result that is no gradient, what its memor
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
 STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
-RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `stream_ranges`
+RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `streams.ranges`
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
-OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`stream_saved`)
+OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
 KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
 _KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
@@ -563,7 +563,7 @@ def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
 
 
 def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Note [Ranges], in `stream_ranges`."""
+    """Note [Ranges], in `streams.ranges`."""
     from torch_overlay._dynamo.range_ops import RANGES
 
     if not any(node.target in RANGES for node in nodes):

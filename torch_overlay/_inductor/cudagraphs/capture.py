@@ -57,7 +57,7 @@ from torch_overlay._inductor.cudagraphs.layout import (
 from torch_overlay._inductor.cudagraphs.liveness import aligned
 from torch_overlay._inductor.cudagraphs.policy import COMMUNICATION
 from torch_overlay._inductor.cudagraphs.template import FIXED, Refusal, Segment, Template
-from torch_overlay._inductor.stream_runtime import Spec
+from torch_overlay._inductor.streams.runtime import Spec
 
 
 if TYPE_CHECKING:

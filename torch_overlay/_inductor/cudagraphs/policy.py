@@ -206,7 +206,7 @@ def reset(original: Callable[[], None]) -> None:
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
     """Seam of CompiledFxGraph.__init__: which outputs of a graph the user sees, and what was split off. The graph is
     not there later, when the code is taken from the cache. Also, the constructor may take the graphs away."""
-    from torch_overlay._inductor.stream_alignment import left_to_runtime
+    from torch_overlay._inductor.streams.alignment import left_to_runtime
 
     given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
     wanted = given["cudagraphs"]
@@ -269,7 +269,7 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
     import torch._inductor.config as inductor_config
     from torch._inductor.virtualized import V
 
-    from torch_overlay._inductor.stream_codegen import has_streams
+    from torch_overlay._inductor.streams.codegen import has_streams
 
     asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
     if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):

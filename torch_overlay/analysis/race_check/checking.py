@@ -29,7 +29,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay import config
-from torch_overlay._inductor import stream_lowering
+from torch_overlay._inductor.streams import lowering
 from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Race, Reliance
 from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
@@ -159,14 +159,14 @@ def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned
 def _watched_folding() -> Iterator[list[int]]:
     """The streams whose branches are folded into the caller's."""
     folded: list[int] = []
-    fold = stream_lowering.fold_branches
+    fold = lowering.fold_branches
 
     def watched(*args: Any, **kwargs: Any) -> list[int]:
         found = fold(*args, **kwargs)
         folded.extend(found)
         return found
 
-    with mock.patch.object(stream_lowering, "fold_branches", watched):
+    with mock.patch.object(lowering, "fold_branches", watched):
         yield folded
 
 

@@ -3,7 +3,7 @@
 A stream is a queue: what is launched on it runs in order. Across streams there is the order that records and waits
 make, and through the host: what the host has waited for is over before anything that it launches later. So one clock
 a stream suffices, a position for every other stream, and the order is exact: Note [Streams are placement,
-dependencies are order] in `stream_planner` uses the same clocks the other way round.
+dependencies are order] in `streams.planner` uses the same clocks the other way round.
 
 Note [Memory that the allocator hands on]
 A block that is freed goes back to the pool of the stream it was allocated on, and the next allocation there may get

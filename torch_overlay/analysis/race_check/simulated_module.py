@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from torch_overlay._inductor import stream_native, stream_runtime
+from torch_overlay._inductor.streams import native, runtime as stream_runtime
 from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
 from torch_overlay.analysis.race_check.kernel_ranges import KernelRanges
 from torch_overlay.analysis.race_check.trace import HOST, Span, View
@@ -256,7 +256,7 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
         device.asked_idle = True
         return device.idle and holds_nothing(frame)
 
-    record_busy = stream_native.PythonEvent.record_busy
+    record_busy = native.PythonEvent.record_busy
 
     def records(event: Any, raw_stream: int) -> None:
         device.asked_idle = True
@@ -286,7 +286,7 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
         mock.patch("triton.runtime.jit.JITFunction.run", launch),
         mock.patch.object(stream_runtime, "native_region", lambda spec: None),
         mock.patch.object(stream_runtime._Frame, "holds_nothing", asks),
-        mock.patch.object(stream_native.PythonEvent, "record_busy", records),
+        mock.patch.object(native.PythonEvent, "record_busy", records),
     ):
         yield
 

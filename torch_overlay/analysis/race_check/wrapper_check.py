@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay._inductor.stream_runtime import Region
+from torch_overlay._inductor.streams.runtime import Region
 from torch_overlay.analysis.race_check.checking import Caller, Context, Eager
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice

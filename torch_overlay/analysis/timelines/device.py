@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.device_rates import LINK, Rates
-from torch_overlay._inductor.stream_folding import bytes_per_us, flops_per_us
+from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines.clock import Cost
@@ -137,7 +137,7 @@ class TimedDevice(SimulatedDevice):
 
 def _scheduled(node: Any) -> tuple[int, int, int]:
     """Bytes, operations, and the size of an element, of a node of the scheduler."""
-    from torch_overlay._inductor.stream_idle import _element_size, _flops
+    from torch_overlay._inductor.streams.single_stream import _element_size, _flops
 
     flops = _flops(node) if node.is_template() else 0
     return int(node.get_read_write_buffers_sizes()), int(flops or 0), _element_size(node)

@@ -157,7 +157,7 @@ class Timeline:
 
     def summary(self) -> str:
         """One line."""
-        from torch_overlay._inductor.stream_memory import amount
+        from torch_overlay._inductor.streams.memory_report import amount
 
         kernels = sum(s.kind == KERNEL for s in self.slices)
         found = [count(kernels, "kernel"), count(len(self.copies), "copy", "copies")] if self.copies else []
@@ -198,7 +198,7 @@ def microseconds(time: float) -> str:
 
 def copied(copy: Slice) -> str:
     """A copy as a line of text."""
-    from torch_overlay._inductor.stream_memory import amount
+    from torch_overlay._inductor.streams.memory_report import amount
 
     hidden = "" if copy.hidden is None else f", {copy.hidden:.0%} hidden"
     when = f"{copy.start:.0f} to {copy.end:.0f} µs"

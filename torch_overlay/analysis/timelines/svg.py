@@ -11,7 +11,7 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.stream_memory import amount
+from torch_overlay._inductor.streams.memory_report import amount
 from torch_overlay.analysis.timelines.json import place
 from torch_overlay.analysis.timelines.layout import (
     BOX,

@@ -19,7 +19,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.placement import AFTER, AMBIENT, BEFORE, node_stream
 from torch_overlay._inductor.offload_schedule import is_copy
-from torch_overlay._inductor.stream_codegen import (
+from torch_overlay._inductor.streams.codegen import (
     _root,
     active,
     declare_runtime,
@@ -29,7 +29,7 @@ from torch_overlay._inductor.stream_codegen import (
     RegionEmitter,
     StreamLine,
 )
-from torch_overlay._inductor.stream_schedule import (
+from torch_overlay._inductor.streams.reader import (
     _origins,
     ambient_device,
     eager_memory_of_results,

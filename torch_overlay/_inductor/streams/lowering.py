@@ -36,12 +36,13 @@ from torch_overlay._functorch.streams.placement import (
     REQUIRES,
     viewed,
 )
-from torch_overlay._inductor import copy_log, offload_codegen, stream_ranges
-from torch_overlay._inductor.copies_in_place import IN_PLACE, make_copies_in_place
-from torch_overlay._inductor.host_copies import fix_layout, upload_returned_memory_at_once
-from torch_overlay._inductor.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
-from torch_overlay._inductor.stream_folding import fold_branches
-from torch_overlay._inductor.stream_schedule import _origins, required, stream_operation
+from torch_overlay._inductor import offload_codegen
+from torch_overlay._inductor.streams import copy_log, ranges as stream_ranges
+from torch_overlay._inductor.streams.copies_in_place import IN_PLACE, make_copies_in_place
+from torch_overlay._inductor.streams.folding import fold_branches
+from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
+from torch_overlay._inductor.streams.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
+from torch_overlay._inductor.streams.reader import _origins, required, stream_operation
 
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import sympy
 from torch._inductor import ir
 from torch._inductor.dependencies import MemoryDep
 
-from torch_overlay._inductor.host_copies import AsyncCopy
+from torch_overlay._inductor.streams.host_copies import AsyncCopy
 
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-from torch_overlay._inductor.stream_schedule import AMBIENT, ambient_device, stream_operation
+from torch_overlay._inductor.streams.reader import AMBIENT, ambient_device, stream_operation
 
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.stream_codegen import RegionEmitter
+    from torch_overlay._inductor.streams.codegen import RegionEmitter
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
-_RUNTIME = "from torch_overlay._inductor.stream_runtime import aligned, write_back"
+_RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"
 
 
 def recorded_inputs(scheduler: Scheduler) -> set[str]:

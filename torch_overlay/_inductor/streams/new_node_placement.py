@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.fx import Node
 
-    from torch_overlay._inductor.pass_log import Placed
+    from torch_overlay._inductor.streams.pass_log import Placed
 
 Custom = dict[str, Any]
 

@@ -37,9 +37,9 @@ from torch_overlay._functorch.streams.placement import (
     REQUIRES,
     RESULTS,
 )
-from torch_overlay._inductor.host_copies import AsyncCopy
-from torch_overlay._inductor.stream_parts import Access, accesses, parts
-from torch_overlay._inductor.stream_planner import Buffer, HOST, Op, Plan, plan_streams
+from torch_overlay._inductor.streams.host_copies import AsyncCopy
+from torch_overlay._inductor.streams.parts import Access, accesses, parts
+from torch_overlay._inductor.streams.planner import Buffer, HOST, Op, Plan, plan_streams
 
 
 if TYPE_CHECKING:
@@ -623,7 +623,7 @@ class RegionReader:
 
     def name_parts(self) -> None:
         """Operations on disjoint parts of a buffer, on several streams, touch parts by names of their own
-        (`stream_parts`).
+        (`streams.parts`).
         """
         users: dict[str, set[int]] = {}  # buffer -> operations that launch something
         whole: set[str] = set()  # buffers that also go by other names, or may be copied

@@ -82,7 +82,7 @@ class Buffer:
     one by one. `lender` is another stream whose memory a block that came in may be: the block is given back when both
     streams are ordered behind every access. With `settles` the lender, or else the block's own stream, is ordered so at
     the exit in any case. `size` is in bytes; what `leaves` is handed to the caller. These two are for the account of
-    memory (`stream_memory`).
+    memory (`streams.memory_report`).
     """
 
     name: str

@@ -4,7 +4,7 @@ While Inductor generates a region, the emitter puts the plan's records and waits
 which stream each node's lines belong to. After memory planning has decided which allocations remain, `switch_streams`
 walks the finished lines and switches the current stream only where a line reads it: an allocation, an extern kernel,
 a copy. Triton kernels get the raw handle of their stream. A region costs its caller, per call: one native call at the
-entry and one at the exit, which look streams up, record and wait (`stream_runtime.region`), the records and waits
+entry and one at the exit, which look streams up, record and wait (`streams.runtime.region`), the records and waits
 between, and the switches. There is no context manager and no operator of the dispatcher in it.
 
 Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
@@ -29,13 +29,11 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import COPY_STREAMS, is_copy_stream
-from torch_overlay._inductor import offload_codegen, plan_log, stream_ranges
-from torch_overlay._inductor.stream_alignment import AlignedInputs
-from torch_overlay._inductor.stream_idle import follows_one_stream_when_idle
-from torch_overlay._inductor.stream_planner import ENTRY, Event, HOST
-from torch_overlay._inductor.stream_reuse import IfSpread, share_when_following
-from torch_overlay._inductor.stream_saved import settle_owners
-from torch_overlay._inductor.stream_schedule import (
+from torch_overlay._inductor import offload_codegen
+from torch_overlay._inductor.streams import plan_log, ranges
+from torch_overlay._inductor.streams.alignment import AlignedInputs
+from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
+from torch_overlay._inductor.streams.reader import (
     ambient_device,
     ambient_stream,
     eager_memory_of_results,
@@ -45,6 +43,9 @@ from torch_overlay._inductor.stream_schedule import (
     stream_devices,
     stream_operation,
 )
+from torch_overlay._inductor.streams.reuse import IfSpread, share_when_following
+from torch_overlay._inductor.streams.saved_memory import settle_owners
+from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from torch._inductor.utils import IndentedBuffer
 
 
-RUNTIME = "from torch_overlay._inductor.stream_runtime import region, restore_stream, set_stream"
+RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"
 
 # Lines that neither allocate device memory nor launch on the current stream.
 _INDIFFERENT = (
@@ -349,7 +350,7 @@ class RegionEmitter:
                 )
 
     def write_back(self) -> None:
-        """Note [Aligned copies and the caller's memory] of `stream_alignment`."""
+        """Note [Aligned copies and the caller's memory] of `streams.alignment`."""
         if self.aligned.due:
             self.scheduler.flush()
             self.aligned.write_back()
@@ -697,7 +698,7 @@ def _is_pinned(buffer: Any) -> bool:
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active(V.graph.scheduler)
-    if offload_codegen.write(wrapper, node) or stream_ranges.write(wrapper, _root(wrapper), node):
+    if offload_codegen.write(wrapper, node) or ranges.write(wrapper, _root(wrapper), node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
@@ -706,7 +707,7 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
 def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
-    """In a planned region: Note [Aligned copies and the caller's memory] of `stream_alignment`."""
+    """In a planned region: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
     emitter = active(V.graph.scheduler)
     if emitter is None or emitter.node is None:
         original(wrapper, input_names, stream)

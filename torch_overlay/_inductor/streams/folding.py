@@ -5,7 +5,7 @@ value that leaves it, and a fork and a join. Sixteen pointwise blocks on four st
 allocations, where one kernel and one allocation do; on an H200 that is 87 us of host time against 24. What a branch
 can gain is at most the device time of its own work. So a branch that consists of pointwise work and needs less device
 time than a launch costs runs on the ambient stream, where it is fused. Since order in a graph is data dependence
-(Note [Streams are placement, dependencies are order] in `stream_planner`), moving a node to another stream is always
+(Note [Streams are placement, dependencies are order] in `streams.planner`), moving a node to another stream is always
 legal. What the outside may know of the branch's stream stays true: its nodes come after what the stream held before,
 and the stream is ordered behind them at the exit. A branch whose result the caller gets stays where it is: that
 result is memory of its stream, which the caller may use there and drop while the stream still reads it.

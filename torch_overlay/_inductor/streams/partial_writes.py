@@ -23,9 +23,9 @@ from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.placement import is_stream_op, is_view, node_stream, viewed
-from torch_overlay._inductor.host_copies import COPY_ASYNC
-from torch_overlay._inductor.new_node_placement import NewNodes
-from torch_overlay._inductor.pass_log import PassLog
+from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
+from torch_overlay._inductor.streams.new_node_placement import NewNodes
+from torch_overlay._inductor.streams.pass_log import PassLog
 
 
 if TYPE_CHECKING:
