@@ -382,7 +382,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.compute_last_usage",
-        impl="torch_overlay._inductor.offload_schedule:compute_last_usage",
+        impl="torch_overlay._inductor.offload.schedule:compute_last_usage",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="fe76ef422ab52497",

@@ -44,10 +44,10 @@ from torch_overlay._functorch.offload import (
     settings as offload_config,
 )
 from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
-from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import capture, copies, native, runner
 from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
-from torch_overlay._inductor.offload_placement import just_in_time, Load, place_loads, place_waits, Store
+from torch_overlay._inductor.offload import runtime as offload_runtime
+from torch_overlay._inductor.offload.placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
@@ -461,7 +461,7 @@ class TestSlabs(TestCase):
             with self.assertRaisesRegex(offload_runtime.OffloadError, r"could not be pinned \(CUDA error 2\)"):
                 offload_runtime.take_slab(64, 0)
             with self.assertLogs(
-                "torch_overlay._inductor.offload_runtime".replace("torch_overlay", _package()), "WARNING"
+                "torch_overlay._inductor.offload.runtime".replace("torch_overlay", _package()), "WARNING"
             ):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
@@ -830,7 +830,7 @@ class TestDecision(TestCase):
 
     def test_plan_of_the_graph_and_of_the_schedule_agree(self) -> None:
         """The peak that the choice is made by is the one that the final schedule has."""
-        from torch_overlay._inductor import offload_schedule
+        from torch_overlay._inductor.offload import schedule as offload_schedule
 
         highest = []
         place = offload_schedule.Schedule.place
@@ -844,7 +844,7 @@ class TestDecision(TestCase):
         self.assertLessEqual(abs(max(highest) - seen.offloads[0].choice.peak), 4.3e6)
 
     def test_schedule_counts_views_of_one_tensor_once(self) -> None:
-        from torch_overlay._inductor import offload_schedule
+        from torch_overlay._inductor.offload import schedule as offload_schedule
 
         def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             parts = [part.transpose(0, 1) for part in (x @ w).chunk(4, 1)]

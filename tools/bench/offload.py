@@ -162,8 +162,8 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     from torch._dynamo.utils import counters
 
     from torch_overlay._functorch.offload import profile_cache
-    from torch_overlay._inductor import offload_runtime
     from torch_overlay._inductor.cudagraphs import policy
+    from torch_overlay._inductor.offload import runtime
 
     profile_cache.PATIENCE = 1e9
     began = time.perf_counter()
@@ -208,7 +208,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
                 "all ms": [round(t, 1) for t in (*warm, *times)],
                 "peak GiB": peak / GIB,
                 "reserved GiB": reserved / GIB,
-                "host GiB": offload_runtime.live()["bytes"] / GIB,
+                "host GiB": runtime.live()["bytes"] / GIB,
                 "refused": policy.refusals(),
                 "rebuilds": counters["torch_overlay"]["cudagraph_rebuilds"],
                 "measured in s": time.perf_counter() - began,

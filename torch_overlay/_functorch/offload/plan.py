@@ -23,7 +23,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.offload_placement import (
+from torch_overlay._inductor.offload.placement import (
     held_from,
     held_until,
     just_in_time,
@@ -253,7 +253,7 @@ class Model:
     def transfers(
         self, chosen: Collection[str], link: Link, again: Collection[Candidate] = (), budget: int = UNBOUNDED
     ) -> list[Transfer]:
-        """When the copies run if they stand where the schedule will put them (`offload_placement`), and how long steps
+        """When the copies run if they stand where the schedule will put them (`offload.placement`), and how long steps
         wait for them; in the order in which they come back."""
         waited: dict[str, float] = dict.fromkeys(chosen, 0.0)
         out = self._out(chosen, link, again, budget, waited)

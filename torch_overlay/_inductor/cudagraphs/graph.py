@@ -3,7 +3,7 @@
 `read` turns the graph into the plain data that `template.prove` compares: the launch of every kernel node with its
 parameters cut out of the packed block as the driver reports their layout, the addresses of memset and memcpy nodes,
 and the edges. What can't be patched from outside (host callbacks, copies from host memory, child graphs, ...) is
-refused by name. A copy between the device and a slab of saved activations (`offload_runtime`) is none of those: the
+refused by name. A copy between the device and a slab of saved activations (`offload.runtime`) is none of those: the
 slab stays where it is, and its address is a constant of the graph.
 
 `tidy` changes the graph, and is meant for every capture before it is read: memset nodes and device-to-device memcpy
@@ -20,7 +20,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import driver as cu
 from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
 from torch_overlay._inductor.cudagraphs.graph_edit import Editor, Launch, PlainKernels
@@ -34,6 +33,7 @@ from torch_overlay._inductor.cudagraphs.template import (
     Refusal,
     Segment,
 )
+from torch_overlay._inductor.offload import runtime
 
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
             kind = driver.memory_kind(address)
         elif kind == cu.MEMORY_HOST:
             address = int(getattr(p, f"{side}Host"))
-        on_host = kind == cu.MEMORY_HOST and offload_runtime.holds(address)
+        on_host = kind == cu.MEMORY_HOST and runtime.holds(address)
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if side == 'dst' else 'from'} {where}"

@@ -4,7 +4,7 @@ A graph holds a number for ever, so two calls share one only if no program could
 compared by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself. Integers, which most
 keys are made of, stand for themselves.
 
-A small tensor in host memory is its values, a slab of saved activations (`offload_runtime`) its address.
+A small tensor in host memory is its values, a slab of saved activations (`offload.runtime`) its address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor import offload_runtime
+from torch_overlay._inductor.offload import runtime
 
 
 if TYPE_CHECKING:
@@ -53,5 +53,5 @@ def host_value(tensor: torch.Tensor) -> Any:
     if not tensor.dim():
         return tensor.dtype, exact(tensor.item())
     if tensor.numel() > LARGEST_HOST_TENSOR:
-        return offload_runtime.identity(tensor) if offload_runtime.is_slab(tensor) else LARGE
+        return runtime.identity(tensor) if runtime.is_slab(tensor) else LARGE
     return (tensor.dtype, *map(exact, tensor.flatten().tolist()))

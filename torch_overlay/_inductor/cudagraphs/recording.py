@@ -45,7 +45,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay import config
 from torch_overlay._dynamo import objects
-from torch_overlay._inductor import offload_runtime
 from torch_overlay._inductor.cudagraphs import concurrency, copies, graph as graphs, native, plain_kernels
 from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
 from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
@@ -54,6 +53,7 @@ from torch_overlay._inductor.cudagraphs.layout import CHUNK
 from torch_overlay._inductor.cudagraphs.prepare import prepare
 from torch_overlay._inductor.cudagraphs.signatures import parameters_of, signatures_of
 from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, prove, Refusal, Template
+from torch_overlay._inductor.offload import runtime
 
 
 if TYPE_CHECKING:
@@ -533,7 +533,7 @@ def _streams(index: int) -> _Streams:
 def _exchanged_streams(streams: _Streams) -> Iterator[None]:
     """Note [Streams of a capture]."""
     names: dict[tuple[int, int], int] = {(-1, 0): 0}
-    copies = offload_runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
+    copies = runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
     with copies, _exchanged_table(streams, names):
         yield
 

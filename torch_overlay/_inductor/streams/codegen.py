@@ -29,7 +29,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import COPY_STREAMS, is_copy_stream
-from torch_overlay._inductor import offload_codegen
+from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import plan_log, ranges
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST

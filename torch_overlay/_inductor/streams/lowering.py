@@ -36,7 +36,7 @@ from torch_overlay._functorch.streams.placement import (
     REQUIRES,
     viewed,
 )
-from torch_overlay._inductor import offload_codegen
+from torch_overlay._inductor.offload import codegen
 from torch_overlay._inductor.streams import copy_log, ranges as stream_ranges
 from torch_overlay._inductor.streams.copies_in_place import IN_PLACE, make_copies_in_place
 from torch_overlay._inductor.streams.folding import fold_branches
@@ -179,7 +179,7 @@ def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
-        offload_codegen.register()
+        codegen.register()
     has_streams = config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes)
     if has_streams:
         order_graph(gm.graph)

@@ -18,7 +18,7 @@ from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.placement import AFTER, AMBIENT, BEFORE, node_stream
-from torch_overlay._inductor.offload_schedule import is_copy
+from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.streams.codegen import (
     _root,
     active,

@@ -1,4 +1,4 @@
-"""Wrapper code for copies of saved activations: direct calls of `offload_runtime`.
+"""Wrapper code for copies of saved activations: direct calls of `offload.runtime`.
 
 A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: from the
 ambient stream's, and given back to it. A store writes into the slab and reads a buffer in the layout that the
@@ -19,7 +19,7 @@ from torch_overlay._functorch.offload import ops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RUNTIME = "from torch_overlay._inductor.offload_runtime import copy_in, copy_out, note_use, take_slab"
+RUNTIME = "from torch_overlay._inductor.offload.runtime import copy_in, copy_out, note_use, take_slab"
 
 
 class LoadKernel(ir.ExternKernelOut):

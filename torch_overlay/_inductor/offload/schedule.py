@@ -1,7 +1,7 @@
 """Copies of saved activations on Inductor's final schedule.
 
 After fusion and reordering it is known which buffers there are, and when. Here stores are moved behind the operation
-that makes their tensor, loads to where `offload_placement` says, and operations are told which stores they wait for,
+that makes their tensor, loads to where `offload.placement` says, and operations are told which stores they wait for,
 so that the planner (`streams.planner`) can give memory back behind them: `Op.behind`. The slab is taken, and its use
 noted, before everything else.
 """
@@ -21,8 +21,8 @@ from torch_overlay._functorch.offload.kernel_times import known_us
 from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
 from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
-from torch_overlay._inductor.offload_codegen import LoadKernel, StoreKernel
-from torch_overlay._inductor.offload_placement import (
+from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.offload.placement import (
     held_from,
     held_until,
     just_in_time,

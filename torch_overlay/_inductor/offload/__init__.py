@@ -1,0 +1,1 @@
+"""Copies of saved activations in Inductor: where they stand in a schedule, and what generated code calls."""
