@@ -59,7 +59,7 @@ def compiled(run: Callable[[], Any]) -> str:
     """The code that `run` has Inductor generate, and the plans that it makes; or the error with which it ends."""
     from torch._inductor.graph import GraphLowering
 
-    from torch_overlay._inductor import plan_log  # pyrefly: ignore[missing-module-attribute]
+    from torch_overlay._inductor.streams import plan_log  # pyrefly: ignore[missing-module-attribute]
 
     texts: list[str] = []
     unsubscribe = plan_log.subscribe(lambda plan: texts.append(describe_plan(plan)))

@@ -1003,7 +1003,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-relaunch
     Seam(
         target="torch._inductor.compile_fx:cudagraphify",
-        impl="torch_overlay._inductor.cudagraphs.policy:cudagraphify",
+        impl="torch_overlay._inductor.relaunch.policy:cudagraphify",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="ee9c49ac4f8c66db",
@@ -1012,7 +1012,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.output_code:CompiledFxGraph.post_compile",
-        impl="torch_overlay._inductor.cudagraphs.policy:post_compile",
+        impl="torch_overlay._inductor.relaunch.policy:post_compile",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="e31dd5d4cd60119a",
@@ -1021,7 +1021,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.output_code:maybe_handle_backward_generation",
-        impl="torch_overlay._inductor.cudagraphs.policy:maybe_handle_backward_generation",
+        impl="torch_overlay._inductor.relaunch.policy:maybe_handle_backward_generation",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="31fddb0bf7c588e2",
@@ -1030,7 +1030,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.output_code:CompiledFxGraph.__init__",
-        impl="torch_overlay._inductor.cudagraphs.policy:note_outputs",
+        impl="torch_overlay._inductor.relaunch.policy:note_outputs",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="535767a1f4ea1ff1",
@@ -1040,7 +1040,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.async_compile:AsyncCompile.wait",
-        impl="torch_overlay._inductor.cudagraphs.prepare:wait",
+        impl="torch_overlay._inductor.relaunch.prepare:wait",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="6c00a87786a87412",
@@ -1049,7 +1049,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._log_graph_partitions",
-        impl="torch_overlay._inductor.cudagraphs.policy:log_graph_partitions",
+        impl="torch_overlay._inductor.relaunch.policy:log_graph_partitions",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f162f5e6ed14cf5a",
@@ -1058,7 +1058,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.utils:is_cudagraph_unsafe_fx_node",
-        impl="torch_overlay._inductor.cudagraphs.policy:is_cudagraph_unsafe_fx_node",
+        impl="torch_overlay._inductor.relaunch.policy:is_cudagraph_unsafe_fx_node",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="951a2782005bf3db",
@@ -1067,7 +1067,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.compile_fx:get_cpp_wrapper_config",
-        impl="torch_overlay._inductor.cudagraphs.policy:get_cpp_wrapper_config",
+        impl="torch_overlay._inductor.relaunch.policy:get_cpp_wrapper_config",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="fc27aadbd78bf7b3",
@@ -1076,7 +1076,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.memory_plan_reuse",
-        impl="torch_overlay._inductor.cudagraphs.policy:memory_plan_reuse",
+        impl="torch_overlay._inductor.relaunch.policy:memory_plan_reuse",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="657686446e2a361f",
@@ -1085,7 +1085,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.cudagraph_trees:reset_cudagraph_trees",
-        impl="torch_overlay._inductor.cudagraphs.policy:reset",
+        impl="torch_overlay._inductor.relaunch.policy:reset",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="2168deb135942950",
@@ -1094,7 +1094,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.lowering:",
-        impl="torch_overlay._inductor.cudagraphs.seeds:register",
+        impl="torch_overlay._inductor.relaunch.attention_seeds:register",
         kind="register",
         patch="inductor-relaunch",
         fingerprint="",

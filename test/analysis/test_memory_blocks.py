@@ -17,7 +17,7 @@ from torch._inductor.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor.cudagraphs import runner
+from torch_overlay._inductor.relaunch import runner
 from torch_overlay.analysis import memory_blocks
 from torch_overlay.testing import compile_only, observe, simulated_gpu
 

@@ -44,10 +44,12 @@ from torch_overlay._functorch.offload import (
     settings as offload_config,
 )
 from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
-from torch_overlay._inductor.cudagraphs import capture, copies, native, runner
-from torch_overlay._inductor.cudagraphs.template import CopyNode, Template, Word
 from torch_overlay._inductor.offload import runtime as offload_runtime
 from torch_overlay._inductor.offload.placement import just_in_time, Load, place_loads, place_waits, Store
+from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
+from torch_overlay._inductor.relaunch.proof.prove import CopyNode, Template, Word
 from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
@@ -1125,7 +1127,7 @@ class TestGpu(TestCase):
         """As if the graph's copies had been left at the addresses of the capture: each graph is made anew."""
         before = counters["torch_overlay"]["cudagraph_rebuilds"]
         expected, _, _ = self.step(None, "reduce-overhead")
-        with mock.patch.object(copies, "settle", lambda *args: None):
+        with mock.patch.object(memcpy_nodes, "settle", lambda *args: None):
             found, _, _ = self.step({"budget_gb": 0.35}, "reduce-overhead")
         self.assertEqual(found, expected, rtol=0, atol=0)
         self.assertGreater(counters["torch_overlay"]["cudagraph_rebuilds"], before)

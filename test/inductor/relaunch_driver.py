@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_overlay._inductor.cudagraphs import native
+from torch_overlay._inductor.relaunch.launch import native
 
 
 DRIVER = r"""

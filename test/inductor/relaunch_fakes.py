@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torch_overlay._inductor.cudagraphs.concurrency import relaxed
-from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, prove
+from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
+from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, KernelNode, prove
 
 
 ARENA = 1 << 20

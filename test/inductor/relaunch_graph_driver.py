@@ -1,4 +1,4 @@
-"""The C module of `graph_native` over a driver library whose functions are Python's."""
+"""The C module of `graph.native_read` over a driver library whose functions are Python's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from torch_overlay._inductor.cudagraphs import graph_native
+from torch_overlay._inductor.relaunch.graph import native_read
 
 
 # A driver library whose functions a test defines.
@@ -28,8 +28,8 @@ HOOKS = {
 
 
 class DriverInC:
-    """The C module of `graph_native`, which asks a stand-in for cuda.bindings.driver. Its folder is the test's to clean
-    up."""
+    """The C module of `graph.native_read`, which asks a stand-in for cuda.bindings.driver. Its folder is the test's to
+    clean up."""
 
     def __init__(self):
         from triton.runtime.build import _find_compiler
@@ -44,7 +44,7 @@ class DriverInC:
         source.write_text("\n".join(lines))
         subprocess.run([_find_compiler("c"), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=self.folder.name):
-            self.module = graph_native.build(str(library))
+            self.module = native_read.build(str(library))
         self.library = ctypes.CDLL(str(library))
         self.hooks, self.names = {}, {}
 

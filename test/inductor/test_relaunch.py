@@ -26,11 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import allocations, capture, copies, keys, native, policy, runner
-from torch_overlay._inductor.cudagraphs.allocations import Plan
-from torch_overlay._inductor.cudagraphs.policy import Code
-from torch_overlay._inductor.cudagraphs.runner import Runner
-from torch_overlay._inductor.cudagraphs.verify import describe_difference, VerifyError
+from torch_overlay._inductor.relaunch import keys, policy, runner
+from torch_overlay._inductor.relaunch.capture import allocations, capture
+from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
+from torch_overlay._inductor.relaunch.policy import Code
+from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -1260,7 +1262,7 @@ def region(args):
         self.assertEqual(self.device.generator.offset, 0)
 
     def test_words_of_a_generator_are_fixed(self):
-        from torch_overlay._inductor.cudagraphs.template import FIXED
+        from torch_overlay._inductor.relaunch.proof.prove import FIXED
 
         recording = self.device.record(1)
         recording.fixed = [64, 128]
@@ -1366,7 +1368,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def run_with(self, error, calls=4):
         """Calls of a region whose first launch raises the error; what they raised."""
-        self.enterContext(mock.patch.object(copies, "moving", lambda template: [0]))
+        self.enterContext(mock.patch.object(memcpy_nodes, "moving", lambda template: [0]))
         run, raised, errors = self.runner(ADD), [], [error]
         patch = Launcher.patch
 

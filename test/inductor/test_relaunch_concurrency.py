@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs.concurrency import (
+from torch_overlay._inductor.relaunch.graph.concurrency import (
     CALLER,
     chain_of,
     OUTSIDE,
@@ -29,8 +29,8 @@ from torch_overlay._inductor.cudagraphs.concurrency import (
     Use,
     uses_of,
 )
-from torch_overlay._inductor.cudagraphs.signatures import parameters_of, signatures_of
-from torch_overlay._inductor.cudagraphs.template import CopyNode, FIXED, KernelNode, Segment, Template, Word
+from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FIXED, KernelNode, Segment, Template, Word
+from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

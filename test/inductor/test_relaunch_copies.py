@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_relaunch_graph import FakeApi
 
 import form  # noqa: F401
-from torch_overlay._inductor.cudagraphs import copies, driver as cu, native_call, policy, runner
-from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, Template, Word
+from torch_overlay._inductor.relaunch import policy, runner
+from torch_overlay._inductor.relaunch.graph import driver as cu
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
+from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, Template, Word
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -64,7 +66,7 @@ class TestSettle(TestCase):
     def settle(self, given: Template, nodes: dict[int, Any]) -> tuple[Api, torch.Tensor | None]:
         api = Api()
         api.params.update(nodes)
-        return api, copies.settle(given, lambda n: torch.empty(n, dtype=torch.uint8), cu.Driver(api))
+        return api, memcpy_nodes.settle(given, lambda n: torch.empty(n, dtype=torch.uint8), cu.Driver(api))
 
     def test_device_sides_point_at_real_memory_and_host_sides_stay(self) -> None:
         api, memory = self.settle(template(), {})
@@ -85,10 +87,10 @@ class TestSettle(TestCase):
 
     def test_rows_have_room(self) -> None:
         node = linear(0, 0x50, width=100, height=3, depth=2, dst_pitch=512, dst_height=4)
-        self.assertEqual(copies.extent(node, copies.DESTINATION), 100 + 512 * 2 + 512 * 4)
+        self.assertEqual(memcpy_nodes.extent(node, memcpy_nodes.DESTINATION), 100 + 512 * 2 + 512 * 4)
         _, memory = self.settle(Template(1, (node,), (Word(0, 0, 0, 0, 0),)), {})
         assert memory is not None
-        self.assertGreaterEqual(memory.nbytes // 2, copies.extent(node, copies.DESTINATION))
+        self.assertGreaterEqual(memory.nbytes // 2, memcpy_nodes.extent(node, memcpy_nodes.DESTINATION))
 
     def test_graph_without_such_copies_is_left_alone(self) -> None:
         fixed = Template(1, (linear(0, 0x50),), (Word(0, 0, 0, -1, 0),))
@@ -129,9 +131,9 @@ class Exec:
 
 
 class TestPatcher(TestCase):
-    def make(self, given: Template | None = None) -> copies.Patcher:
+    def make(self, given: Template | None = None) -> memcpy_nodes.Patcher:
         self.api, self.graph, self.calls = Api(), Graph(), []
-        return copies.Patcher(
+        return memcpy_nodes.Patcher(
             self.graph,
             given or template(),
             upload=lambda graph: self.calls.append("upload"),
@@ -194,7 +196,7 @@ class TestPatcher(TestCase):
         state.relaunch = object()  # type: ignore[assignment]
         patcher.given_up = lambda why: runner._give_up(weakref.ref(owner), weakref.ref(state), why)
         with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(policy, "refuse") as refuse:
-            for i in range(copies.MOST_REBUILDS - 1):
+            for i in range(memcpy_nodes.MOST_REBUILDS - 1):
                 patcher.patch([0x1000 * (i + 1), 0x2000])
             self.assertFalse(state.refused)
             patcher.patch([0x9_0000, 0x2000])
@@ -202,7 +204,7 @@ class TestPatcher(TestCase):
         self.assertIsNone(state.relaunch)
         ((_, reason, why), _) = refuse.call_args
         self.assertEqual(reason, "host-memory")
-        self.assertIn(f"moved {copies.MOST_REBUILDS} times", why)
+        self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", why)
 
     def test_region_with_copies_is_launched_from_python(self) -> None:
         launcher = mock.Mock(exec=None)

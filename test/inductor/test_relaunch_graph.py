@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import driver as cu, graph as graphs, graph_edit, graph_native
-from torch_overlay._inductor.cudagraphs.signatures import signatures_of
-from torch_overlay._inductor.cudagraphs.template import CapturedGraph, FillNode, KernelNode, prove, Refusal, Segment
+from torch_overlay._inductor.relaunch.graph import driver as cu, edit, native_read, read as graphs
+from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, FillNode, KernelNode, prove, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.signatures import signatures_of
 
 
 class FakeApi:
@@ -208,13 +208,13 @@ class FakeKernels:
 
     def fill(self, target, value, element_size, count):
         arguments = u64(target), u32(value), u64(element_size * count)
-        return graph_edit.Launch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
+        return edit.Launch(self.FILL, (count, 1, 1), (128, 1, 1), 0, arguments)
 
     def prepare(self, device):
         raise AssertionError("tidy does not ask for it")
 
     def copy(self, target, source, size):
-        return graph_edit.Launch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
+        return edit.Launch(self.COPY, (size, 1, 1), (128, 1, 1), 0, (u64(target), u64(source), u64(size)))
 
 
 class GraphTest(unittest.TestCase):
@@ -560,7 +560,7 @@ class TestTidy(GraphTest):
     def test_transitive_reduction(self, drawn):
         size, pairs, names = drawn
         edges = {(names[u], names[v]) for u, v in pairs if u < v}
-        implied = graph_edit.implied_edges({u: [v for x, v in edges if x == u] for u in range(size + 1)})
+        implied = edit.implied_edges({u: [v for x, v in edges if x == u] for u in range(size + 1)})
 
         def reach(edges):
             known = set(edges)
@@ -656,11 +656,11 @@ class TestWithoutC(unittest.TestCase):
             self.assertIsNone(cu.Driver().fast)
 
     def test_missing_compiler_is_logged(self):
-        graph_native._native.cache_clear()
-        self.addCleanup(graph_native._native.cache_clear)
+        native_read._native.cache_clear()
+        self.addCleanup(native_read._native.cache_clear)
         with (
-            unittest.mock.patch.object(graph_native, "build", side_effect=RuntimeError("no compiler")),
-            self.assertLogs(graph_native.log, "INFO") as logs,
+            unittest.mock.patch.object(native_read, "build", side_effect=RuntimeError("no compiler")),
+            self.assertLogs(native_read.log, "INFO") as logs,
         ):
             self.assertIsNone(cu.Driver().fast)
         self.assertIn("the C module was not built (no compiler)", logs.output[0])
@@ -672,7 +672,7 @@ class TestWithoutC(unittest.TestCase):
 
         flags = ["-Wall", "-Werror", "-O2", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}", "-xc", "-"]
         command = [_find_compiler("c"), *flags]
-        done = subprocess.run(command, input=graph_native.SOURCE, capture_output=True, text=True)
+        done = subprocess.run(command, input=native_read.SOURCE, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
 
 
@@ -691,27 +691,29 @@ class TestPlainKernels(unittest.TestCase):
 
     def launches(self):
         """Each case with what `_function` was asked for, and its launch."""
-        from torch_overlay._inductor.cudagraphs import plain_kernels
+        from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 
         for kind, *arguments in self.CASES:
             with (
-                unittest.mock.patch.object(plain_kernels, "_device", lambda: 0),
-                unittest.mock.patch.object(plain_kernels, "_function", return_value=1) as function,
+                unittest.mock.patch.object(fill_copy_kernels, "_device", lambda: 0),
+                unittest.mock.patch.object(fill_copy_kernels, "_function", return_value=1) as function,
             ):
-                launch = getattr(plain_kernels, kind)(*arguments)
+                launch = getattr(fill_copy_kernels, kind)(*arguments)
             yield (kind, *arguments), function.call_args.args[:3], launch
 
     def test_arguments_fit_the_compiled_kernels(self):
         import triton
         from triton.backends.compiler import GPUTarget
 
-        from torch_overlay._inductor.cudagraphs import plain_kernels
+        from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 
         bits = {"u64": 8, "u32": 4}
         for case, wanted, launch in self.launches():
             with self.subTest(case):
                 target = GPUTarget("cuda", 90, 32)
-                compiled = triton.compile(plain_kernels.source(*wanted), target=target, options=plain_kernels.OPTIONS)
+                compiled = triton.compile(
+                    fill_copy_kernels.source(*wanted), target=target, options=fill_copy_kernels.OPTIONS
+                )
                 entry = compiled.asm["ptx"].split(".entry")[1].split("{")[0]
                 sizes = [bits[kind] for kind in re.findall(r"\.param \.(\w+)", entry)]
                 self.assertEqual(sizes, [len(value) for value in launch.arguments])
@@ -738,7 +740,7 @@ class TestPlainKernels(unittest.TestCase):
     def test_kernels_interpreted(self):
         code = """
 import form, torch
-from torch_overlay._inductor.cudagraphs.plain_kernels import BLOCK, copy_kernel, fill_kernel
+from torch_overlay._inductor.relaunch.graph.fill_copy_kernels import BLOCK, copy_kernel, fill_kernel
 
 for dtype, value, expected in ((torch.int8, 0x17F, 0x7F), (torch.int16, 0x1234, 0x1234), (torch.int32, -2, -2)):
     for count in (1, 5, BLOCK, 2 * BLOCK + 3):
@@ -799,10 +801,10 @@ class TestSignatures(unittest.TestCase):
         import triton
         from triton.backends.compiler import GPUTarget
 
-        from torch_overlay._inductor.cudagraphs import plain_kernels
+        from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 
-        source = plain_kernels.source("fill", 4, True)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=plain_kernels.OPTIONS)
+        source = fill_copy_kernels.source("fill", 4, True)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=fill_copy_kernels.OPTIONS)
         self.assertEqual(signatures_of(self.module(compiled)), {}, "not loaded yet")
         compiled.function = 0x40
         self.assertEqual(signatures_of(self.module(compiled)), {0x40: "psspp"})
@@ -873,24 +875,24 @@ class TestOnGpu(unittest.TestCase):
 
     def test_every_fill_and_copy_variant(self):
         torch = self.torch
-        from torch_overlay._inductor.cudagraphs import plain_kernels
+        from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
 
         source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device="cuda")
         target = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
         graph = self.capture(lambda: target.copy_(source))
         driver = cu.Driver()
         handle = graph.raw_cuda_graph()
-        editor = graph_edit.Editor(driver, handle, structure := driver.structure(handle))
+        editor = edit.Editor(driver, handle, structure := driver.structure(handle))
         (node,) = structure.nodes
-        editor.replace(node, plain_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001))
+        editor.replace(node, fill_copy_kernels.copy(target.data_ptr() + 1, source.data_ptr(), 1001))
         for launch in (
-            plain_kernels.copy(target.data_ptr() + 4096, source.data_ptr(), 4096),
-            plain_kernels.copy(target.data_ptr() + 8196, source.data_ptr() + 4, 100),
-            plain_kernels.fill(target.data_ptr() + 12289, 0x17F, 1, 99),
-            plain_kernels.fill(target.data_ptr() + 16386, 0x1234, 2, 3),
-            plain_kernels.fill(target.data_ptr() + 20480, 0x01020304, 4, 4096),
+            fill_copy_kernels.copy(target.data_ptr() + 4096, source.data_ptr(), 4096),
+            fill_copy_kernels.copy(target.data_ptr() + 8196, source.data_ptr() + 4, 100),
+            fill_copy_kernels.fill(target.data_ptr() + 12289, 0x17F, 1, 99),
+            fill_copy_kernels.fill(target.data_ptr() + 16386, 0x1234, 2, 3),
+            fill_copy_kernels.fill(target.data_ptr() + 20480, 0x01020304, 4, 4096),
         ):
-            extra = graph_edit.kernel_params(driver.api, launch, array := self.arguments(launch))
+            extra = edit.kernel_params(driver.api, launch, array := self.arguments(launch))
             driver.add_kernel(handle, [], extra)
             del array
         graph.instantiate()
@@ -942,7 +944,7 @@ class TestOnGpu(unittest.TestCase):
     def test_two_captures_are_proven(self):
         """With a library that takes a workspace from the capture's pool."""
         torch = self.torch
-        from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
+        from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 
         def fn(x, y):
             torch.mm(x, x, out=y)

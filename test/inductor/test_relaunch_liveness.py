@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor.cudagraphs import liveness
-from torch_overlay._inductor.cudagraphs.liveness import (
+from torch_overlay._inductor.relaunch.memory import packing
+from torch_overlay._inductor.relaunch.memory.packing import (
     _most_at_a_moment,
     _need,
     _shared,
@@ -93,7 +93,7 @@ class TestPacking(unittest.TestCase):
     def test_what_overlaps_comes_one_after_the_other(self, program, slab, little):
         count, edges, lives, words = program
         order = Order(count, edges, lives, words)
-        with mock.patch.object(liveness, "SLAB", slab), mock.patch.object(liveness, "LITTLE_SLAB", little):
+        with mock.patch.object(packing, "SLAB", slab), mock.patch.object(packing, "LITTLE_SLAB", little):
             places, slabs = order.pack(range(len(lives)))
         holders = [{n for n, a in words if a == b} for b in range(len(lives))]
         self.assertEqual(places.keys(), {a for a in range(len(lives)) if holders[a] and lives[a].size})
@@ -245,7 +245,7 @@ class TestCuts(unittest.TestCase):
     def test_what_shares_a_slab_and_is_too_little_to_matter_is_not_looked_at(self):
         large = [Held(4 * MIB, n, n + 1, slab=True) for n in range(100)]
         little = [Held(512, n, n, slab=True) for n in range(100)]
-        with mock.patch.object(liveness, "_shared", wraps=_shared) as shared:
+        with mock.patch.object(packing, "_shared", wraps=_shared) as shared:
             starts = cuts([*large, *little], 101, 8, MIB)
         self.assertEqual(shared.call_args.args[0], large)
         self.assertEqual(starts, cuts(large, 101, 8, MIB))

@@ -24,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward import donated_buffers
-from torch_overlay._inductor.cudagraphs import arrange, layout, liveness, runner
-from torch_overlay._inductor.cudagraphs.allocations import Lives
-from torch_overlay._inductor.cudagraphs.layout import Given, OfStorage, place, Repeated, View
-from torch_overlay._inductor.cudagraphs.liveness import Life
-from torch_overlay._inductor.cudagraphs.policy import Code
-from torch_overlay._inductor.cudagraphs.recording import Cuda, Recording
-from torch_overlay._inductor.cudagraphs.runner import Runner
-from torch_overlay._inductor.cudagraphs.verify import Verified
+from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch.capture.allocations import Lives
+from torch_overlay._inductor.relaunch.capture.recording import Cuda, Recording
+from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
+from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, place, Repeated, View
+from torch_overlay._inductor.relaunch.memory.packing import Life
+from torch_overlay._inductor.relaunch.policy import Code
+from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay._inductor.relaunch.verify import Verified
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -260,7 +261,7 @@ class TestScratch(RelaunchTestCase):
         source = source.replace("torch.add(x, i, out=y)", "torch.add(x, old, alpha=i, out=y)")
         source = source.replace("    for i", "    old = x\n    for i")
         run = self.runner(source)
-        with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(liveness, "SLAB", 64 * 64 * 4):
+        with mock.patch.object(arrange, "SMALL", 0), mock.patch.object(packing, "SLAB", 64 * 64 * 4):
             for _ in range(4):
                 x = torch.rand(64, 64)
                 result = run([x])
@@ -309,7 +310,7 @@ class TestStages(RelaunchTestCase):
         super().setUp()
         # One gradient is as much as a stage must save.
         small = {(arrange, "GAIN"): 64 * 64 * 4, (arrange, "STEP"): 64 * 64 * 4, (arrange, "SMALL"): 0}
-        for (module, name), value in {**small, (runner, "LARGE"): 1, (layout, "LITTLE"): 0}.items():
+        for (module, name), value in {**small, (runner, "LARGE"): 1, (outputs, "LITTLE"): 0}.items():
             patch = mock.patch.object(module, name, value)
             patch.start()
             self.addCleanup(patch.stop)
@@ -431,7 +432,7 @@ class TestStages(RelaunchTestCase):
     def test_little_gradients_go_together(self):
         """A chunk of them is allocated by the stage that makes the first one; each output is a view at its place."""
         size = 64 * 64 * 4
-        with mock.patch.object(layout, "LITTLE", size), mock.patch.object(layout, "LITTLE_CHUNK", 4 * size):
+        with mock.patch.object(outputs, "LITTLE", size), mock.patch.object(outputs, "LITTLE_CHUNK", 4 * size):
             held = self.held_results(self.backward())
         stages = self.stages()
         self.assertGreater(len(stages), 1)
@@ -449,7 +450,7 @@ class TestStages(RelaunchTestCase):
         again = "return (gradients[0], *gradients, gradients[0], total, total[1:], total.t(), held, held, 7)"
         for little in (0, 64 * 64 * 4):
             run = self.backward(BACKWARD.replace("return (*gradients, total, held, 7)", again))
-            with mock.patch.object(layout, "LITTLE", little):
+            with mock.patch.object(outputs, "LITTLE", little):
                 for _ in range(5):
                     inputs = backward_inputs()
                     *gradients, total, held, number = backward_expected(inputs)
@@ -465,7 +466,7 @@ class TestStages(RelaunchTestCase):
 
     def test_little_gradients_that_share_a_chunk_are_apart(self):
         run = self.backward()
-        with mock.patch.object(layout, "LITTLE", 64 * 64 * 4):
+        with mock.patch.object(outputs, "LITTLE", 64 * 64 * 4):
             for _ in range(3):
                 *gradients, total, _, _ = run(backward_inputs())
         copies = [g.clone() for g in gradients]
@@ -561,7 +562,7 @@ def vector(storage, bytes_, dtype=torch.float32, offset=0):
 
 class TestChunks(unittest.TestCase):
     def setUp(self):
-        patch = mock.patch.object(layout, "CHUNK", 4096)
+        patch = mock.patch.object(outputs, "CHUNK", 4096)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -598,7 +599,7 @@ class TestChunks(unittest.TestCase):
 
     def test_holes_are_filled_first(self):
         recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(layout, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, places = place(
                 recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[1536, 1023, 2048, 4096 + 1000]
             )
@@ -609,14 +610,14 @@ class TestChunks(unittest.TestCase):
 
     def test_large_hole_takes_several_chunks(self):
         recipes = [vector(i, 1024) for i in range(16)]
-        with mock.patch.object(layout, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, _ = place(recipes, [1024] * 16, frozenset(range(16)), range(16), holes=[2 * 4096 + 3072])
         self.assertEqual(sorted(s.size for s in storages), [1024, 3072, 4096, 4096, 4096])
 
     def test_hole_takes_the_neighbours_that_fill_most_of_it(self):
         sizes = [4096, 1024, 1536, 512, 2560, 4096, 4096]
         recipes = [vector(i, size) for i, size in enumerate(sizes)]
-        with mock.patch.object(layout, "HOLE", 1024):
+        with mock.patch.object(outputs, "HOLE", 1024):
             _, storages, places = place(recipes, sizes, frozenset(range(7)), range(7), holes=[2048])
         (hole,) = [number for number, s in enumerate(storages) if s.size == 2048]
         self.assertEqual([i for i, (number, _) in enumerate(places) if number == hole], [2, 3])
@@ -629,7 +630,7 @@ class TestChunks(unittest.TestCase):
     def test_nothing_is_lost_in_holes(self, rows, holes):
         sizes = [512 * size for size, _ in rows]
         recipes = [vector(i, 512 * n, torch.float16 if half else torch.float32) for i, (n, half) in enumerate(rows)]
-        with mock.patch.object(layout, "HOLE", 512):
+        with mock.patch.object(outputs, "HOLE", 512):
             moved, storages, places = place(
                 recipes, sizes, frozenset(range(len(rows))), range(len(rows)), holes=[512 * hole for hole in holes]
             )
@@ -658,7 +659,7 @@ class TestChunks(unittest.TestCase):
     def test_little_gradients(self):
         sizes = [1024, 64, 64, 1024, 4096, 1024, 1024, 1024]
         recipes = [vector(i, size, torch.bfloat16 if size == 64 else torch.float32) for i, size in enumerate(sizes)]
-        limits = mock.patch.object(layout, "LITTLE", 1024), mock.patch.object(layout, "LITTLE_CHUNK", 2048)
+        limits = mock.patch.object(outputs, "LITTLE", 1024), mock.patch.object(outputs, "LITTLE_CHUNK", 2048)
         with limits[0], limits[1]:
             moved, storages, places = place(recipes, sizes, frozenset(), [0, 1, 2, 7, 4, 5, 6, 3], gradients=True)
             alone = place(recipes, sizes, frozenset(), range(8))[1]
@@ -723,7 +724,7 @@ def region(args):
 """
 
     def test_saved_outputs_keep_no_more_than_their_chunk(self):
-        with mock.patch.object(layout, "CHUNK", 16384):
+        with mock.patch.object(outputs, "CHUNK", 16384):
             run = self.runner(self.SOURCE, saved=range(1, 24))
             held = []
             for _ in range(5):
@@ -746,7 +747,7 @@ def region(args):
     def test_holes_of_the_allocator(self):
         """What is free when the region is captured decides what lies together."""
         self.device.free_blocks = [8192] * 3
-        with mock.patch.object(layout, "CHUNK", 16384), mock.patch.object(layout, "HOLE", 4096):
+        with mock.patch.object(outputs, "CHUNK", 16384), mock.patch.object(outputs, "HOLE", 4096):
             run = self.runner(self.SOURCE, saved=range(1, 24))
             for _ in range(5):
                 x = torch.randn(32, 32)

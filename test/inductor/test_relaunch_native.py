@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import native, native_call, native_fallback, native_source
-from torch_overlay._inductor.cudagraphs.address_space import AddressSpace
-from torch_overlay._inductor.cudagraphs.template import CopyNode, FillNode, KernelNode, Word
+from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback, native_source
+from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, KernelNode, Word
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -843,7 +843,8 @@ class TestArguments(TestCase):
 class TestBuild(TestCase):
     def test_both_forms_have_the_same_functions(self):
         for name in vars(modules["native"]):
-            if not name.startswith("_") and name not in ("addresses", "learn"):  # `pointers` has the Python of these
+            # `launch.data_ptrs` has the Python of these
+            if not name.startswith("_") and name not in ("addresses", "learn"):
                 self.assertTrue(hasattr(modules["fallback"], name), name)
 
     def test_python_takes_its_place(self):
@@ -935,7 +936,8 @@ class TestOnAGpu(TestCase):
 
     def test_relaunch_on_other_memory(self):
         """Two captures of a region with a side stream are proven, and what they make runs on tensors that moved."""
-        from torch_overlay._inductor.cudagraphs import graph as graphs, template
+        from torch_overlay._inductor.relaunch.graph import read as graphs
+        from torch_overlay._inductor.relaunch.proof import prove as template
 
         side = torch.cuda.Stream()
 

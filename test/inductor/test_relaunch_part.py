@@ -14,9 +14,9 @@ from relaunch_graph_driver import DriverInC
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor.cudagraphs.driver import Driver, DriverError
-from torch_overlay._inductor.cudagraphs.graph_part import Part
-from torch_overlay._inductor.cudagraphs.template import EmptyNode, Template
+from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
+from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.proof.prove import EmptyNode, Template
 
 
 class Api:

@@ -13,7 +13,7 @@ from torch._dynamo.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor.cudagraphs import pointers
+from torch_overlay._inductor.relaunch.launch import data_ptrs
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -51,17 +51,17 @@ class TestPointers(TestCase):
         self.native = relaunch_driver.module()
 
     def both(self):
-        return self.native.addresses, lambda given: pointers.addresses(given, range(len(given)))
+        return self.native.addresses, lambda given: data_ptrs.addresses(given, range(len(given)))
 
     def test_fields_lie_where_they_are_looked_for(self):
-        self.assertTrue(pointers.teach(self.native))
+        self.assertTrue(data_ptrs.teach(self.native))
 
     def test_any_tensor(self):
         given = tensors()
         expected = tuple(t.data_ptr() for t in given)
         for addresses in self.both():
             self.assertEqual(addresses(given), expected)
-        self.assertTrue(pointers.same(given, list(expected), range(len(given))))
+        self.assertTrue(data_ptrs.same(given, list(expected), range(len(given))))
 
     def test_memory_that_is_shared_until_it_is_written(self):
         for addresses in self.both():
@@ -91,9 +91,9 @@ class TestPointers(TestCase):
 
     def test_indices_choose(self):
         a, b = torch.randn(3), torch.randn(3)
-        self.assertTrue(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
-        self.assertFalse(pointers.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
-        self.assertEqual(pointers.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
+        self.assertTrue(data_ptrs.same([a, 5, b], [1, 2, b.data_ptr()], (2,)))
+        self.assertFalse(data_ptrs.same([a, 5, b], [1, 2, b.data_ptr()], (0, 2)))
+        self.assertEqual(data_ptrs.addresses((None, b), (1, 1)), (b.data_ptr(), b.data_ptr()))
 
     def test_aligned(self):
         base = torch.empty(64, dtype=torch.uint8)
@@ -101,7 +101,7 @@ class TestPointers(TestCase):
         given = [base[first + k :] for k in (0, 8, 4)] + [torch.ones(2).as_subclass(Tagged)]
         cases = [((0, 1), (15, 7), True), ((0, 1), (15, 15), False), ((2,), (3,), True), ((2, 0), (7, 0), False)]
         cases += [((), (), True), ((3, 0), (3, 15), True)]
-        for aligned in (self.native_aligned(), pointers.aligned):
+        for aligned in (self.native_aligned(), data_ptrs.aligned):
             for positions, masks, expected in cases:
                 self.assertIs(aligned(given, positions, masks), expected)
 
@@ -142,9 +142,9 @@ class TestPointers(TestCase):
             self.assertEqual(seen[-1], (p.data_ptr(),))
 
     def test_other_layout_of_fields_is_noticed(self):
-        wrong = [t.data_ptr() + 8 for t in pointers.probes()]
+        wrong = [t.data_ptr() + 8 for t in data_ptrs.probes()]
         native = mock.Mock(addresses=lambda found: tuple(wrong[: len(found)]))
-        self.assertFalse(pointers.teach(native))
+        self.assertFalse(data_ptrs.teach(native))
         self.assertEqual(native.learn.call_args.args, (torch.Tensor, None, 0))
 
     def test_without_knowledge_each_tensor_is_asked(self):
@@ -153,7 +153,7 @@ class TestPointers(TestCase):
         try:
             self.assertEqual(self.native.addresses(given), tuple(t.data_ptr() for t in given))
         finally:
-            self.assertTrue(pointers.teach(self.native))
+            self.assertTrue(data_ptrs.teach(self.native))
 
     def test_errors(self):
         for wrong in (3, None, "text"):

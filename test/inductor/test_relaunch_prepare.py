@@ -15,7 +15,9 @@ from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import driver, native, plain_kernels, prepare as preparing
+from torch_overlay._inductor.relaunch import prepare as preparing
+from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
+from torch_overlay._inductor.relaunch.launch import native
 
 
 class TestPrepare(TestCase):
@@ -35,7 +37,7 @@ class TestPrepare(TestCase):
         """Nothing is loaded; a call of each is noted."""
         self.fake(native, "implementation", new=lambda: self.done.append("module"))
         self.fake(driver, "Driver", new=lambda: self.done.append("bindings"))
-        return self.fake(plain_kernels, "_function", return_value=1, **how)
+        return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):
         """Of Inductor for its workers, in a process whose current device is 3."""
@@ -86,10 +88,10 @@ class TestPrepare(TestCase):
 
     def test_kernels_of_words_are_compiled_beforehand(self):
         function = self.fakes()
-        self.fake(plain_kernels, "_device", new=lambda: 3)
+        self.fake(fill_copy_kernels, "_device", new=lambda: 3)
         for _ in range(2):
             preparing.prepare(3)
-        plain_kernels.fill(0x1004, 0, 4, 1)
+        fill_copy_kernels.fill(0x1004, 0, 4, 1)
         *beforehand, later = function.call_args_list
         self.assertEqual(len(beforehand), 4)
         self.assertIn(later, beforehand)

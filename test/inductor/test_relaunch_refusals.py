@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import capture, policy, runner
-from torch_overlay._inductor.cudagraphs.policy import Code
-from torch_overlay._inductor.cudagraphs.recording import check_libraries
-from torch_overlay._inductor.cudagraphs.runner import Runner
-from torch_overlay._inductor.cudagraphs.template import CapturedGraph, KernelNode, Refusal
+from torch_overlay._inductor.relaunch import policy, runner
+from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.recording import check_libraries
+from torch_overlay._inductor.relaunch.policy import Code
+from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import native, runner
-from torch_overlay._inductor.cudagraphs.recording import Cuda
+from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch.capture.recording import Cuda
+from torch_overlay._inductor.relaunch.launch import native
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

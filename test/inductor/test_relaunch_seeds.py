@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.cudagraphs import policy, seeds
+from torch_overlay._inductor.relaunch import attention_seeds, policy
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -50,7 +50,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.device.device = torch.device("cpu")
         patches = {"on_device": is_region, "is_capturing": self.is_capturing}
         for name, value in (patches | {"to_host": self.copy_to_host, "to_device": self.copy_to_device}).items():
-            patch = mock.patch.object(seeds, name, value)
+            patch = mock.patch.object(attention_seeds, name, value)
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -72,7 +72,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         torch.add(x * philox_seed, philox_offset, out=out)
 
     def region(self, **kwargs):
-        return self.runner(REGION, attention=seeds.with_seeds(self.attention, NAMES), **kwargs)
+        return self.runner(REGION, attention=attention_seeds.with_seeds(self.attention, NAMES), **kwargs)
 
     def call(self, run, place, n=5, other=7):
         x, seed, offset = torch.randn(4), torch.randint(1 << 20, ()), torch.randint(1 << 20, ())
@@ -139,7 +139,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
 
     def test_region_without_other_numbers_has_one_state(self):
         source = REGION.replace("x, seed, other, offset, n", "x, seed, offset")
-        run = self.runner(source, attention=seeds.with_seeds(self.attention, NAMES))
+        run = self.runner(source, attention=attention_seeds.with_seeds(self.attention, NAMES))
         for place in (host, torch.tensor, torch.tensor, host, host):
             x = torch.randn(4)
             self.assertEqual(run([x, place(3), place(4)])[0], x * 3 + 4)
@@ -210,9 +210,9 @@ class TestOperator(TestCase):
                 "is_capturing": lambda: capturing,
                 "to_host": lambda tensor: host(int(tensor)),
             }.items():
-                stack.enter_context(mock.patch.object(seeds, name, value))
-            noted = stack.enter_context(seeds.noted())
-            operator = seeds.with_seeds(lambda *args, **kwargs: [is_region(a) for a in args[1:3]], NAMES)
+                stack.enter_context(mock.patch.object(attention_seeds, name, value))
+            noted = stack.enter_context(attention_seeds.noted())
+            operator = attention_seeds.with_seeds(lambda *args, **kwargs: [is_region(a) for a in args[1:3]], NAMES)
             given = [place(3) for place in places]
             found = operator(torch.ones(1), *given, probability, scale=None)
             self.assertEqual(noted, {seed.data_ptr() for seed in given})
@@ -232,16 +232,16 @@ class TestOperator(TestCase):
         class Traced(torch.Tensor):
             pass
 
-        operator = seeds.with_seeds(lambda *args: args, NAMES)
+        operator = attention_seeds.with_seeds(lambda *args: args, NAMES)
         given = (torch.ones(1), *[torch.tensor(1).as_subclass(Traced) for _ in range(2)], 0.5)
-        with seeds.noted() as noted:
+        with attention_seeds.noted() as noted:
             self.assertIs(operator(*given)[1], given[1])
         self.assertEqual(noted, set())
 
     def test_registration_wraps_both_operators_and_is_undone(self):
-        overloads = [getattr(torch.ops.aten, name).default for name in seeds.OPERATORS]
+        overloads = [getattr(torch.ops.aten, name).default for name in attention_seeds.OPERATORS]
         before = [overload._op for overload in overloads]
-        undo = seeds.register(types.ModuleType("lowering"))
+        undo = attention_seeds.register(types.ModuleType("lowering"))
         try:
             self.assertFalse(any(overload._op is op for overload, op in zip(overloads, before)))
         finally:

@@ -154,7 +154,7 @@ def _compare(
 def _compare_leaf(place: str, want: Any, have: Any, loose: float, strides: bool) -> None:
     """`loose` is a factor on the tolerance of the overlay's own comparison. Against the same code without graphs it is
     a tenth: partitions may be scheduled in another order."""
-    from torch_overlay._inductor.cudagraphs.verify import tolerance_of
+    from torch_overlay._inductor.relaunch.verify import tolerance_of
 
     if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
         if want != have:
@@ -206,7 +206,7 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
 
 def _overlay_says(module: str, name: str, default: Any) -> Any:
     """What a function of a module of relaunches returns; the default if nobody has loaded that."""
-    places = (f"{package}._inductor.cudagraphs.{module}" for package in ("torch_overlay", "torch._overlay"))
+    places = (f"{package}._inductor.relaunch.{module}" for package in ("torch_overlay", "torch._overlay"))
     found = next((sys.modules[place] for place in places if place in sys.modules), None)
     return default if found is None else getattr(found, name)()
 

@@ -20,7 +20,7 @@ except ImportError:  # run as a plain script
 
 from torch_overlay import config
 from torch_overlay._cli import explain
-from torch_overlay._inductor.cudagraphs import policy
+from torch_overlay._inductor.relaunch import policy
 
 
 PROGRAM = """\
@@ -72,7 +72,7 @@ PROGRAM = """\
 
 
 REFUSES = """
-    from torch_overlay._inductor.cudagraphs import policy
+    from torch_overlay._inductor.relaunch import policy
 
     code = policy.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
     policy.refuse(code, "node-kind", "a library launched a CUDA graph of its own")

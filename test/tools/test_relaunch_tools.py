@@ -206,7 +206,7 @@ class TestBench(unittest.TestCase):
         self.assertIsNotNone(process.process.returncode)
 
     def test_layer_and_bare_launches_take_turns(self) -> None:
-        from torch_overlay._inductor.cudagraphs import runner
+        from torch_overlay._inductor.relaunch import runner
 
         calls: list[str] = []
         relaunched = mock.Mock()

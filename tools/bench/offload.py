@@ -162,8 +162,8 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     from torch._dynamo.utils import counters
 
     from torch_overlay._functorch.offload import profile_cache
-    from torch_overlay._inductor.cudagraphs import policy
     from torch_overlay._inductor.offload import runtime
+    from torch_overlay._inductor.relaunch import policy
 
     profile_cache.PATIENCE = 1e9
     began = time.perf_counter()

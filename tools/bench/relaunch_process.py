@@ -97,7 +97,7 @@ def graph_layer(side: str) -> tuple[Any, str] | None:
 
         return CUDAGraphTreeManager, "run"
     if side in RELAUNCH:
-        from torch_overlay._inductor.cudagraphs.runner import Runner
+        from torch_overlay._inductor.relaunch.runner import Runner
 
         return Runner, "__call__"
     return None
@@ -154,7 +154,7 @@ def peak_of_device() -> Iterator[list[int]]:
 def watched_captures(step: Callable[[], Any]) -> list[float]:
     """MiB of the device that making each of relaunch's graphs takes beyond the graph: at its peak, without what the
     executable keeps. They are made once more for that, since whoever watches the device delays what uses it."""
-    from torch_overlay._inductor.cudagraphs import runner
+    from torch_overlay._inductor.relaunch import runner
 
     found: list[float] = []
     original = runner.Runner._capture
@@ -194,7 +194,7 @@ def settled() -> int:
 def counters() -> dict[str, int]:
     """Of the overlay, and what its runner knows."""
     found = dict(torch._dynamo.utils.counters["torch_overlay"])
-    stats = getattr(sys.modules.get("torch_overlay._inductor.cudagraphs.runner"), "stats", None)
+    stats = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runner"), "stats", None)
     for name, value in (stats() if stats else {}).items():
         found.setdefault(f"cudagraph_{name}", value)
     return found
@@ -202,7 +202,7 @@ def counters() -> dict[str, int]:
 
 def limit_of_relaunch() -> dict[str, float]:
     """The overlay's own graphs, launched with the pointers that they have: no patches, no allocation, no checks."""
-    replays = getattr(sys.modules.get("torch_overlay._inductor.cudagraphs.runner"), "bare_replays", None)
+    replays = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runner"), "bare_replays", None)
     functions = replays() if replays else []
     if not functions:
         return {}
@@ -221,7 +221,7 @@ def layer_and_bare(step: Callable[[], Any], layer: list[float], rounds: int = 9)
     compiled code, guards and the interpreter leave in the host's caches is a large part of either. They take turns, for
     a host may be twice as fast a moment later. A bare launch leaves an earlier step's outputs. None if there is a
     region without a graph, or one with several."""
-    from torch_overlay._inductor.cudagraphs.runner import Runner
+    from torch_overlay._inductor.relaunch.runner import Runner
 
     timed, outputs = Runner.__call__, {}
 

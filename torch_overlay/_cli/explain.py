@@ -29,7 +29,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._inductor.cudagraphs import policy
+from torch_overlay._inductor.relaunch import policy
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu

@@ -191,12 +191,12 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             "recording a CUDA graph executes it",
         ),
         Mock(
-            "torch_overlay._inductor.cudagraphs.policy.make_tree",
+            "torch_overlay._inductor.relaunch.policy.make_tree",
             lambda original, model, static_input_idxs, **kwargs: record_cudagraph(model, **kwargs),
             "recording a CUDA graph executes it; what it was given is kept",
         ),
         Mock(
-            "torch_overlay._inductor.cudagraphs.runner.Runner",
+            "torch_overlay._inductor.relaunch.runner.Runner",
             lambda model, code: record_cudagraph(
                 model,
                 device_index=code.device,

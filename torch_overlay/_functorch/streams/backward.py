@@ -407,7 +407,7 @@ def donated_buffers(
     """Saved tensors that the backward may write over: none that shares its memory with another one, none whose memory
     may belong to a side stream, and none that a side stream may still read. A relaunched forward lays what it saves
     into few allocations, and a gradient in one of them would keep all of that alive; stages give the memory back
-    instead (`cudagraphs.arrange`).
+    instead (`relaunch.memory.arrange`).
     """
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
         return []

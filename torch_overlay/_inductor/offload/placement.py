@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MARGIN = 1.5  # a copy may take so much longer than it should before somebody waits for it
 LEAD = 4.0  # so many times what a copy takes it is launched before its reader: steps are long, and may be shorter
-STAGES = 6  # of a backward under CUDA graphs, about: `cudagraphs.arrange`, Note [Stages]
+STAGES = 6  # of a backward under CUDA graphs, about: `relaunch.memory.arrange`, Note [Stages]
 
 
 def held_until(step: int, count: int) -> int:

@@ -1,12 +1,12 @@
 """`check_graph`: is a captured CUDA graph ordered? Read off its nodes and edges; nothing runs.
 
-    graph = cudagraphs.graph.read(raw_graph, segments, low, high)
+    graph = relaunch.graph.read.read(raw_graph, segments, low, high)
     print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
 
 Two nodes that no path of edges connects may run at the same time. What a node touches is read off its parameters, as
-`template` does it: a word that lies in a segment of the capture is a pointer to bytes of a region, and the kernel may
-touch the region from there to the end of that segment. Two segments that share bytes of one region (scratch memory that
-is used again) are told apart by nobody but the order of the nodes.
+`proof.prove` does it: a word that lies in a segment of the capture is a pointer to bytes of a region, and the kernel
+may touch the region from there to the end of that segment. Two segments that share bytes of one region (scratch memory
+that is used again) are told apart by nobody but the order of the nodes.
 
 Whether a kernel reads or writes through a pointer, the graph doesn't say. Memset and memcpy nodes are known; for
 generated Triton kernels `kernel_modes(source)` knows. For others this much is certain: memory that the graph allocates
@@ -22,7 +22,7 @@ import dataclasses
 import re
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.cudagraphs.template import (
+from torch_overlay._inductor.relaunch.proof.prove import (
     AddressMap,
     CapturedGraph,
     CopyNode,
@@ -39,7 +39,7 @@ from torch_overlay.analysis.race_check.trace import Access, Alloc, Launch, Memor
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from torch_overlay._inductor.cudagraphs.template import Node
+    from torch_overlay._inductor.relaunch.proof.prove import Node
 
 READ, WRITE, UPDATE = "r", "w", "u"
 
@@ -76,7 +76,7 @@ def check_graph(
     if isinstance(raw_graph, CapturedGraph):
         graph = raw_graph
     else:
-        from torch_overlay._inductor.cudagraphs.graph import read
+        from torch_overlay._inductor.relaunch.graph.read import read
 
         graph = read(raw_graph, segments, low, high)
     order = _order(graph)

@@ -1,0 +1,243 @@
+"""Which allocations of a region become outputs.
+
+Generated code allocates by a function among its module's globals. While a thread runs a region under an `Observer`,
+that thread's calls of it are numbered; the numbers are the same in every run with the same shapes. What operators
+allocate inside is seen by a dispatch mode, which numbers the operators' calls, if a region needs it.
+
+`Lives` notes in a capture when each allocation came and went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_overlay._inductor.relaunch.memory.packing import Life
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from types import FrameType
+
+ALLOCATOR = "empty_strided_cuda"
+TUNING = "torch._inductor.runtime.triton_heuristics"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The allocations to be placed by themselves: by number, those of generated code and those inside operators."""
+
+    allocations: frozenset[int] = frozenset()
+    operators: frozenset[int] = frozenset()
+    watch: bool = False  # there are outputs whose allocation generated code didn't make
+    random: bool = False  # the region draws random numbers
+    detail: bool = False  # what operators allocate inside has lives, too
+    dying: frozenset[int] = frozenset()  # positions of inputs that are gone when the region has run
+    asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
+
+
+class Observer:
+    """Numbers the allocations of one run, and remembers the last one at each address."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: dict[int, tuple[str, int]] = {}
+
+    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        made = original(*args)
+        self.note(made.data_ptr())
+        return made
+
+    def note(self, address: int) -> None:
+        self.last[address] = ("allocation", self.count)
+        self.count += 1
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one."""
+        return func(*args, **kwargs)
+
+    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+        """Of an operator: the sizes of new storages, by address."""
+        self.last |= dict.fromkeys(made, ("operator", number))
+
+    def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
+        """`base`, and what is known of the storages at these addresses. An unknown one has to be looked for."""
+        found = [self.last.get(address) for address in addresses]
+        return dataclasses.replace(
+            base,
+            allocations=base.allocations | {f[1] for f in found if f is not None and f[0] == "allocation"},
+            operators=base.operators | {f[1] for f in found if f is not None and f[0] == "operator"},
+            watch=base.watch or None in found,
+        )
+
+
+class Lives:
+    """When the program got and gave up what stands at an address; its clock is the number of allocations so far."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.made: dict[int, int] = {}
+        self.freed: dict[int, int] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._is_gone: Any = torch.UntypedStorage._expired
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._maybe: list[int] = []  # the tensor is gone, its storage may be
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        self.made[address] = self.now
+        self._storages[address] = StorageWeakRef(tensor.untyped_storage())
+        maybe = self._maybe
+        self._tensors.append(weakref.ref(tensor, lambda _: maybe.append(address)))
+
+    def begin_to_stay(self, address: int) -> None:
+        """Of memory that the program gives away: nobody need look whether it is gone."""
+        self.made[address] = self.now
+
+    def tick(self) -> None:
+        """Before an allocation: what is gone by now was freed before it, and not before the one ahead of it."""
+        self.now += 1
+        if self._maybe:
+            waiting, self._maybe[:] = list(self._maybe), []
+            is_gone, storages, stays = self._is_gone, self._storages, self._maybe.append
+            for address in waiting:
+                if is_gone(storages[address].cdata):
+                    self.freed[address] = self.now
+                else:
+                    stays(address)
+
+    def note(self, address: int) -> None:
+        """Memory of the operator that has just run, which gave nothing of it away."""
+        self.made[address] = self.now
+        self.freed[address] = self.now + 1
+
+    def life(self, address: int, size: int) -> Life:
+        return Life(size, self.made.get(address, 0), self.freed.get(address))
+
+    def remaining(self) -> list[int]:
+        """Addresses of what is still there."""
+        return [address for address, storage in self._storages.items() if not storage.expired()]
+
+
+class _Thread(threading.local):
+    observer: Observer | None = None
+
+
+_thread = _Thread()
+_hooks: dict[int, tuple[int, Any]] = {}  # by module: users, and the function that was there
+_hooks_lock = threading.RLock()  # a finalizer may come here while it is held
+
+
+@contextlib.contextmanager
+def observed(namespace: dict[str, Any] | None, observer: Observer) -> Iterator[None]:
+    """What this thread allocates in the generated module with these globals goes through the observer."""
+    if namespace is None or ALLOCATOR not in namespace:
+        yield
+        return
+    with _hooks_lock:
+        users, original = _hooks.get(id(namespace), (0, namespace[ALLOCATOR]))
+        if not users:
+            namespace[ALLOCATOR] = _hook(original)
+        _hooks[id(namespace)] = users + 1, original
+    before, _thread.observer = _thread.observer, observer
+    try:
+        yield
+    finally:
+        _thread.observer = before
+        with _hooks_lock:
+            users, original = _hooks.pop(id(namespace))
+            if users > 1:
+                _hooks[id(namespace)] = users - 1, original
+            else:
+                namespace[ALLOCATOR] = original
+
+
+def _hook(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate(*args: Any) -> torch.Tensor:
+        observer = _thread.observer
+        return original(*args) if observer is None else observer.allocate(original, *args)
+
+    return allocate
+
+
+def namespace_of(model: Any) -> dict[str, Any] | None:
+    """The globals of the generated module that a compiled function belongs to."""
+    while model is not None and not hasattr(model, "__globals__"):
+        model = getattr(model, "__func__", None) or getattr(model, "func", None)
+    return None if model is None else model.__globals__
+
+
+class Watch(TorchDispatchMode):
+    """Numbers the operators that a region calls, and notes which storages each of them made. Those that a kernel calls
+    while it is tuned are none of the region's: no later run has them. They are looked for if the globals of the
+    generated module are given."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        observer: Observer,
+        run: Callable[[int, Callable[[], Any], bool], Any],
+        tuned_in: dict[str, Any] | None = None,
+    ) -> None:
+        """`run(number, call, makes)` runs an operator. `makes`: it may return new tensors."""
+        super().__init__()
+        self.observer, self.run, self.tuned_in = observer, run, tuned_in
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tuned_in is not None and _is_tuning(sys._getframe(1), self.tuned_in):
+            return func(*args, **kwargs)
+        number, self.count = self.count, self.count + 1
+        if not _makes(func):
+            return self.run(number, lambda: self.observer.operator(func, args, kwargs), False)
+        given = storages((args, kwargs))
+        result = self.run(number, lambda: self.observer.operator(func, args, kwargs), True)
+        made = storages(result)
+        self.observer.note_results(number, {address: made[address] for address in made.keys() - given.keys()})
+        return result
+
+
+@functools.cache
+def _makes(func: Any) -> bool:
+    """May the operator return tensors of its own? Higher-order operators have no schema."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(result.alias_info is None for result in schema.returns)
+
+
+def _is_tuning(frame: FrameType | None, namespace: dict[str, Any]) -> bool:
+    """Does a kernel that the generated module launches try out its configurations?"""
+    while frame is not None and frame.f_globals is not namespace:
+        if frame.f_globals.get("__name__") == TUNING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Those that have bytes, among what an operator takes or returns."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout is torch.strided and tree.untyped_storage().nbytes():
+            yield tree
+    elif isinstance(tree, (tuple, list)):
+        for leaf in tree:
+            yield from tensors(leaf)
+    elif isinstance(tree, dict):
+        yield from tensors(list(tree.values()))
+
+
+def storages(tree: Any) -> dict[int, int]:
+    """Sizes of the storages of the tensors in a tree, by address."""
+    found = [tensor.untyped_storage() for tensor in tensors(tree)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}

@@ -1,0 +1,457 @@
+"""A region is run again, twice, on addresses that mean nothing; what it launched becomes a template.
+
+    stand-ins   every tensor input is replaced by one of its shape at a fresh address; a launcher takes no notice
+    capture     the region runs, and its kernels are recorded instead of launched. An allocation that ends up as an
+                output stands at an address of its own, all else is scratch
+    layout      where each output's bytes come from
+    proof       the same again at other addresses, and every word that moved must be explained
+    arrangement what can share memory does (`arrange`)
+
+While it is captured, each allocation of generated code has addresses of its own, and its life is noted (`Lives`).
+
+Note [Outputs of a capture]
+An output's memory must be nothing but that output's, or a relaunch would write other things into a tensor that the
+caller holds. Storage that generated code allocates is placed by the number of the allocation. Storage that an operator
+allocates inside is placed by giving that call a memory pool; whatever else the operator allocated there can have been
+at the same address before, so the storage is made as large as all of that together. Which allocations these are is
+known from a run before. If that knowledge fails, an output is found in the scratch, and the region is captured again
+with what this capture has learned. What can't be placed even so is copied out at the end of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.relaunch.capture.allocations import (
+    Lives,
+    namespace_of,
+    observed,
+    Observer,
+    Plan,
+    storages,
+    tensors as tensors_in,
+    Watch,
+)
+from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
+from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    Empty,
+    Given,
+    Layout,
+    OfInput,
+    OfStorage,
+    place,
+    Recipe,
+    Repeated,
+    SameInput,
+    View,
+    view_of,
+)
+from torch_overlay._inductor.relaunch.memory.packing import aligned
+from torch_overlay._inductor.relaunch.policy import COMMUNICATION
+from torch_overlay._inductor.relaunch.proof.prove import FIXED, Refusal, Segment, Template
+from torch_overlay._inductor.streams.runtime import Spec
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.policy import Code
+
+ALIGNMENT = 256  # no library looks for more
+# A number that happens to be an address of these captures, or a library that allocates more when it is first used.
+COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
+ATTEMPTS = 3
+GROUP = 4  # operators whose memory ends together
+
+# One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
+capturing = threading.Lock()
+
+
+@dataclass
+class Captured:
+    layout: Layout
+    segments: list[Segment]  # a region for each input, storage and piece of scratch memory
+    plan: Plan  # what the next capture should place
+    recording: Any
+    places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
+    lives: list[Life]  # of all regions
+    products: list[Product] | None  # None: what uses memory was not noted
+    results: list[tuple[int, int]]  # (address, bytes) of what operators returned
+
+
+class _Placing(Observer):
+    """In a capture, allocations of generated code stand at addresses of their own. Those that are planned for are
+    outputs, all others are scratch."""
+
+    def __init__(self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
+        super().__init__()
+        self.plan_, self.recording, self.placed = plan, recording, placed
+        self.lives = Lives()
+        self.scratch: dict[int, int] = {}
+        self.products: list[Product] | None = [] if with_uses else None
+        self.results: list[tuple[int, int]] = []
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.products is None or not is_product(func):
+            return func(*args, **kwargs)
+        first = self.recording.count()
+        result = func(*args, **kwargs)
+        writes = storages(result)
+        reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
+        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
+        return result
+
+    def note_results(self, number: int, made: Mapping[int, int]) -> None:
+        super().note_results(number, made)
+        self.results += made.items()
+
+    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+        self.lives.tick()
+        if len(args) != 3 or 0 in args[0]:
+            return super().allocate(original, *args)
+        view = View(tuple(args[0]), tuple(args[1]), args[2])
+        made = self.recording.place(view)
+        address = made.data_ptr()
+        if self.count in self.plan_.allocations:
+            self.placed[address] = view.extent
+            self.lives.begin_to_stay(address)
+        else:
+            self.scratch[address] = view.extent
+            self.lives.begin(made)
+        self.note(address)
+        return made
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.calls = 0
+        self.addresses: list[int] = []
+
+
+class Capture:
+    """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned, `holes`
+    which blocks the device's allocator has free, `with_uses` whether what operators use is to be noted."""
+
+    def __init__(
+        self,
+        model: Callable[[list[Any]], Any],
+        inputs: Sequence[Any],
+        alignments: Sequence[int],
+        plan: Plan,
+        recording: Any,
+        holes: Sequence[int] = (),
+        with_uses: bool = False,
+    ) -> None:
+        self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
+        self.holes, self.with_uses = holes, with_uses
+        self.input_at: dict[int, int] = {}  # address -> position
+        self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
+        self.astray: list[int] = []  # addresses of outputs that lie in the scratch
+        self.observer = _Placing(plan, recording, self.placed, with_uses)
+        self.group = _Group()
+
+    def run(self, code: Code) -> Captured:
+        with self.recording:
+            stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
+            # The program is to hold the only references: when it drops one, nothing of it will look there again.
+            known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
+            run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
+            watching = self.with_uses or run is not _run
+            watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
+            with self.recording.capturing(self.inputs, self.plan.random):
+                self.recording.clear_stack()
+                with observed(namespace_of(self.model), self.observer), watch:
+                    given, stand_ins = stand_ins, []
+                    outputs = self.model(given)
+                    del given
+                outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+                self._end_group()
+                self._copy_out(outputs)
+            recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
+            del outputs
+            self._check_kept()
+        lives = self.observer.lives
+        inputs = {position: address for address, position in self.input_at.items()}
+        positions = tuple(sorted(inputs))
+        sizes = [self.placed[address] for address in addresses]
+        made = [lives.made.get(address, 0) for address in addresses]
+        moved, storages, parts = place(
+            recipes, sizes, code.saved_outputs, made, gradients=code.is_backward, holes=self.holes
+        )
+        among = self.observer.scratch | self.placed  # the allocator's segments are larger
+        allocated = dict(self.recording.segments())
+        others = self.input_at.keys() | set(addresses)
+        scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
+        layout = Layout(positions, storages, moved, tuple(s for _, s in scratch))
+        given = [(inputs[k], allocated[inputs[k]]) for k in positions]
+        regions = [*given, *zip(addresses, sizes, strict=True), *scratch]
+        segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
+        segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
+        learned = self.observer.plan(self.astray, self.plan)
+        noted = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
+        places = _places(layout, parts)
+        observer = self.observer
+        return Captured(layout, segments, learned, self.recording, places, noted, observer.products, observer.results)
+
+    def _check_kept(self) -> None:
+        """Addresses that somebody holds on to will mean nothing: a cache, or a generator of random numbers that the
+        region hadn't used before."""
+        kept = list(self.recording.kept())
+        scratch = self.observer.scratch
+        if not scratch.keys().isdisjoint(self.observer.lives.remaining()):
+            gc.collect()  # it may be garbage, for nobody collected it
+            kept += [scratch[address] for address in self.observer.lives.remaining() if address in scratch]
+        if kept:
+            many = f"{sum(kept)} bytes that it allocated are" if len(kept) > 1 else f"{kept[0]} bytes are"
+            raise Refusal("kept", f"{many} still in use when it has ended, and would be used again at the next call")
+
+    def _stand_in(self, position: int, value: Any) -> Any:
+        if not is_region(value):
+            return value
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
+        if value.device != self.recording.device:
+            raise Refusal("device", f"input {position} is on {value.device}")
+        made = self.recording.place(view_of(value), self.alignments[position])
+        if made.data_ptr():
+            self.input_at[made.data_ptr()] = position
+            self.observer.lives.begin(made)
+        return made
+
+    def _operator(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
+        """Runs an operator. Those of the plan allocate in a pool of their own; in detail, so do all that return
+        something new: what they allocate has the life of a result, or else their own."""
+        lives, planned = self.observer.lives, number in self.plan.operators
+        lives.tick()
+        if not planned and not (self.plan.detail and makes):
+            return self._in_group(call) if self.plan.detail else call()
+        with self.recording.apart(self.plan.asked.get(number)) as apart:
+            result = call()
+        results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
+        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
+        temporary = aligned(apart.requested - sum(made.values()))
+        for address, size in apart.segments.items():
+            # If an address was used twice, what comes second may be the smaller one.
+            least = made.get(address, temporary)
+            bytes = min(size, least if apart.once else max(least, temporary))
+            (self.placed if planned and address in made else self.observer.scratch)[address] = bytes
+            if address in made:
+                lives.begin(results[address])
+            else:
+                lives.note(address)
+        return result
+
+    def _in_group(self, call: Callable[[], Any]) -> Any:
+        """Operators that return nothing new keep nothing: the memory of some of them, workspaces of matrix products
+        mostly, ends when the last of them has run."""
+        if self.group.calls == GROUP:
+            self._end_group()
+        if self.group.pool is None:
+            self.group.pool = self.recording.new_pool()
+        self.group.calls += 1
+        with self.recording.within(self.group.pool) as made:
+            result = call()
+        self.observer.lives.made |= dict.fromkeys(made, self.observer.lives.now)
+        self.group.addresses += made
+        return result
+
+    def _end_group(self) -> None:
+        lives = self.observer.lives
+        for address in self.group.addresses:
+            lives.freed[address] = lives.now + 1
+        self.group = _Group()
+
+    def _copy_out(self, outputs: list[Any]) -> None:
+        """Outputs in the scratch are replaced by copies, one for each storage."""
+        copies: dict[int, torch.Tensor] = {}
+        for i, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+                continue
+            storage = out.untyped_storage()
+            address = storage.data_ptr()
+            if not self.recording.covers(address) or address in self.input_at or address in self.placed:
+                continue
+            if address not in copies:
+                self.astray.append(address)
+                copy = self.recording.place(View((storage.nbytes(),), (1,), torch.uint8))
+                copy.copy_(torch.empty(0, dtype=torch.uint8, device=out.device).set_(storage))
+                copies[address] = copy
+            source = copies[address].untyped_storage()
+            self.placed[source.data_ptr()] = storage.nbytes()
+            fresh = torch.empty(0, dtype=out.dtype, device=out.device)
+            outputs[i] = fresh.set_(source, out.storage_offset(), out.size(), out.stride())
+
+    def _recipes(self, outputs: list[Any], stand_ins: list[Any]) -> tuple[list[Recipe], list[int]]:
+        """How to make the outputs, and the addresses of the storages that they need."""
+        recipes: list[Recipe] = []
+        addresses: dict[int, int] = {}  # in the order of their numbers
+        inputs = {id(v): k for k, v in reversed(list(enumerate(stand_ins))) if isinstance(v, torch.Tensor)}
+        seen: dict[int, int] = {}
+        for number, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor):
+                recipes.append(Given(out))
+            elif id(out) in inputs:
+                recipes.append(SameInput(inputs[id(out)]))
+            elif id(out) in seen:
+                recipes.append(Repeated(seen[id(out)]))
+            else:
+                seen[id(out)] = number
+                recipes.append(self._recipe(number, out, addresses))
+        return recipes, list(addresses)
+
+    def _recipe(self, number: int, out: torch.Tensor, addresses: dict[int, int]) -> Recipe:
+        if out.layout is not torch.strided or type(out) not in (torch.Tensor, torch.nn.Parameter):
+            raise Refusal("output", f"output {number} is not a plain tensor: {type(out).__name__}, {out.layout}")
+        address = out.untyped_storage().data_ptr()
+        if not address and out.device == self.recording.device:
+            return Empty(view_of(out))
+        offset = int(out.storage_offset()) * out.dtype.itemsize
+        if address in self.input_at:
+            return OfInput(self.input_at[address], view_of(out, offset))
+        if address not in self.placed:
+            if out.device != self.recording.device:
+                raise Refusal("output", f"output {number} is on {out.device}")
+            return Given(out)
+        return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
+
+
+def _run(number: int, call: Callable[[], Any], makes: bool) -> Any:
+    return call()
+
+
+def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """(region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
+    own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
+    places = [(region, 0) for region in range(len(layout.inputs))]
+    for number, offset in parts:
+        places.append((own.get(number, layout.saved_region), layout.storages[number].offset + offset))
+    return tuple(places)
+
+
+def is_region(value: Any) -> bool:
+    """Is this input a tensor whose address the graph's nodes hold? Tensors on the host are not."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def capture_region(
+    device: Any,
+    model: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    plan: Plan,
+    code: Code,
+) -> tuple[Arrangement, list[Any]]:
+    """How a region is launched, and a launcher for each of its stages; raises Refusal, or what the region itself
+    raises."""
+
+    def record(gap: int) -> Any:
+        open_recordings.append(device.record(gap))
+        return open_recordings[-1]
+
+    with_uses = device.concurrent and not code.is_training
+
+    def take(recording: Any, with_uses: bool = False) -> Captured:
+        return Capture(model, inputs, alignments, plan, recording, holes, with_uses).run(code)
+
+    def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
+        if first.layout != second.layout or first.places != second.places:
+            raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
+
+        def arranged(template: Template, edges: tuple[tuple[int, int], ...]) -> Arrangement:
+            return arrange(_proven(first, second, template, edges, inputs, plan.dying, code))
+
+        return device.finish(first, second, namespace_of(model) or {}, arranged)
+
+    check_streams(model)
+    check_collectives(model)
+    holes = device.holes() if code.saved_outputs else []
+    open_recordings: list[Any] = []
+    try:
+        first = take(record(1), with_uses)
+        for _ in range(ATTEMPTS - 1):
+            if first.plan == plan:
+                break
+            plan = first.plan
+            first.recording.discard()
+            first = take(record(1), with_uses)
+        try:
+            return prove(first, take(record(2)))
+        except Refusal as refusal:
+            if refusal.reason not in COINCIDENCES:
+                raise
+        coincided = list(open_recordings)
+        elsewhere = record(3)  # while theirs are taken: the same number must not be an address again
+        for recording in coincided:
+            recording.discard()
+        return prove(take(elsewhere, with_uses), take(record(5)))
+    finally:
+        for recording in open_recordings:
+            recording.close()
+
+
+def _proven(
+    first: Captured,
+    second: Captured,
+    template: Template,
+    edges: tuple[tuple[int, int], ...],
+    inputs: Sequence[Any],
+    dying: frozenset[int],
+    code: Code,
+) -> Proven:
+    layout = first.layout
+    storages = [inputs[k].untyped_storage() for k in layout.inputs]
+    addresses = [storage.data_ptr() for storage in storages]
+    holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
+    returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
+    return Proven(
+        layout,
+        template,
+        edges,
+        first.places,
+        tuple(a.either(b) for a, b in zip(first.lives, second.lives, strict=True)),
+        holders=tuple([holders[address] for address in addresses]),
+        held=tuple(storage.nbytes() for storage in storages),
+        static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
+        stages=code.is_backward and not first.recording.fixed,
+    )
+
+
+def check_streams(model: Any) -> None:
+    """A partition orders its side streams against the ambient stream alone, and what it owes to the caller's streams is
+    done around it. A graph that is not partitioned does both itself."""
+    namespace = namespace_of(model) or {}
+    for name in _names_in(model):
+        spec = getattr(namespace.get(name), "spec", None)
+        if isinstance(spec, Spec) and (spec.objects or _orders_others(spec)):
+            message = (
+                "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
+            )
+            raise Refusal("streams", message)
+
+
+def _orders_others(spec: Spec) -> bool:
+    """At its exit, a side stream has to wait; or at its entry, it is asked for its state."""
+    waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
+    return waits or any(k == "record_entry" for k, *_ in spec.entry)
+
+
+def check_collectives(model: Any) -> None:
+    """Note [Collectives] of `policy`. Code from a cache may have been compiled for other graphs than ours."""
+    if found := set(_names_in(model)).intersection(COMMUNICATION):
+        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
+        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
+
+
+def _names_in(model: Any) -> tuple[str, ...]:
+    code = getattr(getattr(model, "__func__", model), "__code__", None)
+    return code.co_names if code is not None else ()

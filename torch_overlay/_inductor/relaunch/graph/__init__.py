@@ -1,0 +1,1 @@
+"""Captured CUDA graphs: read, edited and split, through the driver."""

@@ -1,0 +1,252 @@
+"""The CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
+
+`api` is the module cuda.bindings.driver, or whatever a test puts in its place. `fast` is the C module of
+`graph.native_read`, or None: it reads many nodes in one call, or takes them out; what it can't do is done one by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.graph import native_read
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.proof.prove import CopyNode
+
+
+UNKNOWN = -1
+KERNEL, MEMCPY, MEMSET, HOST, CHILD_GRAPH, EMPTY, WAIT_EVENT, RECORD_EVENT = range(8)
+KIND_NAMES = {
+    KERNEL: "kernel",
+    MEMCPY: "memcpy",
+    MEMSET: "memset",
+    HOST: "host callback",
+    CHILD_GRAPH: "child graph",
+    EMPTY: "empty",
+    WAIT_EVENT: "wait for an event",
+    RECORD_EVENT: "record of an event",
+    8: "semaphore signal",
+    9: "semaphore wait",
+    10: "memory allocation",
+    11: "memory free",
+    12: "batch of memory operations",
+    13: "conditional",
+    UNKNOWN: "unknown kind",
+}
+INVALID_VALUE = 1
+PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
+MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
+
+
+class DriverError(RuntimeError):
+    def __init__(self, function: str, code: int, text: str) -> None:
+        super().__init__(f"CUDA driver error in {function}: {text} ({code})")
+        self.function, self.code = function, code
+
+
+class Edge(NamedTuple):
+    before: int
+    after: int
+    plain: bool  # full completion, as opposed to a programmatic or launch-order dependency
+
+
+class Structure(NamedTuple):
+    nodes: list[int]
+    kinds: list[int]  # of the nodes, in the same order
+    edges: list[Edge]
+
+
+def kind_of(data: Any) -> tuple[int, int, int]:
+    """Of an edge."""
+    return int(data.type), int(data.from_port), int(data.to_port)
+
+
+class Driver:
+    def __init__(self, api: Any = None, fast: Any = None) -> None:
+        self.api = api or importlib.import_module("cuda.bindings.driver")
+        self.fast = fast if api or fast else native_read.implementation()
+
+    def structure(self, graph: int) -> Structure:
+        if self.fast is not None:
+            try:
+                nodes, kinds, edges = self.fast.structure(graph)
+                return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
+            except RuntimeError:  # what follows tells it in full
+                pass
+        nodes = self.nodes(graph)
+        return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
+
+    def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
+        """(func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, as far as it can be had at
+        once."""
+        return self.fast.kernels(nodes) if self.fast is not None else [None] * len(nodes)
+
+    def call(self, function: str, *args: Any) -> Any:
+        """The values that the driver returns, without the error code: None, one value, or a tuple of several."""
+        code, *values = getattr(self.api, function)(*args)
+        if int(code):
+            raise DriverError(function, int(code), getattr(code, "name", "unknown error"))
+        return tuple(values) if len(values) > 1 else (values or [None])[0]
+
+    def upload(self, executable: int, stream: int) -> None:
+        self.call("cuGraphUpload", self.api.CUgraphExec(executable), self.api.CUstream(stream))
+
+    def nodes(self, graph: int) -> list[int]:
+        handle = self.api.CUgraph(graph)
+        count = self.call("cuGraphGetNodes", handle, 0)[1]
+        return [int(n) for n in self.call("cuGraphGetNodes", handle, count)[0]] if count else []
+
+    def count(self, graph: int) -> int:
+        """Of nodes."""
+        if self.fast is not None:
+            try:
+                return self.fast.count(graph)
+            except RuntimeError:  # what follows tells it in full
+                pass
+        return int(self.call("cuGraphGetNodes", self.api.CUgraph(graph), 0)[1])
+
+    def captured_into(self, stream: int) -> int:
+        """The graph that a stream is captured into; 0 if it isn't."""
+        return int(self.call("cuStreamGetCaptureInfo", self.api.CUstream(stream))[2] or 0)
+
+    def edges(self, graph: int) -> list[Edge]:
+        return [Edge(u, v, kind_of(data) == PLAIN) for (u, v), data in self.edge_data(graph).items()]
+
+    def edge_data(self, graph: int) -> dict[tuple[int, int], Any]:
+        """What kind of dependency each edge is, by its nodes."""
+        handle = self.api.CUgraph(graph)
+        count = self.call("cuGraphGetEdges", handle, 0)[-1]
+        if not count:
+            return {}
+        before, after, data, _ = self.call("cuGraphGetEdges", handle, count)
+        return {(int(u), int(v)): d for u, v, d in zip(before, after, data, strict=True)}
+
+    def kind(self, node: int) -> int:
+        try:
+            return int(self.call("cuGraphNodeGetType", self.api.CUgraphNode(node)))
+        except ValueError:  # newer than cuda.bindings
+            return UNKNOWN
+
+    def kernel(self, node: int) -> Any:
+        return self.call("cuGraphKernelNodeGetParams", self.api.CUgraphNode(node))
+
+    def memset(self, node: int) -> Any:
+        return self.call("cuGraphMemsetNodeGetParams", self.api.CUgraphNode(node))
+
+    def memcpy(self, node: int) -> Any:
+        return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
+
+    def set_memcpy(self, node: int, copy: CopyNode) -> None:
+        """Of a node in a graph, not in an executable."""
+        kind = self.api.CUmemorytype
+        params = self.api.CUDA_MEMCPY3D()
+        for side, address, on_host, pitch, rows in (
+            ("src", copy.src, copy.src_on_host, copy.src_pitch, copy.src_height),
+            ("dst", copy.dst, copy.dst_on_host, copy.dst_pitch, copy.dst_height),
+        ):
+            setattr(params, f"{side}MemoryType", kind.CU_MEMORYTYPE_HOST if on_host else kind.CU_MEMORYTYPE_DEVICE)
+            if on_host:
+                setattr(params, f"{side}Host", address)
+            else:
+                setattr(params, f"{side}Device", self.api.CUdeviceptr(address))
+            setattr(params, f"{side}Pitch", pitch)
+            setattr(params, f"{side}Height", rows)
+        params.WidthInBytes, params.Height, params.Depth = copy.width, copy.height, copy.depth
+        self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
+
+    def function_of(self, kernel: int) -> int:
+        """The CUfunction of a CUkernel in the current context."""
+        return int(self.call("cuKernelGetFunction", self.api.CUkernel(kernel)))
+
+    def name(self, func: int) -> str:
+        name = self.call("cuFuncGetName", self.api.CUfunction(func))
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def layout(self, func: int) -> tuple[tuple[int, int], ...]:
+        """(offset, size) of each of the function's parameters in its packed block."""
+        found = []
+        while True:
+            try:
+                offset, size = self.call("cuFuncGetParamInfo", self.api.CUfunction(func), len(found))
+            except DriverError as error:
+                if error.code == INVALID_VALUE:
+                    return tuple(found)
+                raise
+            found.append((int(offset), int(size)))
+
+    def memory_kind(self, address: int) -> int:
+        """MEMORY_HOST or MEMORY_DEVICE; 0 for an address that the driver doesn't know."""
+        attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        try:
+            return int(self.call("cuPointerGetAttribute", attribute, self.api.CUdeviceptr(address)))
+        except DriverError:
+            return 0
+
+    def add_kernel(self, graph: int, before: list[int], params: Any) -> int:
+        nodes = [self.api.CUgraphNode(n) for n in before]
+        return int(self.call("cuGraphAddKernelNode", self.api.CUgraph(graph), nodes, len(nodes), params))
+
+    def add_edges(self, graph: int, edges: list[tuple[int, int]]) -> None:
+        self._change_edges("cuGraphAddDependencies", graph, edges)
+
+    def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
+        """`data` of at least these edges, if they aren't all plain."""
+        self._change_edges("cuGraphRemoveDependencies", graph, edges, data and [data[edge] for edge in edges])
+
+    def _change_edges(self, function: str, graph: int, edges: list[tuple[int, int]], data: Any = None) -> None:
+        if edges:
+            before, after = ([self.api.CUgraphNode(n) for n in column] for column in zip(*edges))
+            self.call(function, self.api.CUgraph(graph), before, after, data, len(edges))
+
+    def blocks_at_once(self, func: int, threads: int, shared_bytes: int) -> int:
+        """How many blocks of a kernel one multiprocessor holds."""
+        function = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        return int(self.call(function, self.api.CUfunction(func), threads, shared_bytes))
+
+    def destroy(self, node: int) -> None:
+        self.call("cuGraphDestroyNode", self.api.CUgraphNode(node))
+
+    # -- parts of graphs
+
+    def clone(self, graph: int) -> int:
+        return int(self.call("cuGraphClone", self.api.CUgraph(graph)))
+
+    def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
+        """A clone that has these nodes alone, and their handles in it."""
+        if self.fast is not None:
+            clone = self.clone(graph)
+            try:
+                return clone, self.fast.cut(graph, clone, wanted)
+            except RuntimeError:  # what follows tells it in full
+                self.destroy_graph(clone)
+        clone, handles = self.clone(graph), {}
+        try:
+            for node in self.nodes(graph):
+                found = self.in_clone(node, clone)
+                if node in wanted:
+                    handles[node] = found
+                else:
+                    self.destroy(found)
+        except BaseException:
+            self.destroy_graph(clone)
+            raise
+        return clone, handles
+
+    def in_clone(self, node: int, clone: int) -> int:
+        return int(self.call("cuGraphNodeFindInClone", self.api.CUgraphNode(node), self.api.CUgraph(clone)))
+
+    def instantiate(self, graph: int) -> int:
+        return int(self.call("cuGraphInstantiate", self.api.CUgraph(graph), 0))
+
+    def launch(self, executable: int, stream: int) -> None:
+        self.call("cuGraphLaunch", self.api.CUgraphExec(executable), self.api.CUstream(stream))
+
+    def destroy_executable(self, executable: int) -> None:
+        self.call("cuGraphExecDestroy", self.api.CUgraphExec(executable))
+
+    def destroy_graph(self, graph: int) -> None:
+        self.call("cuGraphDestroy", self.api.CUgraph(graph))

@@ -1,0 +1,126 @@
+"""Edits of a cudaGraph_t before it is instantiated: a node becomes a kernel node, and implied edges go.
+
+Note [Which edges are implied]
+An edge u -> v is implied if another path leads from u to v on which every edge means full completion. Programmatic
+edges (a kernel may start while its predecessor is still running) imply nothing and are never removed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.graph.driver import DriverError
+from torch_overlay._inductor.relaunch.proof.prove import Refusal
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch_overlay._inductor.relaunch.graph.driver import Driver, Structure
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and its arguments, one per parameter that the function declares."""
+
+    func: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    arguments: tuple[bytes, ...]
+
+
+class PlainKernels(Protocol):
+    """What `tidy` puts in place of memset and memcpy nodes; the module `graph.fill_copy_kernels` is one."""
+
+    def fill(self, target: int, value: int, element_size: int, count: int) -> Launch: ...
+
+    def copy(self, target: int, source: int, size: int) -> Launch: ...
+
+    def prepare(self, device: int) -> None: ...
+
+
+class Editor:
+    """The edges of a graph as they are edited."""
+
+    def __init__(self, driver: Driver, graph: int, structure: Structure) -> None:
+        self.driver, self.graph = driver, graph
+        # Edges that mean full completion, by their ends; a dictionary of nodes is an ordered set.
+        self.before: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
+        self.after: dict[int, dict[int, None]] = {node: {} for node in structure.nodes}
+        self.special: set[int] = set()
+        for before, after, plain in structure.edges:
+            if plain:
+                self.before[after][before] = self.after[before][after] = None
+            else:
+                self.special |= {before, after}
+
+    def replace(self, node: int, launch: Launch) -> None:
+        if node in self.special:
+            raise Refusal("edges", "it has programmatic dependencies")
+        before, after = list(self.before[node]), list(self.after[node])
+        values = [ctypes.create_string_buffer(value, len(value)) for value in launch.arguments]
+        array = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        new = self.driver.add_kernel(self.graph, before, kernel_params(self.driver.api, launch, array))
+        try:
+            self.driver.add_edges(self.graph, [(new, v) for v in after])
+            self.driver.destroy(node)
+        except DriverError:
+            self.driver.destroy(new)
+            raise
+        self.before[new], self.after[new] = self.before.pop(node), self.after.pop(node)
+        for other in before:
+            del self.after[other][node]
+            self.after[other][new] = None
+        for other in after:
+            del self.before[other][node]
+            self.before[other][new] = None
+
+    def remove_implied_edges(self) -> int:
+        implied = implied_edges(self.after)
+        self.driver.remove_edges(self.graph, implied)
+        return len(implied)
+
+
+def kernel_params(api: Any, launch: Launch, array: ctypes.Array[ctypes.c_void_p]) -> Any:
+    params = api.CUDA_KERNEL_NODE_PARAMS()
+    params.func = api.CUfunction(launch.func)
+    params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+    params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
+    params.sharedMemBytes = launch.shared_bytes
+    params.kernelParams = ctypes.addressof(array)  # the driver copies what it points to
+    return params
+
+
+def implied_edges(after: Mapping[int, Collection[int]]) -> list[tuple[int, int]]:
+    """The edges of an acyclic graph that its transitive reduction lacks, in a fixed order. `after` has the ends of the
+    edges that begin at each node."""
+    order = _topological(after)
+    position = {node: i for i, node in enumerate(order)}
+    reachable: dict[int, int] = {}  # bits by position
+    implied = []
+    for node in reversed(order):
+        reached = 0
+        for successor in sorted(after[node], key=position.__getitem__):
+            bit = 1 << position[successor]
+            if reached & bit:
+                implied.append((node, successor))
+            reached |= bit | reachable[successor]
+        reachable[node] = reached
+    return sorted(implied, key=lambda edge: (position[edge[0]], position[edge[1]]))
+
+
+def _topological(after: Mapping[int, Collection[int]]) -> list[int]:
+    missing = dict.fromkeys(after, 0)
+    for successors in after.values():
+        for node in successors:
+            missing[node] += 1
+    order = [node for node, count in missing.items() if not count]
+    for node in order:
+        for successor in after[node]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                order.append(successor)
+    return order

@@ -1,0 +1,1 @@
+"""A launch: a graph bound to what a call needs, patched in C."""

@@ -1,0 +1,163 @@
+"""Copies that stay copies: the memcpy nodes of a captured graph, and what it takes to point them at other memory.
+
+A copy between the device and pinned host memory is work for a copy engine, beside the kernels, so it is a memcpy node
+of the graph, as it was captured. (Copies within the device become kernels: `graph.read.tidy`.)
+
+Note [The memory that a memcpy node was made for]
+1. The driver points a memcpy node of an executable elsewhere only if the memory there is of the same kind as what the
+   node had when the executable was made. A capture's addresses map one small block many times over, and no tensor is
+   such memory. So before the executable is made, these nodes are pointed at real memory (`settle`), wherever it is.
+2. If the driver refuses all the same, at the first launch or a later one, the nodes are pointed where they have to be
+   in the graph itself, which always works, and the executable is made anew (`Patcher.rebuild`). That is right and slow:
+   a region for which it happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
+3. A copy of several rows can never be pointed elsewhere in an executable, and takes the second way at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, TYPE_CHECKING
+
+from torch._dynamo.utils import counters
+
+from torch_overlay._inductor.relaunch.graph.driver import Driver
+from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FIXED, Template
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+log = logging.getLogger(__name__)
+
+MOST_REBUILDS = 16
+REFUSED = "cuGraphExecMemcpyNodeSetParams"  # in the error of a patch that the driver refused for a copy
+DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
+
+
+def moving(template: Template) -> dict[CopyNode, set[int]]:
+    """The memcpy nodes that a launch may have to point elsewhere, and which of their parameters."""
+    nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
+    found: dict[CopyNode, set[int]] = {}
+    for word in template.words:
+        if word.node in nodes and word.region != FIXED:
+            found.setdefault(nodes[word.node], set()).add(word.parameter)
+    return found
+
+
+def is_linear(node: CopyNode) -> bool:
+    return node.height <= 1 and node.depth <= 1
+
+
+def extent(node: CopyNode, parameter: int) -> int:
+    """Bytes from the first one of a side to behind its last."""
+    pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
+    height, depth = max(node.height, 1), max(node.depth, 1)
+    return node.width + pitch * (height - 1 + rows * (depth - 1))
+
+
+def settle(
+    template: Template, empty: Callable[[int], torch.Tensor], driver: Driver | None = None
+) -> torch.Tensor | None:
+    """Points the memcpy nodes of a graph at real memory, before it is instantiated or cloned. Returns that memory,
+    which has to live until the executable is made. `empty(nbytes)` allocates it."""
+    nodes = moving(template)
+    if not nodes:
+        return None
+    driver = driver or Driver()
+    # Two halves, for the two ends of a copy.
+    half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
+    half = -(-half // 512) * 512
+    memory = empty(2 * half)
+    for node, parameters in nodes.items():
+        addresses = {p: memory.data_ptr() + p * half for p in parameters}
+        driver.set_memcpy(node.handle, pointed(node, addresses))
+    return memory
+
+
+def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
+    """The node with other addresses at some of its parameters."""
+    return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
+
+
+class Patcher:
+    """`patch` of an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
+    `raw_cuda_graph_exec()`. `given_up(message)` is called once it has been rebuilt too often."""
+
+    given_up: Callable[[str], None] | None = None
+
+    def __init__(
+        self,
+        graph: Any,
+        template: Template,
+        *,
+        upload: Callable[[Any], None],
+        synchronize: Callable[[], None],
+        driver: Driver | None = None,
+        make: Callable[..., Any] | None = None,
+    ) -> None:
+        self.graph, self.template, self.driver = graph, template, driver
+        self.upload, self.synchronize = upload, synchronize
+        self.make = make or native.implementation().Exec
+        self.copies = tuple(moving(template))
+        of_copies = {node.index for node in self.copies}
+        self.copy_words = [w for w in template.words if w.node in of_copies and w.region != FIXED]
+        self.other_words = tuple(w for w in template.words if w.node not in of_copies)
+        self.bases: list[int | None] = [None] * template.regions
+        self.rebuilds = 0
+        self.placed: dict[CopyNode, dict[int, int]] = {}  # where the executable has its copies, once it was rebuilt
+        self.by_graph = not all(map(is_linear, self.copies))
+        self.exec = self._exec()
+
+    def _exec(self) -> Any:
+        words = self.other_words if self.by_graph else self.template.words
+        return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, words, self.template.regions)
+
+    def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
+        """As `native.Exec.patch`."""
+        for region, base in zip(range(self.template.regions) if regions is None else regions, bases):
+            if base is not None:
+                self.bases[region] = base if isinstance(base, int) else base.data_ptr()
+        if not self.by_graph:
+            try:
+                return self.exec.patch(bases, regions)
+            except RuntimeError as error:
+                if REFUSED not in str(error):
+                    raise
+                log.info("a graph is instantiated anew, for its copies can't be pointed elsewhere: %s", error)
+                self.by_graph, self.why = True, str(error)
+        elif self.wanted() == self.placed:
+            return self.exec.patch(bases, regions)
+        return self.rebuild()
+
+    why = "a copy of several rows can't be pointed at other memory"
+
+    def wanted(self) -> dict[CopyNode, dict[int, int]]:
+        """Where the bases have the copies."""
+        by_index = {node.index: node for node in self.copies}
+        found: dict[CopyNode, dict[int, int]] = {}
+        for word in self.copy_words:
+            if (base := self.bases[word.region]) is None:
+                raise ValueError(f"region {word.region} has no base yet")
+            found.setdefault(by_index[word.node], {})[word.parameter] = base + word.delta
+        return found
+
+    def rebuild(self) -> int:
+        """Note [The memory that a memcpy node was made for], 2. Returns the number of nodes set."""
+        self.driver = self.driver or Driver()
+        wanted = self.wanted()
+        for node, addresses in wanted.items():
+            self.driver.set_memcpy(node.handle, pointed(node, addresses))
+        self.synchronize()  # the executable that goes may be running
+        self.graph.instantiate()
+        self.upload(self.graph)
+        self.placed = wanted
+        self.exec = self._exec()
+        self.rebuilds += 1
+        counters["torch_overlay"]["cudagraph_rebuilds"] += 1
+        if self.rebuilds == MOST_REBUILDS and self.given_up is not None:
+            self.given_up(f"its copies moved {self.rebuilds} times, and each time it was made anew: {self.why}")
+        return self.exec.patch(self.bases) + len(self.copies)

@@ -1,0 +1,268 @@
+"""One captured region, bound to everything that a call needs.
+
+Note [A relaunch]
+1. What doesn't depend on the call is worked out beforehand and bound into one C object (`native_call`), or into one
+   closure where the launcher's nodes are patched in Python. What is left for an input is its address.
+2. The C object compares each input's address with what the executable has. The closure compares the addresses of
+   static inputs with what they were by one call into torch, and patches them when that fails. A static input that
+   keeps moving is a moving one: the closure is made anew.
+3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
+   launches of one executable, and a patch concerns later launches alone. Where Python runs in that step, the garbage
+   collector may, too, and a finalizer may call compiled code. A thread that holds such a lock waits for no other
+   (`launching`): regions that are called in a launch run as compiled.
+4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
+   freed as soon as that is done: whoever gets the memory next comes later on that stream. A little of it stays:
+   Note [Scratch that stays] of `native_call`.
+5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
+6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from operator import and_
+from typing import Any, TYPE_CHECKING, TypeAlias
+
+import torch
+from torch._dynamo.utils import counters
+
+from torch_overlay._inductor.relaunch.launch import data_ptrs, native, native_call
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned, raw, reinterpret
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    Empty,
+    Given,
+    Layout,
+    OfInput,
+    OfStorage,
+    Repeated,
+    SameInput,
+    View,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay._inductor.relaunch.proof.prove import Template
+
+MOVES = 2  # a static input that moved so often is none
+NOWHERE = 1  # the address of no tensor
+
+Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
+
+live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
+
+
+class _Thread(threading.local):
+    launching = False
+
+
+_thread = _Thread()
+
+
+def launching() -> bool:
+    """Is this thread in the middle of a launch? Note [A relaunch], 3."""
+    return _thread.launching or native.launching()
+
+
+class Relaunch:
+    """`launch(inputs, originals)` is bound to the layout. `originals` are the caller's tensors where inputs are copies.
+    `attempt(inputs)`, if there is one, finds out by itself whether a graph can be launched, and returns None if not.
+
+    Neither refers to its `Relaunch`, so that the executable goes when the last reference does.
+    """
+
+    launch: Callable[..., tuple[Any, ...]]
+    attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
+
+    def __init__(
+        self,
+        device: Any,
+        layout: Layout,
+        launcher: Any,
+        static: Sequence[int],
+        alignments: Sequence[int],
+        kept_scratch: int = 0,
+    ) -> None:
+        """`kept_scratch`: bytes, of `native_call`, Note [Scratch that stays]."""
+        self.device, self.layout, self.launcher = device, layout, launcher
+        self.alignments, self.kept_scratch = alignments, kept_scratch
+        self.region = {position: region for region, position in enumerate(layout.inputs)}
+        self.static = [k for k in static if k in self.region]
+        self.addresses: list[int] = []  # of static inputs, by position
+        self.moves: Counter[int] = Counter()
+        self.lock = threading.Lock()
+        self.counts = [0, 0]
+        self.call = native_call.bind(self)
+        if self.call is None:
+            self.bind()
+        else:
+            self.launch, self.attempt = self.call.launch, self.call.attempt
+        live.add(self)
+
+    @property
+    def template(self) -> Template:
+        return self.launcher.template
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Launches, nodes patched."""
+        if self.call is not None:
+            return self.call.launches, self.call.patched
+        return self.counts[0], self.counts[1]
+
+    def bind(self) -> None:
+        """A closure with the inputs that are static as far as we know. One made earlier, which another thread may be
+        about to call, finds that everything has moved."""
+        self.addresses[:] = [NOWHERE] * len(self.addresses)
+        self.static = [k for k in self.static if self.moves[k] < MOVES]
+        self.addresses = [NOWHERE] * (1 + max(self.static, default=-1))
+        self.launch = self._bound()
+
+    def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
+        if addresses is not self.addresses:  # an earlier closure's
+            self.addresses[:] = [NOWHERE] * len(self.addresses)
+            return
+        for k, address in zip(static, now):
+            self.moves[k] += addresses[k] not in (address, NOWHERE)
+            addresses[k] = address
+        if any(self.moves[k] >= MOVES for k in static):
+            self.bind()
+
+    def _bound(self) -> Callable[..., tuple[Any, ...]]:
+        layout, totals, lock, empty = self.layout, self.counts, self.lock, self.device.empty
+        patch, replay = self.launcher.patch, self.launcher.replay
+        static, addresses = self.static, self.addresses
+        moving = [k for k in layout.inputs if k not in static]
+        same, addresses_of = data_ptrs.same, data_ptrs.addresses
+        masks = tuple(self.alignments[k] - 1 for k in moving)
+        own, order = len(layout.own), layout.order
+        arguments = [*map(self.allocation, layout.own), raw(layout.saved_size), raw(layout.scratch_size)]
+        allocations = [(k, arguments[k]) for k in order]
+        regions = [self.region[k] for k in moving] + [len(layout.inputs) + k for k in order]
+        all_regions = regions + [self.region[k] for k in static]
+        static_masks = tuple(self.alignments[k] - 1 for k in static)
+        me, finish, thread = weakref.ref(self), self.outputs(), _thread
+
+        def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
+            """A static input has moved."""
+            now = addresses_of(inputs, static)
+            if any(map(and_, now, static_masks)):
+                raise Misaligned
+            count = patch([*bases, *now], all_regions)
+            if (relaunch := me()) is not None:
+                relaunch.note_moves(static, addresses, now)
+            return count
+
+        def launch(inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
+            given = addresses_of(inputs, moving)
+            if any(map(and_, given, masks)):
+                raise Misaligned
+            made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}
+            bases = [*given, *made.values()]
+            with lock:
+                thread.launching = True
+                try:
+                    if not static or same(inputs, addresses, static):
+                        totals[1] += patch(bases, regions)
+                    else:
+                        totals[1] += patch_all(inputs, bases)
+                    replay()
+                finally:
+                    thread.launching = False
+                totals[0] += 1
+            result = finish(originals or inputs, [made[k] for k in range(own)], made.get(own))
+            counters["torch_overlay"]["cudagraph_relaunches"] += 1
+            inputs.clear()
+            return result
+
+        return launch
+
+    # -- outputs
+
+    def primary(self, storage: int) -> View | None:
+        return self.layout.primary(storage)
+
+    def allocation(self, storage: int) -> tuple[Any, ...]:
+        return self.layout.allocation(storage)
+
+    def outputs(self) -> Outputs:
+        return outputs(self.layout, self.device.empty)
+
+
+def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
+    """Makes the outputs of a call from what it was given and what it allocated."""
+    recipes = layout.recipes
+    own = {number: i for i, number in enumerate(layout.own)}
+    fixed: list[Any] = [None] * len(recipes)
+    whole, of_made, of_slab, of_inputs, same, repeated, empties = [], [], [], [], [], [], []
+    seen: set[int] = set()
+    for i, recipe in enumerate(recipes):
+        match recipe:
+            case Given(value):
+                fixed[i] = value
+            case Repeated(output):
+                repeated.append((i, output))
+            case SameInput(position):
+                same.append((i, position))
+            case OfInput(position, view):
+                of_inputs.append((i, position, view))
+            case Empty(view):
+                empties.append((i, (view.size, view.stride, view.dtype)))
+            case OfStorage(number, view) if number in own:
+                primary = layout.primary(number)
+                if view == primary and number not in seen:
+                    whole.append((i, own[number]))
+                else:
+                    of_made.append((i, own[number], view, primary.dtype if primary else None))
+                seen.add(number)
+            case OfStorage(number, view):
+                offset = layout.storages[number].offset + view.offset
+                if offset % view.dtype.itemsize:
+                    raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
+                of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
+    if whole == [(i, i) for i in range(len(recipes))]:
+        return lambda source, made, slab: tuple(made[: len(whole)])  # slabs come behind them
+    types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
+
+    def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
+        result = list(fixed)
+        for i, number in whole:
+            result[i] = made[number]
+        for i, number, view, dtype in of_made:
+            result[i] = view_of_storage(made[number], view, dtype)
+        if slab is not None:
+            typed = {dtype: slab.view(dtype) for dtype in types}
+            for i, dtype, size, stride, offset in of_slab:
+                result[i] = reinterpret(typed[dtype], size, stride, offset)
+        for i, position in same:
+            result[i] = source[position]
+        for i, position, view in of_inputs:
+            result[i] = view_of_input(source[position], view)
+        for i, arguments in empties:
+            result[i] = empty(*arguments)
+        for i, output in repeated:
+            result[i] = result[output]
+        return tuple(result)
+
+    return make
+
+
+def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
+    if view.dtype == dtype and not view.offset % view.dtype.itemsize:
+        return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(made, view, view.offset)
+
+
+def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
+    if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
+        return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
+    return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
+
+
+def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
+    """A view of another type, at a byte of the source's storage."""
+    empty = torch.empty(0, dtype=view.dtype, device=source.device)
+    return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

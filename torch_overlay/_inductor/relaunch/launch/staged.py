@@ -1,0 +1,96 @@
+"""A region that is launched in stages; `arrange`, Note [Stages], says why. To its runner it is a `Relaunch`.
+
+Each stage is a relaunch by itself, with a list of inputs that it clears. What a stage needs is taken from a table of
+slots, what it makes is put there, outputs of the region among it, and what no later stage needs is taken out. The list
+of the caller is cleared before the first launch, or it would hold what is to be freed: a call that fails after that
+has used up its inputs, as one that fails in compiled code has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.launch import data_ptrs
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay._inductor.relaunch.launch.relaunch import outputs, Relaunch
+from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, SameInput
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
+
+
+def launchable(
+    device: Any,
+    arrangement: Arrangement,
+    launchers: Sequence[Any],
+    static: Sequence[int],
+    alignments: Sequence[int],
+    kept_scratch: int = 0,
+) -> Relaunch | Split:
+    if arrangement.stages:
+        return Split(device, arrangement, launchers, static, alignments)
+    (launcher,) = launchers
+    return Relaunch(device, arrangement.layout, launcher, static, alignments, kept_scratch)
+
+
+class Split:
+    attempt = None
+
+    def __init__(
+        self,
+        device: Any,
+        arrangement: Arrangement,
+        launchers: Sequence[Any],
+        static: Sequence[int],
+        alignments: Sequence[int],
+    ) -> None:
+        self.device, self.layout, self.template = device, arrangement.layout, arrangement.template
+        layout = self.layout
+        self.region = {position: region for region, position in enumerate(layout.inputs)}
+        self.steps = []
+        self.stages = []
+        for stage, launcher in zip(arrangement.stages, launchers, strict=True):
+            aligned = [alignments[slot] if slot in self.region else 1 for slot in stage.takes]
+            fixed = [k for k, slot in enumerate(stage.takes) if slot in self.region and slot in static]
+            relaunch = Relaunch(device, stage.layout, launcher, fixed, aligned)
+            self.stages.append(relaunch)
+            self.steps.append((relaunch, stage.takes, stage.gives, stage.drops))
+        self.positions = layout.inputs
+        self.masks = tuple([alignments[k] - 1 for k in self.positions])
+        self.aligned = getattr(self.stages[0].call, "aligned", data_ptrs.aligned)
+        self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
+        self.first = 1 + max(self.positions, default=-1)
+        self.slots = arrangement.slots
+        self.results = arrangement.results
+        # The other outputs, with nothing where those of the stages go.
+        made = {output for output, _ in self.results}
+        rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
+        self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Launches, nodes patched."""
+        launches, patched = zip(*(stage.totals for stage in self.stages))
+        return sum(launches), sum(patched)
+
+    def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        if not self.aligned(inputs, self.positions, self.masks):
+            raise Misaligned
+        source = {k: (originals or inputs)[k] for k in self.returned}
+        slots = inputs[: self.first] + [None] * (self.slots - self.first)
+        inputs.clear()
+        for stage, takes, gives, drops in self.steps:
+            made = stage.launch([slots[k] for k in takes])
+            for k, tensor in zip(gives, made, strict=True):
+                slots[k] = tensor
+            del made
+            for k in drops:
+                slots[k] = None
+        result = list(self.finish(source, (), None))
+        for output, slot in self.results:
+            result[output] = slots[slot]
+        return tuple(result)

@@ -1,0 +1,330 @@
+"""What a region's outputs are made of: where their bytes lie, and how a call makes the tensors again.
+
+    Given         the same object at every call: a number, None, or a tensor that the compiled module owns
+    Repeated      the same object as an earlier output
+    SameInput     an input itself
+    OfInput       a view of an input's memory
+    OfStorage     a view of memory that the call allocates
+    Empty         a tensor without bytes
+
+Regions are numbered: the tensor inputs, the storages that are allocated one by one, the slab of those that are saved
+for the backward, and the scratch slab. A layout holds no address, so two captures of one program have equal layouts.
+
+Note [Chunks]
+What is saved for the backward is no allocation each. If it is little, it is one slab. If it is much, one slab would
+keep all of it alive until the backward is through with the last piece, so it is allocated in chunks: each has what the
+forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
+larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
+Between tensors that stay (of the optimizer, say, which come when the first step's are freed) there are holes, which
+tensors one by one would fill. So when the region is captured, each hole gets the neighbours that fill most of it, a
+large one several times, and what remains is cut into chunks of full size. Segments that are free as a whole are left to
+allocations of their size, where a chunk would take a part of them.
+
+The little gradients of a backward, those of biases and norms, are chunks as well: half of a model's gradients, or more,
+are allocated and freed at each step for a thousandth of the bytes. A chunk stays as long as one of them does, so it is
+no larger than the block that the caching allocator takes from the device for such.
+
+Note [The largest first]
+What one launch needs is allocated at once, so in any order. The caching allocator gives the smallest block that is
+large enough, and cuts it. What is small would break up the blocks that only what is large fits in, if it came first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, cast, TYPE_CHECKING, TypeAlias
+
+import torch
+
+from torch_overlay._inductor.relaunch.keys import exact
+from torch_overlay._inductor.relaunch.memory.packing import aligned
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+# Note [Chunks]
+CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
+HOLE = 2 << 20  # a hole that takes less is not worth an allocation, nor is one that takes less than this part of all:
+HOLES = 256
+LITTLE = 32 << 10  # bytes of a gradient that is no allocation
+LITTLE_CHUNK = 256 << 10
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in its memory; `offset` counts bytes from the first one of the region."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @functools.cached_property
+    def extent(self) -> int:
+        """Bytes from the first element to behind the last one."""
+        last = 0
+        for n, stride in zip(self.size, self.stride):
+            if not n:
+                return 0
+            last += (n - 1) * stride
+        return (last + 1) * self.dtype.itemsize
+
+
+def view_of(tensor: torch.Tensor, offset: int = 0) -> View:
+    return View(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Given) or type(self.value) is not type(other.value):
+            return False
+        if isinstance(self.value, torch.Tensor):
+            same_place = self.value.data_ptr() == other.value.data_ptr() and self.value.device == other.value.device
+            return same_place and view_of(self.value) == view_of(other.value)
+        return self.value is other.value or bool(exact(self.value) == exact(other.value))
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+@dataclass(frozen=True)
+class Repeated:
+    output: int
+
+
+@dataclass(frozen=True)
+class SameInput:
+    input: int
+
+
+@dataclass(frozen=True)
+class OfInput:
+    input: int
+    view: View
+
+
+@dataclass(frozen=True)
+class OfStorage:
+    storage: int
+    view: View
+
+
+@dataclass(frozen=True)
+class Empty:
+    view: View
+
+
+Recipe: TypeAlias = Given | Repeated | SameInput | OfInput | OfStorage | Empty
+
+
+@dataclass(frozen=True)
+class Storage:
+    size: int
+    saved: bool = False
+    offset: int = 0  # in the slab, if saved
+    dtype: torch.dtype | None = None  # of a chunk: it is allocated as a vector of these
+
+
+@dataclass(frozen=True)
+class Layout:
+    inputs: tuple[int, ...]  # positions of the inputs that are regions
+    storages: tuple[Storage, ...]
+    recipes: tuple[Recipe, ...]
+    scratch: tuple[int, ...]  # sizes of the pieces of the scratch slab
+
+    @functools.cached_property
+    def own(self) -> tuple[int, ...]:
+        """Numbers of the storages that are regions by themselves."""
+        return tuple(i for i, s in enumerate(self.storages) if not s.saved)
+
+    @property
+    def saved_region(self) -> int:
+        return len(self.inputs) + len(self.own)
+
+    @property
+    def scratch_region(self) -> int:
+        return self.saved_region + 1
+
+    @property
+    def saved_size(self) -> int:
+        return max((s.offset + aligned(s.size) for s in self.storages if s.saved), default=0)
+
+    @property
+    def scratch_size(self) -> int:
+        return sum(map(aligned, self.scratch))
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """In which a call allocates: numbers of regions behind the inputs. Note [The largest first]"""
+        sizes = [*[self.storages[i].size for i in self.own], self.saved_size, self.scratch_size]
+        wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
+        return tuple(sorted(wanted, key=lambda k: -sizes[k]))
+
+    @functools.cached_property
+    def _outputs_by_storage(self) -> Mapping[int, Sequence[int]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for i, recipe in enumerate(self.recipes):
+            if isinstance(recipe, OfStorage):
+                found[recipe.storage].append(i)
+        return found
+
+    def outputs_of(self, storage: int) -> Sequence[int]:
+        return self._outputs_by_storage.get(storage, ())
+
+    def primary(self, storage: int) -> View | None:
+        """What the storage is allocated as: a chunk, or the output that is large enough, if there is one."""
+        size, dtype = self.storages[storage].size, self.storages[storage].dtype
+        if dtype is not None:
+            return View((size // dtype.itemsize,), (1,), dtype)
+        for output in self.outputs_of(storage):
+            view = cast("OfStorage", self.recipes[output]).view
+            if not view.offset and view.extent >= size:
+                return view
+        return None
+
+    def allocation(self, storage: int) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        view = self.primary(storage)
+        if view is None:
+            return (-(-self.storages[storage].size // 16) * 16,), (1,), torch.uint8
+        return view.size, view.stride, view.dtype
+
+    def names(self) -> dict[int, str]:
+        """By region, for tables and messages."""
+        names = {region: f"input {position}" for region, position in enumerate(self.inputs)}
+        for region, number in enumerate(self.own, start=len(self.inputs)):
+            names[region] = "output " + ", ".join(map(str, self.outputs_of(number)))
+        return names | {self.saved_region: "saved", self.scratch_region: "scratch"}
+
+
+def place(
+    recipes: Sequence[Recipe],
+    sizes: Sequence[int],
+    saved: frozenset[int],
+    made: Sequence[int],
+    *,
+    gradients: bool = False,
+    holes: Sequence[int] = (),
+) -> tuple[tuple[Recipe, ...], tuple[Storage, ...], tuple[tuple[int, int], ...]]:
+    """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
+    at which byte. Storages that saved outputs alone use go together, and little `gradients`. `made` has the order in
+    which the region makes them, `holes` the sizes of the blocks that the allocator has free. Note [Chunks]"""
+
+    def in_order(storages: Iterable[int]) -> list[int]:
+        return sorted(storages, key=lambda i: (made[i], i))
+
+    users: list[list[int]] = [[] for _ in sizes]
+    types: list[set[torch.dtype]] = [set() for _ in sizes]
+    for output, recipe in enumerate(recipes):
+        if isinstance(recipe, OfStorage):
+            users[recipe.storage].append(output)
+            types[recipe.storage].add(recipe.view.dtype)
+        elif isinstance(recipe, Repeated) and isinstance(first := recipes[recipe.output], OfStorage):
+            users[first.storage].append(output)
+    needs = list(map(aligned, sizes))
+    ours = [i for i, outputs in enumerate(users) if saved.issuperset(outputs)]
+    slab = set(ours if len(ours) > 1 else ())
+    members: list[list[int]] = []
+    if (total := sum(needs[i] for i in slab)) >= 2 * CHUNK:
+        slab = _small(ours, sizes, types, total // 64)
+        rest = set(ours) - slab
+        filled = _fill(in_order(rest), needs, types, holes, max(HOLE, total // HOLES))
+        members = [chunk for chunk in filled if len(chunk) > 1]
+        members += _chunks(in_order(rest.difference(*filled)), needs, types, CHUNK)
+    if gradients:
+        little = {i for i, size in enumerate(sizes) if size <= LITTLE and len(types[i]) == 1}
+        members += _chunks(in_order(little.difference(ours)), needs, types, LITTLE_CHUNK)
+    chunk_of = {i: number for number, chunk in enumerate(members) for i in chunk}
+    storages: list[Storage] = []
+    places: list[tuple[int, int]] = []
+    at: dict[int, tuple[int, int]] = {}  # number of the chunk -> its storage, bytes so far
+    offset = 0
+    for i, size in enumerate(sizes):
+        if i in slab:
+            places.append((len(storages), 0))
+            storages.append(Storage(size, True, offset))
+            offset += needs[i]
+        elif (number := chunk_of.get(i)) is None:
+            places.append((len(storages), 0))
+            storages.append(Storage(size))
+        else:
+            if number not in at:
+                (dtype,) = types[i]
+                at[number] = len(storages), 0
+                storages.append(Storage(sum(needs[j] for j in members[number]), dtype=dtype))
+            storage, used = at[number]
+            places.append((storage, used))
+            at[number] = storage, used + needs[i]
+    return tuple(_placed(recipe, places) for recipe in recipes), tuple(storages), tuple(places)
+
+
+def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
+    if not isinstance(recipe, OfStorage):
+        return recipe
+    storage, offset = places[recipe.storage]
+    view = recipe.view
+    return OfStorage(storage, View(view.size, view.stride, view.dtype, view.offset + offset) if offset else view)
+
+
+def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
+    """The smallest storages, together so much at most; and those that are looked at in several ways."""
+    found, total = {i for i in ours if len(types[i]) != 1}, 0
+    for i in sorted(ours, key=sizes.__getitem__):
+        total += aligned(sizes[i])
+        if total > most:
+            break
+        found.add(i)
+    return found
+
+
+def _fill(
+    ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], holes: Sequence[int], least: int
+) -> list[list[int]]:
+    """For each hole, the largest first, the neighbours of one type that fill most of it, and at least so much. What is
+    in none remains."""
+    rows: dict[torch.dtype, list[int]] = {}
+    for i in ours:
+        (dtype,) = types[i]
+        rows.setdefault(dtype, []).append(i)
+    found: list[list[int]] = []
+    taken: set[int] = set()
+    parts = [part for hole in holes for part in [*[CHUNK] * (hole // CHUNK), hole % CHUNK] if part >= least]
+    for hole in sorted(parts, reverse=True)[:HOLES]:
+        best = least - 1
+        members: list[int] = []
+        for row in rows.values():
+            first = size = 0  # of a window that ends with each of the row in turn, and holds nothing that is taken
+            for last, i in enumerate(row):
+                if i in taken:
+                    first, size = last + 1, 0
+                    continue
+                size += needs[i]
+                while size > hole:
+                    size -= needs[row[first]]
+                    first += 1
+                if size > best:
+                    best, members = size, row[first : last + 1]
+        if members:
+            found.append(members)
+            taken.update(members)
+    return found
+
+
+def _chunks(ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], full: int) -> list[list[int]]:
+    """Storages that become one, of about `full` bytes each. One by itself stays what it is."""
+    chunks: list[list[int]] = []
+    filled: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i in ours:
+        (dtype,) = types[i]
+        chunk, size = filled.get(dtype, ([], 0))
+        if not chunk or size + needs[i] > full:
+            chunks.append(chunk := [])
+            size = 0
+        chunk.append(i)
+        filled[dtype] = chunk, size + needs[i]
+    return [chunk for chunk in chunks if len(chunk) > 1]

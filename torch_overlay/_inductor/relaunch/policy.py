@@ -1,0 +1,383 @@
+"""Which compiled code gets a relaunched graph, and what is told about code that gets none.
+
+`config.cudagraphs` chooses between our graphs, upstream's trees, and none; Inductor asks through the seams below. The
+choice is made when a forward is compiled, and its backward follows it: autograd may compile the backward much later,
+in another thread, where the option has another value.
+
+A refusal has a reason code and a text. It is logged once for each piece of code, counted, and kept for `refusals()`.
+The code then runs as compiled.
+
+Note [Nobody is left without a graph or a reason]
+Code that asked for a graph is followed to its end: through the constructor of the compiled code and its `post_compile`,
+where Inductor may decide against graphs, to a `Runner`, which makes one or refuses. What Inductor decides is a refusal
+like ours, whoever logs it. Two things need no graph and are none: code without a kernel, and code for the host.
+Inductor has one switch for a forward and its backward, for trees must have both or neither. Ours are independent: the
+switch is put back when the forward is refused, and the backward asks for itself.
+
+Note [Collectives]
+A kernel of a communication library finds its buffers in memory that the library keeps, not in its parameters, and the
+library may register a buffer with its peers when it sees a capture. No proof can explain that. So collectives are
+split off, between graphs: they run as compiled, and their order across ranks is that of the program. Where code can't
+be split, or an operator of the user's hides a collective, there is no graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay import config
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled region as its compiler describes it: what stays the same from call to call."""
+
+    name: str
+    device: int
+    static_inputs: tuple[int, ...] = ()
+    mutated_inputs: tuple[int, ...] = ()
+    saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
+    is_backward: bool = False
+    source: str = ""  # the first line of the user's program that is part of it
+
+    @property
+    def is_training(self) -> bool:
+        return self.is_backward or bool(self.saved_outputs)
+
+
+@dataclass(frozen=True)
+class Refused:
+    code: Code
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f" (the region begins at {self.code.source})" if self.code.source else ""
+        return f"{self.code.name} runs without a CUDA graph [{self.reason}]: {self.message}{where}"
+
+
+_refused: list[Refused] = []
+_MOST_REFUSED = 1000
+
+
+def refuse(code: Code, reason: str, message: str) -> None:
+    """Logs and counts one refusal. Raises if the user asked for graphs or an error."""
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    found = Refused(code, reason, message)
+    counters["torch_overlay"]["cudagraph_refusals"] += 1
+    if found not in _refused:
+        log.warning("%s", found)
+        if len(_refused) < _MOST_REFUSED:
+            _refused.append(found)
+    if torch._inductor.config.triton.cudagraph_or_error:
+        raise RuntimeError(str(found))
+
+
+def refused() -> list[Refused]:
+    """What was refused in this process, each once."""
+    return list(_refused)
+
+
+def refusals() -> list[str]:
+    return list(map(str, _refused))
+
+
+# ---- what Inductor compiles
+
+
+class _Compiling(threading.local):
+    mode: str | None = None
+    graph: Any = None
+    partition = 0
+
+
+_compiling = _Compiling()
+
+
+def chosen_mode(device_box: Any) -> str:
+    """The box for the device is made once for a forward and its backward: it also carries the choice."""
+    mode = getattr(device_box, "overlay_cudagraphs", None) or config.cudagraphs
+    if device_box is not None:
+        device_box.overlay_cudagraphs = mode
+    return mode
+
+
+@contextlib.contextmanager
+def compiling(graph: Any, mode: str) -> Iterator[None]:
+    before = _compiling.mode, _compiling.graph, _compiling.partition
+    _compiling.mode, _compiling.graph, _compiling.partition = mode, graph, 0
+    try:
+        yield
+    finally:
+        _compiling.mode, _compiling.graph, _compiling.partition = before
+
+
+def post_compile(
+    original: Callable[..., None],
+    compiled: Any,
+    example_inputs: Sequence[Any],
+    constants: Any,
+    graph_kwargs: dict[str, Any],
+) -> None:
+    """Seam of CompiledFxGraph.post_compile: code that was just compiled, or comes from a cache, is given its graphs."""
+    import torch._inductor.config as inductor_config
+
+    wanted: Any = graph_kwargs.get("cudagraphs")
+    unasked = not wanted and not getattr(wanted, "overlay_wanted", False)
+    if unasked or inductor_config.cudagraph_policy is not None:
+        original(compiled, example_inputs, constants, graph_kwargs)
+        return
+    mode = chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
+    if mode == "off":
+        type(wanted).disable(wanted)
+    with compiling(compiled, mode):
+        original(compiled, example_inputs, constants, graph_kwargs)
+        if mode == "relaunch" and not wanted:
+            wanted.value = True
+            if (found := why_not(compiled)) is not None:
+                refuse(describe_whole(compiled), *found)
+
+
+# What to change, by what Inductor says.
+ADVICE = {
+    "incompatible op": "torch._inductor.config.graph_partition = True splits it off",
+    "storage mutation": "take set_() and resize_() of an input out of the compiled function",
+    "mutated inputs": "torch._inductor.config.triton.cudagraph_support_input_mutation = True allows it",
+    "multiple devices": "compile the code of each device by itself",
+    "non-Tensor inputs": "pass tensors",
+}
+
+
+def why_not(compiled: Any) -> tuple[str, str] | None:
+    """Why Inductor made no graph of code that asked for one; None if there is nothing to launch."""
+    from torch._inductor.utils import is_gpu
+
+    if compiled.kernel_free_cudagraph or not any(map(is_gpu, compiled.device_types)):
+        return None
+    said = compiled.disabled_cudagraphs_reason or ", ".join(
+        getattr(compiled.cudagraph_info, "cudagraph_fail_reasons", None) or ()
+    )
+    if said:
+        text = said.partition("Found from")[0].strip().rstrip(".")
+        for start in ("skipping cudagraphs due to ", "disabling cudagraphs due to "):
+            text = text.removeprefix(start)
+        advice = [advice for about, advice in ADVICE.items() if about in text]
+        return "inductor", "; ".join([text, *advice])
+    if compiled.partition_maps is not None and not compiled.partition_maps:
+        reasons = compiled._overlay_split_off
+        if reasons and all(reason.startswith("stream operation") for reason in reasons):
+            return None
+        message = f"all of it is split off: {'; '.join(reasons) or 'Inductor does not say why'}"
+        return "split", f"{message}. What stands between such operations in one function would get a graph"
+    return "inductor", "Inductor disabled it for this code"
+
+
+def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
+    """Only trees have generations."""
+    if (_compiling.mode or chosen_mode(device_box)) == "trees":
+        original(compiled_graph, device_box)
+
+
+def reset(original: Callable[[], None]) -> None:
+    """Seam of what torch._dynamo.reset() calls to give up the graphs of the process. Something may still hold compiled
+    code: a backward that is to be run, or Dynamo itself after a graph break."""
+    original()
+    runner = sys.modules.get("torch_overlay._inductor.relaunch.runner")
+    if runner is not None:
+        runner.forget_all()
+
+
+def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
+    """Seam of CompiledFxGraph.__init__: which outputs of a graph the user sees, and what was split off. The graph is
+    not there later, when the code is taken from the cache. Also, the constructor may take the graphs away."""
+    from torch_overlay._inductor.streams.alignment import left_to_runtime
+
+    given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
+    wanted = given["cudagraphs"]
+    before = bool(wanted)
+    original(compiled, *args, **kwargs)
+    if before and not wanted:
+        wanted.overlay_wanted = True
+    (output,) = given["gm"].graph.find_nodes(op="output")
+    compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
+    compiled._overlay_split_off = getattr(given["graph"], "_overlay_split_off", ())
+    compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
+
+
+def log_graph_partitions(
+    original: Callable[..., None], scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]
+) -> None:
+    """Seam: why nodes are in no graph, each reason once."""
+    from torch._inductor.virtualized import V
+
+    left_out = [node for p, signature in zip(partitions, signatures) if signature.skip_cudagraph for node in p]
+    graph: Any = V.graph
+    graph._overlay_split_off = tuple(dict.fromkeys(map(functools.partial(_why_left_out, scheduler), left_out)))
+    original(scheduler, partitions, signatures)
+
+
+def _why_left_out(scheduler: Any, node: Any) -> str:
+    reason = scheduler.should_partition(node)
+    if reason is None:
+        return "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
+    operator = getattr(node.node, "op_overload", None)
+    return f"{reason} ({operator})" if operator is not None and str(operator) not in reason else reason
+
+
+COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
+
+
+def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
+    """Seam: collectives are not captured. Note [Collectives]"""
+    return original(node) or (
+        config.cudagraphs == "relaunch" and getattr(node.target, "namespace", None) in COMMUNICATION
+    )
+
+
+def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
+    """Seam: with C++ wrappers, code never gets as far as to ask for a graph."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs and log_cudagraph_skip and not V.aot_compilation
+    changed = original(log_cudagraph_skip)
+    if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
+        message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
+        refuse(Code(_compiled_frame(), device=0), "cpp-wrapper", message)
+    return changed
+
+
+def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
+    """Seam: each buffer of an inference graph gets memory of its own. Where a kernel writes what another one has read,
+    the two can't run side by side, and a capture packs them by itself, into as little."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    from torch_overlay._inductor.streams.codegen import has_streams
+
+    asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
+    if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
+        with inductor_config.patch(allow_buffer_reuse=False):
+            return original(wrapper)
+    return original(wrapper)
+
+
+def cudagraphify(
+    original: Callable[..., Any], model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **kwargs: Any
+) -> Callable[..., Any]:
+    mode = _compiling.mode or config.cudagraphs
+    if mode == "trees":
+        return make_tree(original, model, static_input_idxs, **kwargs)
+    if mode == "off" or kwargs.get("kernel_free_cudagraph"):
+        return model
+    from torch_overlay._inductor.relaunch.runner import Runner
+
+    return Runner(model, describe(static_input_idxs, **kwargs))
+
+
+def make_tree(
+    original: Callable[..., Any], model: Callable[..., Any], static_input_idxs: Sequence[int], **kwargs: Any
+) -> Callable[..., Any]:
+    return original(model, static_input_idxs, **kwargs)
+
+
+def describe(
+    static_input_idxs: Sequence[int],
+    *,
+    device_index: int,
+    is_backward: bool,
+    is_inference: bool,
+    stack_traces: Sequence[str | None] = (),
+    placeholders: Sequence[Any] = (),
+    mutated_input_idxs: Sequence[int] = (),
+    **_: Any,
+) -> Code:
+    kind, name = _named(is_backward, is_inference)
+    graph, number = _compiling.graph, _compiling.partition
+    _compiling.partition += 1
+    maps = getattr(graph, "partition_maps", None) or ()
+    partition = maps[number] if _is_partitioned(graph) and number < len(maps) else None
+    if partition is not None and len(maps) > 1:
+        name += f", partition {number}"
+    return Code(
+        name=name,
+        device=device_index,
+        static_inputs=tuple(static_input_idxs),
+        mutated_inputs=tuple(mutated_input_idxs),
+        saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
+        is_backward=is_backward,
+        source=_first_line(placeholders, stack_traces),
+    )
+
+
+def describe_whole(compiled: Any) -> Code:
+    """Code that Inductor makes no graph of."""
+    settings, info = compiled.fx_kwargs, compiled.cudagraph_info
+    is_backward = bool(settings.get("is_backward"))
+    _, name = _named(is_backward, bool(settings.get("is_inference")))
+    source = source_line((compiled.disabled_cudagraphs_reason or "").partition("Found from")[2])
+    if not source and info is not None:
+        source = _first_line(info.placeholders, info.stack_traces or ())
+    return Code(name, device=next(iter(compiled.device_idxs), 0), is_backward=is_backward, source=source)
+
+
+def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:
+    kind = "backward" if is_backward else "inference" if is_inference else "forward"
+    return kind, f"{kind} of {_compiled_frame()}"
+
+
+def _compiled_frame() -> str:
+    from torch._guards import CompileContext
+
+    return f"compiled frame {CompileContext.current_compile_id() or '?'}"
+
+
+def _first_line(placeholders: Sequence[Any], stack_traces: Sequence[str | None]) -> str:
+    traces = [t for p in placeholders for u in p.users if (t := u.stack_trace)] + [t for t in stack_traces if t]
+    return source_line(traces[0]) if traces else ""
+
+
+def _is_partitioned(graph: Any) -> bool:
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.graph_partition and inductor_config.cudagraph_policy is None)
+
+
+def _saved(graph: Any, partition: Any) -> frozenset[int]:
+    """The outputs of a forward behind those that the user sees. What a partition hands to the next one is none."""
+    visible = getattr(graph, "_overlay_visible_outputs", ())
+    if not visible:
+        return frozenset()
+    first = max(visible) + 1
+    if partition is None:
+        return frozenset(range(first, len(graph.cudagraph_info.stack_traces)))
+    outputs = enumerate(partition.output_index_mapping)
+    return frozenset(i for i, among in outputs if among and min(among) >= first)
+
+
+def source_line(stack_trace: str) -> str:
+    """The innermost line of the user's program in a stack trace as FX keeps it. torch's own modules are none of it."""
+    import torch
+
+    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)
+    if not frames:
+        return ""
+    inside = os.path.dirname(torch.__file__) + os.sep
+    file, line, _, text = ([f for f in frames if not f[0].startswith(inside)] or frames)[-1]
+    return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"

@@ -1,0 +1,1 @@
+"""What a graph depends on, and the proof that it is nothing else."""

@@ -1,0 +1,495 @@
+"""What has to be patched before a captured graph can run on other memory, and the proof that this is all of it.
+
+A region is captured twice, each time in an address range of its own that nothing else in the process uses. Whatever
+a kernel node was given as an argument then falls into one of a few classes, told apart by comparing the two captures
+word by word:
+
+    the word stands for the same byte of the same region in both   a pointer: it becomes a `Word` of the template
+    equal in both, and in no allocation of the first               a constant
+    different, and it has nothing to do with either range          rubbish: padding that a launcher left uninitialised
+    anything else                                                  not understood: `Refusal`, and no graph
+
+A `Segment` says which addresses of a capture stand for which bytes of a region: an input, an output, or the scratch
+slab. At a relaunch, word := base of its region + delta. This module is pure: it imports neither torch nor a driver.
+
+Note [What a word can hide]
+Arguments are compared in windows of 8 bytes at steps of 4, for packed structures align their pointers to 4 bytes at
+least. A window that overlaps a proven pointer is a piece of that pointer. Three more things are looked for, since each
+of them would be silent corruption later: an address that is packed with other bits or shifted (descriptors of some
+devices do so), an address outside of every allocation that moved just like one of them (a base pointer with an offset
+taken off), and a pointer to memory outside of both ranges that is not the graph's (an allocation that was not seen).
+What belongs to the captured graph itself, like the state of its random generators, can lie outside as well; it differs
+between the captures, and stays.
+
+How far "outside" reaches: a kernel that is given a base minus an offset adds the offset again before it reads, so the
+offset is less than a device's memory, and such a pointer lies within `REACH` of the range. Two numbers farther off that
+differ just like two addresses are remains of addresses: a lower half, say, beside four bytes that a launcher wrote
+since. A window whose upper half is zero is always of that kind, for memory begins at `LOWEST` (`native` sees to it for
+the ranges). It may still be an address that was shifted.
+
+An integer may equal an address by coincidence; it does not move with it. If it is the address of an allocation in the
+first capture, it could also be a pointer that some library kept from there: that is refused, and another capture, at
+other addresses, tells. A difference that has nothing to do with addresses is taken for rubbish (the byte of an empty
+functor, padding) unless the parameter is a plain scalar: then something else than addresses differs.
+
+Remains of the host's stack can be addresses, too: a reduction hands over a kilobyte of tables that it fills in part.
+What is an address of the one capture, and in the other one an address of the host or of the capture before, whose
+memory nobody owns by then, is of that kind: a kernel could not have used both. So are two that end with three bytes of
+zero and stand for different bytes: something small, a few flags, was written over an address that was there before.
+Where both could be used, another capture tells; the stack is cleared before each of them, so that what remains is the
+region's own, and mostly the same.
+
+An address in the one capture and null in the other, inside of a structure, is either of that kind or an argument that
+may be missing. The capture in which it is null is as good, so that one is launched: the word becomes null. But it must
+be one of the two captures, so no word may be null in the first alone if another one is in the second alone.
+
+Note [Ends of allocations]
+The address one past an allocation belongs to it (kernels take end pointers), unless another one begins there: then
+both are candidates, and the second capture must rule out one of them, which it does when its gaps differ.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import struct
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple, TYPE_CHECKING, TypeAlias
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+# The region of a segment whose memory outlives the capture where it is: words that point there are left as they are.
+FIXED = -1
+ADDRESS = (1 << 48) - 1  # the bits of an address
+# Note [What a word can hide].
+LOWEST = 1 << 32
+OVERWRITTEN = (1 << 24) - 1
+SMALL = 1 << 16  # below it there is no address, nor one that is shifted
+REACH = 1 << 39
+
+
+class Refusal(Exception):
+    """This capture can't become a template. `reason` is a short code; the text says which node and which word."""
+
+    def __init__(
+        self, reason: str, message: str, *, node: str = "", parameter: int | None = None, offset: int | None = None
+    ) -> None:
+        where = f"node {node}" if node else ""
+        if parameter is not None:
+            where += f", parameter {parameter}"
+        if offset is not None:
+            where += f", offset {offset}"
+        super().__init__(f"{where}: {message}" if where else message)
+        self.reason = reason
+        self.node = node
+        self.parameter = parameter
+        self.offset = offset
+
+
+@dataclass(frozen=True)
+class Segment:
+    """[address, address + size) stands for the bytes [delta, delta + size) of a region."""
+
+    address: int
+    size: int
+    region: int
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class KernelNode:
+    index: int
+    handle: int
+    name: str
+    func: int
+    kern: int
+    ctx: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    parameters: tuple[tuple[int, bytes], ...]  # (offset in the packed block, value), one per parameter
+
+
+@dataclass(frozen=True)
+class FillNode:
+    """A memset node. Its only address, `dst`, counts as parameter 0."""
+
+    index: int
+    handle: int
+    dst: int
+    value: int
+    element_size: int
+    width: int  # elements in a row
+    height: int
+    pitch: int
+    name: str = "memset"
+
+    @property
+    def parameters(self) -> tuple[tuple[int, bytes], ...]:
+        return ((0, self.dst.to_bytes(8, "little")),)
+
+
+@dataclass(frozen=True)
+class CopyNode:
+    """A memcpy node from device to device. `dst` counts as parameter 0, `src` as parameter 1."""
+
+    index: int
+    handle: int
+    dst: int
+    src: int
+    width: int  # bytes in a row
+    height: int
+    depth: int
+    dst_pitch: int
+    dst_height: int
+    src_pitch: int
+    src_height: int
+    name: str = "memcpy"
+    dst_on_host: bool = False  # pinned memory that stays where it is
+    src_on_host: bool = False
+
+    @property
+    def parameters(self) -> tuple[tuple[int, bytes], ...]:
+        return (0, self.dst.to_bytes(8, "little")), (8, self.src.to_bytes(8, "little"))
+
+
+@dataclass(frozen=True)
+class EmptyNode:
+    """A node that only joins others."""
+
+    index: int
+    handle: int
+    name: str = "empty"
+    parameters: tuple[tuple[int, bytes], ...] = ()
+
+
+Node: TypeAlias = KernelNode | FillNode | CopyNode | EmptyNode
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]  # indices of nodes
+    segments: tuple[Segment, ...]
+    low: int
+    high: int  # [low, high) is the capture's own address range
+
+
+class Word(NamedTuple):
+    """8 bytes of a node's parameter, at `offset` in it: the base of the region + delta."""
+
+    node: int
+    parameter: int
+    offset: int
+    region: int
+    delta: int
+
+
+@dataclass(frozen=True)
+class Template:
+    regions: int
+    nodes: tuple[Node, ...]
+    words: tuple[Word, ...]
+
+    def table(self, names: Mapping[int, str] | None = None) -> str:
+        """Every word in a line, by region."""
+        rows = [("region", "node", "kernel", "parameter", "offset", "delta")]
+        for word in sorted(self.words, key=lambda w: (w.region, w.node, w.parameter, w.offset)):
+            region = (names or {}).get(word.region, str(word.region))
+            kernel = self.nodes[word.node].name
+            rows.append((region, str(word.node), kernel, str(word.parameter), str(word.offset), str(word.delta)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+
+class AddressMap:
+    """Which byte of which region an address of one capture stands for."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.low, self.high = graph.low, graph.high
+        self.segments = sorted(graph.segments, key=lambda s: s.address)
+        self.starts = [s.address for s in self.segments]
+        for before, after in zip(self.segments, self.segments[1:]):
+            if before.address + before.size > after.address:
+                raise Refusal("segments", f"{before} and {after} overlap")
+        if min(self.low, *self.starts[:1]) < LOWEST:
+            raise Refusal("segments", f"memory at {min(self.low, *self.starts[:1]):#x}, below {LOWEST:#x}")
+        self.ends = [s.address + s.size for s in self.segments]
+        self._places: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def covers(self, address: int) -> bool:
+        return self.low <= address < self.high
+
+    def near(self, address: int) -> bool:
+        return max(LOWEST, self.low - REACH) <= address < self.high + REACH
+
+    def upper_halves(self) -> set[int]:
+        """The upper 32 bits of every address in a segment."""
+        ends = ((s.address >> 32, s.address + s.size >> 32) for s in self.segments)
+        return {half for first, last in ends for half in range(first, last + 1)}
+
+    def places(self, address: int) -> tuple[tuple[int, int], ...]:
+        """All (region, delta) for the address: none, one, or two where two segments touch."""
+        found = self._places.get(address)
+        if found is None:
+            last = bisect.bisect_right(self.starts, address)
+            found = self._places[address] = tuple(
+                [
+                    (self.segments[i].region, self.segments[i].delta + address - self.starts[i])
+                    for i in (last - 2, last - 1)
+                    if i >= 0 and address <= self.ends[i]
+                ]
+            )
+        return found
+
+    def describe(self, address: int) -> str:
+        text = " or ".join(f"region {region} + {delta}" for region, delta in sorted(self.places(address)))
+        if not text:
+            text = "in the range but in no allocation" if self.covers(address) else "outside the range"
+        return f"{address:#x} ({text})"
+
+
+def prove(
+    a: CapturedGraph,
+    b: CapturedGraph,
+    *,
+    foreign: Callable[[int], bool] | None = None,
+    on_device: Callable[[int], bool] | None = None,
+    signatures: Mapping[int, str] | None = None,
+) -> Template:
+    """The template of `a`, proven against `b`, the same program captured again after `a` at other addresses.
+
+    `foreign(address)` says whether an address outside of both ranges is memory that the graph has no claim on, such as
+    memory that nobody owns any more (`graph.read.freed_memory`). `on_device(address)` says whether such an address is
+    memory of a device at all (`graph.read.is_device_memory`). `signatures` gives what is known of kernels by their
+    function handle: a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
+    """
+    if a.low < b.high and b.low < a.high:
+        raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
+    _same_structure(a, b)
+    scan = _Scan(AddressMap(a), AddressMap(b), foreign, on_device)
+    constants, pointers = scan.constants, scan.pointers
+    words: list[Word] = []
+    for node_a, node_b in zip(a.nodes, b.nodes):
+        kinds, index = _parameter_kinds(node_a, signatures or {}), node_a.index
+        for number, ((_, value_a), (_, value_b)) in enumerate(zip(node_a.parameters, node_b.parameters)):
+            kind = kinds[number]
+            if value_a == value_b and (kind == "s" or len(value_a) < 8 or value_a in constants):
+                continue
+            if (place := pointers.get((value_a, value_b, kind))) is not None:
+                words.append(Word(index, number, 0, *place))
+                continue
+            try:
+                words += scan.parameter(index, number, value_a, value_b, kind)
+            except _Found as found:
+                node = f"{index} ({node_a.name})"
+                raise Refusal(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
+    regions = 1 + max((s.region for s in a.segments), default=-1)
+    nodes = _with_nulls(a.nodes, scan.nulls, {word.node for word in words}) if scan.nulls else a.nodes
+    return Template(regions=regions, nodes=nodes, words=tuple(words))
+
+
+def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Container[int]) -> tuple[Node, ...]:
+    """The nodes as they are in the capture in which these words are null. A node is set to that when it is patched."""
+    made = list(nodes)
+    for null in nulls:
+        node = made[null.node]
+        if null.of_first != nulls[0].of_first or null.node not in patched or not isinstance(node, KernelNode):
+            where = f"{null.node} ({node.name})"
+            raise Refusal("moved", null.message, node=where, parameter=null.parameter, offset=null.offset)
+        if not null.of_first:
+            values = list(node.parameters)
+            at, value = values[null.parameter]
+            values[null.parameter] = at, value[: null.offset] + bytes(8) + value[null.offset + 8 :]
+            made[null.node] = dataclasses.replace(node, parameters=tuple(values))
+    return tuple(made)
+
+
+# What two captures of a node have in common, besides the name.
+_SHAPES = {
+    kind: tuple(
+        f.name for f in dataclasses.fields(kind) if f.name not in ("handle", "name", "dst", "src", "parameters")
+    )
+    for kind in (KernelNode, FillNode, CopyNode, EmptyNode)
+}
+_SHAPE_OF = {kind: attrgetter(*names) for kind, names in _SHAPES.items()}
+
+
+def _same_structure(a: CapturedGraph, b: CapturedGraph) -> None:
+    if len(a.nodes) != len(b.nodes):
+        raise Refusal("nodes", f"{len(a.nodes)} nodes in the first capture, {len(b.nodes)} in the second")
+    for number, (x, y) in enumerate(zip(a.nodes, b.nodes)):
+        kind = type(x)
+        if x.index != number or y.index != number:
+            numbers = f"nodes are not numbered in order: {x.index}, {y.index}"
+            raise Refusal("nodes", numbers, node=f"{number} ({x.name})")
+        if kind is not type(y) or x.name != y.name:
+            raise Refusal("nodes", f"the second capture has {y.name} in its place", node=f"{number} ({x.name})")
+        if (first := _SHAPE_OF[kind](x)) != (second := _SHAPE_OF[kind](y)):
+            what = next(trio for trio in zip(_SHAPES[kind], first, second) if trio[1] != trio[2])
+            message = "{} is {} in one capture and {} in the other".format(*what)
+            raise Refusal("launch", message, node=f"{number} ({x.name})")
+        if [(at, len(value)) for at, value in x.parameters] != [(at, len(value)) for at, value in y.parameters]:
+            layouts = [[(at, len(value)) for at, value in node.parameters] for node in (x, y)]
+            message = f"parameters (offset, size) are {layouts[0]} and {layouts[1]}"
+            raise Refusal("layout", message, node=f"{number} ({x.name})")
+    if a.edges != b.edges and (differ := set(a.edges) ^ set(b.edges)):
+        only = ", ".join(f"{u} -> {v}" for u, v in sorted(differ)[:5])
+        raise Refusal("edges", f"edges of one capture only: {only}")
+
+
+def _parameter_kinds(node: Node, signatures: Mapping[int, str]) -> str:
+    count = len(node.parameters)
+    if not isinstance(node, KernelNode):
+        return "p" * count
+    kinds = signatures.get(node.func)
+    if kinds is None:
+        return "?" * count
+    if len(kinds) != count:
+        message = f"its declared signature has {len(kinds)} parameters, the node {count}"
+        raise Refusal("signature", message, node=f"{node.index} ({node.name})")
+    return kinds
+
+
+class _Found(Exception):
+    def __init__(self, reason: str, offset: int, message: str) -> None:
+        super().__init__(message)
+        self.reason, self.offset = reason, offset
+
+
+@dataclass(frozen=True)
+class _Null:
+    """A word that is an address in one capture, and null in the other: in the first, or not."""
+
+    node: int
+    parameter: int
+    offset: int
+    of_first: bool
+    message: str
+
+
+class _Scan:
+    def __init__(
+        self,
+        a: AddressMap,
+        b: AddressMap,
+        foreign: Callable[[int], bool] | None,
+        on_device: Callable[[int], bool] | None,
+    ) -> None:
+        self.a, self.b, self.foreign, self.on_device = a, b, foreign, on_device
+        at = {(s.region, s.delta): s.address for s in a.segments}
+        self.moves = {s.address - at[s.region, s.delta] for s in b.segments if (s.region, s.delta) in at}
+        self.upper = a.upper_halves()
+        self.first = min((s.address for s in a.segments), default=0)
+        self.last = max((s.address + s.size for s in a.segments), default=0)
+        # What was found already: values that are constants, and places of values that are a pointer.
+        self.constants: set[bytes] = set()
+        self.pointers: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
+        self.nulls: list[_Null] = []
+        self.at = 0, 0  # node and parameter
+        self.packed = False  # is the parameter a structure?
+
+    def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[Word]:
+        if value_a == value_b:
+            for offset, word, _ in self._windows(value_a, value_a):
+                self._unproven(offset, word, word, kind)
+            self.constants.add(value_a)
+            return ()
+        if kind == "s" or len(value_a) == 4:
+            message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
+            raise _Found("scalar", 0, message)
+        if len(value_a) == 8:  # a pointer and nothing else, as most are
+            common = self._common(int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little"))
+            if len(common) == 1 and common[0][0] != FIXED:
+                self.pointers[value_a, value_b, kind] = common[0]
+                return [Word(node, number, 0, *common[0])]
+        self.at, self.packed = (node, number), len(value_a) > 8
+        proven = self._proven(self._windows(value_a, value_b), kind)
+        return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
+
+    def _common(self, word_a: int, word_b: int) -> list[tuple[int, int]]:
+        """Every (region, delta) that both words stand for, each in its capture."""
+        if word_a >> 32 not in self.upper or word_a == word_b:
+            return []
+        others = self.b.places(word_b)
+        return [place for place in self.a.places(word_a) if place in others]
+
+    def _proven(self, windows: Sequence[tuple[int, int, int]], kind: str) -> dict[int, tuple[int, int]]:
+        """(region, delta) by offset."""
+        proven: dict[int, tuple[int, int]] = {}
+        for offset, word_a, word_b in windows:
+            common = self._common(word_a, word_b)
+            if len(common) > 1 or (common and offset - 4 in proven):
+                raise _Found("ambiguous", offset, f"{self.a.describe(word_a)} can be read in two ways")
+            if common:
+                proven[offset] = common[0]
+        for offset, word_a, word_b in windows:
+            if offset not in proven and offset - 4 not in proven and offset + 4 not in proven:
+                self._unproven(offset, word_a, word_b, kind)
+        return proven
+
+    def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
+        """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
+        halves, upper = len(value_a) // 4, self.upper
+        a, b = struct.unpack_from(f"<{halves}I", value_a), struct.unpack_from(f"<{halves}I", value_b)
+        starts = {i - 1 for i, half in enumerate(a) if half in upper}
+        if value_a != value_b:
+            differ = [i for i, half in enumerate(b) if half != a[i]]
+            starts.update(differ, [i - 1 for i in differ])
+        inside = sorted([i for i in starts if 0 <= i < halves - 1])
+        return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in inside]
+
+    def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
+        """Accepts a constant or rubbish; anything else is raised."""
+        if word_a == word_b:
+            if kind != "s" and self.a.covers(word_a) and self.a.places(word_a):
+                message = (
+                    f"{self.a.describe(word_a)} of the first capture did not move: a coincidence, or a kept pointer"
+                )
+                raise _Found("unmoved", offset, message)
+            return
+        if kind != "p" and (0 < word_a < SMALL or 0 < word_b < SMALL):
+            return  # a small number in one capture is no address in the other: what lay on the host's stack
+        if (self.a.places(word_a) or self.b.places(word_b)) and not self._stale(kind, word_a, word_b):
+            message = f"it did not move with one allocation: {self._both(word_a, word_b)}"
+            if kind == "p" or not self.packed or (word_a and word_b):
+                raise _Found("moved", offset, message)
+            self.nulls.append(_Null(*self.at, offset, not word_a, message))
+            return
+        for shift in range(13):
+            hidden_a = (word_a << shift) & ADDRESS
+            if self.first <= hidden_a <= self.last:
+                hidden_b = (word_b << shift) & ADDRESS
+                if not set(self.a.places(hidden_a)).isdisjoint(self.b.places(hidden_b)):
+                    how = f"shifted right by {shift} bits" if shift else "packed with other bits"
+                    raise _Found("encoded", offset, f"an address, {how}: {self.a.describe(hidden_a)}")
+        moved = (word_b - word_a) in self.moves and self.a.near(word_a) and self.b.near(word_b)
+        if moved and not self._stale(kind, word_a, word_b):
+            message = f"it moved like an allocation, but is in none: {self._both(word_a, word_b)}"
+            raise _Found("outside", offset, message)
+        covered = self.a.covers(word_a) or self.b.covers(word_b)
+        if kind == "p" or (covered and not self._stale(kind, word_a, word_b)):
+            message = f"an address that moved in no known way: {self._both(word_a, word_b)}"
+            raise _Found("moved", offset, message)
+        # What a pool of the capture has freed is nobody's either, in the books of the allocator.
+        if self.foreign is not None and not covered and self.foreign(word_a) and self.foreign(word_b):
+            message = f"it points to device memory that is no part of the capture: {self._both(word_a, word_b)}"
+            raise _Found("foreign", offset, message)
+
+    def _stale(self, kind: str, word_a: int, word_b: int) -> bool:
+        """Is one of them no address that a kernel could use, nor the null that stands for none, or was something
+        written over both? Then the word is no argument."""
+        if kind == "p" or self.on_device is None or not (word_a and word_b):
+            return False
+        if not (word_a | word_b) & OVERWRITTEN:
+            return True
+        words = ((self.a, self.b, word_a), (self.b, self.a, word_b))
+        return any(
+            not own.covers(word) and (other.covers(word) or not self.on_device(word)) for own, other, word in words
+        )
+
+    def _both(self, word_a: int, word_b: int) -> str:
+        return f"{self.a.describe(word_a)} in the first capture, {self.b.describe(word_b)} in the second"

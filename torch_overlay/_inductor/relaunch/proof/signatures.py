@@ -1,0 +1,105 @@
+"""What is declared of the kernels in a generated module, for `prove.prove(signatures=...)`.
+
+Triton knows of each parameter whether it is a pointer or a number. The proof uses it twice: a pointer that moved in
+no known way is refused even where it could pass for rubbish, and a number that equals an address by coincidence is no
+reason for another capture. Kernels are told apart by their function handle, since names repeat.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+POINTER, SCALAR, UNKNOWN = "p", "s", "?"
+READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't know
+ONLY_READ = re.compile(r"in_ptr\d+")
+# Kernels that Inductor writes itself: they load and store at their parameters, and look for addresses nowhere else.
+WRITTEN_BY_INDUCTOR = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION")
+SCRATCH = POINTER * 2  # Triton's global and profile scratch, behind the declared parameters
+
+
+def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that have
+    not been loaded yet, and those with parameters of other kinds, are left out."""
+    found: dict[int, str] = {}
+    for value in list(namespace.values()):
+        for launcher in getattr(value, "launchers", None) or ():
+            binary = _binary(launcher)
+            letters = _letters(binary)
+            if letters is not None:
+                found.update(dict.fromkeys(_handles(binary), letters))
+    return found
+
+
+def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Function handle -> a letter per parameter, of Inductor's own kernels: a pointer is read, or it may be written."""
+    found: dict[int, str] = {}
+    for value in list(namespace.values()):
+        if getattr(getattr(value, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
+            continue
+        letters = _reads_and_writes(value)
+        for launcher in getattr(value, "launchers", None) or ():
+            binary = _binary(launcher)
+            declared = _letters(binary)
+            # Triton's scratch memories are behind the parameters that have names.
+            if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
+                whole = letters + HIDDEN * (len(declared) - len(letters))
+                found.update(dict.fromkeys(_handles(binary), whole))
+    return found
+
+
+UNNAMED = str.maketrans({READ: POINTER, WRITE: POINTER})
+
+
+def _reads_and_writes(kernel: Any) -> str:
+    """As Inductor names parameters, only these are read, unless they are listed as mutated."""
+    letters = ""
+    constants = kernel.triton_meta.get("constants", {})
+    for position, (name, kind) in enumerate(kernel.triton_meta["signature"].items()):
+        if kind == "constexpr" or name in constants or (position,) in constants:
+            continue
+        if not str(kind).startswith("*"):
+            letters += SCALAR
+        else:
+            letters += READ if ONLY_READ.fullmatch(name) and name not in kernel.mutated_arg_names else WRITE
+    return letters
+
+
+def _binary(launcher: Any) -> Any:
+    """The kernel object behind a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
+    scope = getattr(launcher, "__globals__", {})
+    return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)
+
+
+def _handles(binary: Any) -> Iterator[int]:
+    """A kernel of torch's static launcher has a handle for each device it ran on."""
+    functions = getattr(binary, "functions", None) or {}
+    for function in (getattr(binary, "function", None), *functions.values()):
+        if function:
+            yield int(function)
+
+
+def _letters(binary: Any) -> str | None:
+    static = getattr(binary, "arg_tys", None)
+    if static is not None:
+        letters = "".join({"O": POINTER, "M": UNKNOWN}.get(letter, SCALAR) for letter in static)
+        for flag in ("has_global_scratch", "has_profile_scratch"):
+            letters += POINTER if getattr(binary, flag, False) else ""
+        return letters
+    source = getattr(binary, "src", None)
+    signature = getattr(source, "signature", None)
+    if signature is None:
+        return None
+    constants = {key[0] for key in getattr(source, "constants", {}) if isinstance(key, tuple) and len(key) == 1}
+    letters = ""
+    for position, kind in enumerate(signature.values()):
+        if kind == "constexpr" or position in constants:
+            continue
+        if not isinstance(kind, str) or kind.startswith(("tensordesc", "nvTmaDesc")):
+            return None
+        letters += POINTER if kind.startswith("*") else SCALAR
+    return letters + SCRATCH

@@ -1,0 +1,422 @@
+"""What stands in for a compiled region: it runs it, then captures it, then relaunches it for ever.
+
+    call 1   of a key, in a thread: the region runs as compiled, and libraries and Triton choose their kernels
+    call 2   it is captured (`capture`), and the graph is launched
+    call n   the graph is launched (`relaunch`)
+
+A key is made of the inputs that are no tensors of the device (`keys`). Each key has a state of its own; the least
+recently used is dropped when there are too many. Seeds of attention are in no key, wherever they are: Note [Seeds of
+attention] of `attention_seeds`.
+
+Note [Alignment of inputs]
+Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
+aligned like those it was captured with, or better. Fresh tensors are aligned to more than anybody looks at. The first
+input that is less aligned, but to 16 bytes, gets the region captured once more, for any such input. An input that is
+not even that is copied, and copied back if the region writes it: compiled code couldn't use it where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import attention_seeds, keys, policy
+from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native, relaunch, staged
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay._inductor.relaunch.launch.relaunch import launching
+from torch_overlay._inductor.relaunch.proof.prove import Refusal
+from torch_overlay._inductor.relaunch.verify import Verified
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.policy import Code
+
+FULL = capture.ALIGNMENT
+LEAST = 16
+LARGE = 1 << 20  # bytes of an input whose end matters
+FAILURES = 3  # captures of a key that may fail for another reason than a refusal
+
+live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+class State:
+    """What is known of a region for one key."""
+
+    def __init__(self) -> None:
+        self.warm_in: set[int] = set()  # threads; libraries keep some of their choices per thread
+        self.plan = Plan()
+        self.alignments: dict[int, int] = {}
+        self.failures = 0
+        self.refused = False
+        self.relaunch: Relaunch | Split | Verified | None = None
+
+
+class Runner:
+    def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any = None) -> None:
+        if device is None:
+            from torch_overlay._inductor.relaunch.capture.recording import Cuda
+
+            device = Cuda(code.device)
+        self.model, self.code, self.device = model, code, device
+        self.bound = config.cudagraph_templates
+        self.verify = config.cudagraph_verify
+        self.kept_scratch = 0 if code.is_training else int(config.cudagraph_kept_scratch_mib * (1 << 20))
+        self.states: OrderedDict[Any, State] = OrderedDict()
+        self.lock = threading.RLock()  # a finalizer may come here while it is held
+        self.key_of: Callable[[Sequence[Any]], Any] | None = None
+        self.keyed: tuple[int, ...] = ()  # positions of what is in a key: numbers, then scalars
+        self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
+        self.has_large = False  # a tensor in host memory was too large for a key; it is told once
+        self.seeds: frozenset[int] = frozenset()  # positions
+        self.captures = 0
+        self.warm_ups = 0  # since the last capture
+        self._is_current = device.current, device.index, device.is_capturing
+        self.attempt: Callable[[list[Any]], Any] | None = None  # of the one state there is, if it needs no key
+        live_runners.add(self)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        attempt = self.attempt
+        if attempt is not None and (result := attempt(inputs)) is not None:
+            return result
+        return self._by_key(inputs)
+
+    def _by_key(self, inputs: list[Any]) -> Any:
+        if self.seeds:
+            self._place_seeds(inputs)
+        key_of = self.key_of
+        if key_of is None:
+            key_of = self.key_of = self._make_key(inputs)
+        state = self.states.get(key := key_of(inputs))
+        if state is not None and (relaunch := state.relaunch) is not None:
+            if len(self.states) > 1:
+                self._touch(key)
+            if (attempt := relaunch.attempt) is not None:
+                if (result := attempt(inputs)) is not None:
+                    return result
+                return self._slow(key, inputs)
+            current, index, is_capturing = self._is_current
+            if current() == index and not is_capturing() and not launching():
+                try:
+                    return relaunch.launch(inputs)
+                except Misaligned:
+                    pass
+        return self._slow(key, inputs)
+
+    def plain(self, inputs: list[Any]) -> Any:
+        """As compiled. Compiled code aligns what it only reads, and leaves what it writes to its caller."""
+        clones = self._align(inputs, self.code.mutated_inputs)
+        result = self.model(inputs)
+        for _, original, clone in clones:
+            copy_back(original, clone)
+        return result
+
+    def _align(self, inputs: list[Any], positions: Sequence[int]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Replaces inputs that compiled code can't use where they are. Static ones are what it was compiled for."""
+        clones = []
+        for k in positions:
+            value = inputs[k]
+            if k not in self.code.static_inputs and address_of(value) % LEAST:
+                inputs[k] = clone_flat(value)
+                clones.append((k, value, inputs[k]))
+        return clones
+
+    # -- the way to a graph
+
+    def _make_key(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
+        scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
+        numbers = [k for k in others if k not in scalars]
+        self.keyed, self.scalars = (*numbers, *scalars), frozenset(scalars)
+        return keys.key_of(numbers, scalars)
+
+    def _place_seeds(self, inputs: list[Any]) -> None:
+        """Those of a forward that ran as compiled are in host memory."""
+        on_host = [k for k in self.seeds if not capture.is_region(inputs[k])]
+        if on_host and not self.device.is_capturing():
+            for k in on_host:
+                inputs[k] = attention_seeds.to_device(inputs[k], self.device.device)
+
+    def _learn_seeds(self, key: Any, state: State, found: Collection[int]) -> None:
+        """After the first run for a key: these inputs are seeds. The key loses them, and its state stays."""
+        with self.lock:
+            if self.seeds.issuperset(found):
+                return
+            self.seeds = self.seeds.union(found)
+            self.attempt = None
+            kept = [i for i, k in enumerate(self.keyed) if k not in self.seeds]
+            if len(kept) == len(self.keyed) or self.states.get(key) is not state:
+                return
+            self.states = OrderedDict({tuple(key[i] for i in kept): state})
+            self.keyed = tuple(self.keyed[i] for i in kept)
+            self.scalars = self.scalars.intersection(self.keyed)
+            numbers, scalars = ([k for k in self.keyed if (k in self.scalars) is among] for among in (False, True))
+            self.key_of = keys.key_of(numbers, scalars)
+
+    def forget(self) -> None:
+        """Gives up all graphs; the next call begins anew."""
+        with self.lock:
+            states, self.states = self.states, OrderedDict()
+            self.key_of = self.attempt = None
+            self.captures = 0
+        states.clear()
+
+    def _touch(self, key: Any) -> None:
+        with self.lock:
+            if key in self.states:
+                self.states.move_to_end(key)
+
+    def _state(self, key: Any) -> State | None:
+        """The state of a key; None if the region has too many."""
+        with self.lock:
+            state = self.states.get(key)
+            if state is None and self.captures < self._most_captures:
+                state = self.states[key] = State()
+                while len(self.states) > self.bound:
+                    self.states.popitem(last=False)
+            return state
+
+    @property
+    def _most_captures(self) -> int:
+        return 4 * self.bound
+
+    def _slow(self, key: Any, inputs: list[Any]) -> Any:
+        if self.device.is_capturing() or launching():
+            return self.plain(inputs)  # a part of the caller's graph; or the collector runs a finalizer in a launch
+        state = self._state(key)
+        if state is not None and not state.refused and keys.LARGE in key:
+            self._refuse_host_tensor(state, inputs)
+        if state is None or state.refused:
+            return self.plain(inputs)
+        if threading.get_ident() not in state.warm_in:
+            return self._warm_up(key, state, inputs)
+        with self.device.guard():
+            originals = list(inputs)
+            clones = self._align(inputs, range(len(inputs)))
+            ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
+            if not ready or (relaunch := state.relaunch) is None:  # None: another thread has given it up
+                inputs[:] = originals
+                return self.plain(inputs)
+            untried = has_copies_never_launched(relaunch)
+            if not clones and not untried:
+                originals.clear()  # or this frame would hold what a launch in stages is to give back
+            try:
+                result = relaunch.launch(inputs, originals or None)
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or not untried:
+                    if untried:
+                        state.relaunch = None  # the next one is the first launch
+                    raise
+                state.refused, state.relaunch = True, None
+                policy.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
+                inputs[:] = originals
+                return self.plain(inputs)
+            for k, original, clone in clones:
+                if k in self.code.mutated_inputs:
+                    copy_back(original, clone)
+            return result
+
+    def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
+        state.refused = True
+        if not self.has_large:
+            self.has_large = True
+            k = next(k for k in self.keyed if k in self.scalars and keys.host_value(inputs[k]) is keys.LARGE)
+            message = f"input {k} is a tensor of {inputs[k].numel()} values in host memory"
+            policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
+
+    def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
+        """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
+        self.device.prepare()
+        given, generators = storages(inputs), self.device.generators(inputs)
+        large = {
+            k: StorageWeakRef(v.untyped_storage())
+            for k, v in enumerate(inputs)
+            if address_of(v) and v.untyped_storage().nbytes() >= LARGE
+        }
+        drawn = [g.get_offset() for g in generators]
+        at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
+        observer, asked = Observer(), {}
+        detail = self.code.is_backward and bool(large)
+        namespace = namespace_of(self.model)
+        watch = Watch(observer, self._counted(asked), tuned_in=namespace)
+        with observed(namespace, observer), attention_seeds.noted() as noted, watch:
+            result = self.plain(inputs)
+        self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
+        made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
+        random = drawn != [g.get_offset() for g in generators]
+        # An input may be gone by now, and an allocation of the region be where it was.
+        fresh = [address for address in made if address not in given or address in observer.last]
+        dying = frozenset(k for k, storage in large.items() if storage.expired())
+        base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
+        state.plan = observer.plan(fresh, base)
+        state.warm_in.add(threading.get_ident())
+        self.warm_ups += 1
+        if self.warm_ups == self._most_captures:
+            message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
+            policy.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
+        return result
+
+    def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
+        """Runs operators, and notes what those that return something new allocate."""
+
+        def run(number: int, call: Callable[[], Any], makes: bool) -> Any:
+            before = self.device.allocated() if makes else (0, 0)
+            result = call()
+            if makes and (now := self.device.allocated()) != before:
+                asked[number] = now[0] - before[0], now[1] - before[1]
+            return result
+
+        return run
+
+    def _is_ready(self, state: State, inputs: Sequence[Any]) -> bool:
+        """Is there a graph that is good for these inputs? Notes what another one would have to be good for."""
+        ready = had_graph = state.relaunch is not None
+        for k, value in enumerate(inputs):
+            if capture.is_region(value):
+                alignment = alignment_of(address_of(value))
+                if alignment < state.alignments.setdefault(k, FULL):
+                    state.alignments[k] = alignment if k in self.code.static_inputs else LEAST
+                    ready = False
+        if had_graph and not ready:
+            moving = (k for k, v in enumerate(inputs) if capture.is_region(v) and k not in self.code.static_inputs)
+            state.alignments.update(dict.fromkeys(moving, LEAST))
+        return ready
+
+    def _capture(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
+        """Makes the state's graph. False: this call has to do without."""
+        if not capture.capturing.acquire(blocking=False):
+            return False
+        try:
+            self.captures += 1
+            self.warm_ups = 0
+            alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
+            arrangement, launchers = capture.capture_region(
+                self.device, self.model, inputs, alignments, state.plan, self.code
+            )
+            static = self.code.static_inputs
+            made = staged.launchable(self.device, arrangement, launchers, static, alignments, self.kept_scratch)
+            for launcher in launchers:
+                if (patcher := getattr(launcher, "patcher", None)) is not None:
+                    patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
+        except Refusal as refusal:
+            state.refused = True
+            policy.refuse(self.code, refusal.reason, str(refusal))
+            return False
+        except Exception as error:
+            state.failures += 1
+            policy.log.info("%s could not be captured", self.code.name, exc_info=True)
+            if state.failures == FAILURES:
+                state.refused = True
+                policy.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
+            return False
+        finally:
+            capture.capturing.release()
+        counters["torch_overlay"]["cudagraph_captures"] += 1
+        nodes = sum(launcher.nodes for launcher in launchers)
+        counters["torch_overlay"]["cudagraph_nodes"] += nodes
+        if policy.log.isEnabledFor(logging.INFO):
+            message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
+            what = arrangement.describe(), arrangement.layout.names()
+            policy.log.info(message, self.code.name, nodes, len(launchers), *what)
+        state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
+        with self.lock:
+            if not key and not self.seeds and self.states.get(key) is state:
+                self.attempt = state.relaunch.attempt
+        if self.captures == self._most_captures:
+            message = f"{self.captures} captures for different sizes and numbers: no more are made"
+            policy.refuse(self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
+        return True
+
+
+def has_copies_never_launched(relaunch: Any) -> bool:
+    """A driver may refuse to make anything of copies; the first launch finds out."""
+    if isinstance(relaunch, Verified):
+        return has_copies_never_launched(relaunch.relaunch)
+    return not relaunch.totals[0] and bool(memcpy_nodes.moving(relaunch.template))
+
+
+def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -> None:
+    """From the next call on, the region runs without a graph."""
+    owner, found = runner(), state()
+    if found is not None:
+        found.refused, found.relaunch = True, None
+    if owner is not None:
+        owner.attempt = None
+        policy.refuse(owner.code, "host-memory", why)
+
+
+def address_of(value: Any) -> int:
+    """0 for what is no plain tensor of the device."""
+    return value.data_ptr() if capture.is_region(value) and value.layout is torch.strided else 0
+
+
+def alignment_of(address: int) -> int:
+    """The power of two that the address is a multiple of, as far as anybody looks."""
+    return min(address & -address, FULL) if address else FULL
+
+
+def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as the original does, whatever its strides."""
+    return torch.as_strided(_flat(tensor).clone(), tensor.size(), tensor.stride(), 0)
+
+
+def copy_back(original: torch.Tensor, clone: torch.Tensor) -> None:
+    _flat(original).copy_(_flat(clone))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    length = 0 if 0 in tensor.size() else 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+    return torch.as_strided(tensor, (length,), (1,))
+
+
+def refusals() -> list[str]:
+    return policy.refusals()
+
+
+def forget_all() -> None:
+    for runner in list(live_runners):
+        runner.forget()
+    native.give_back()
+
+
+def live() -> dict[str, int]:
+    """What the process holds for relaunches, by kind."""
+    from torch_overlay._inductor.relaunch.capture import recording
+
+    return {
+        "runners": sum(bool(runner.states) for runner in list(live_runners)),
+        "templates": len(relaunch.live),
+        "execs": len(recording.live_launchers),
+        "ranges": sum(r.space is not None for r in recording.live_recordings),
+        "kept scratch": native.kept(),
+    }
+
+
+def stats() -> dict[str, int]:
+    """Totals of the graphs that are alive."""
+    alive = list(relaunch.live)
+    return {
+        "nodes": sum(r.launcher.nodes for r in alive),
+        "nodes_patched": sum(r.totals[1] for r in alive),
+        "relaunches": sum(r.totals[0] for r in alive),
+    }
+
+
+def bare_replays() -> list[Callable[[], None]]:
+    """Launches of the live graphs with their pointers as they are, for benchmarks."""
+    return [r.launcher.replay for r in list(relaunch.live) if r.totals[0]]

@@ -1,0 +1,157 @@
+"""`config.cudagraph_verify`: every relaunch is compared with the region as compiled, run on copies of its inputs.
+
+Both runs see the same random numbers. Sums that are made in no fixed order may differ in their last bits, so values
+are compared with a tolerance; a word that was patched wrongly makes another kind of difference. The first difference
+is raised, with the parameters that hold the address of what differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.relaunch.attention_seeds import may_be_seed
+from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.keys import exact
+from torch_overlay._inductor.relaunch.memory.outputs import OfInput, OfStorage, Repeated, SameInput
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.policy import Code
+
+# Largest difference, relative to the largest number of the tensor.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+COARSE = 0.25  # types of 8 bits
+MOST_WORDS = 8
+
+
+class VerifyError(RuntimeError):
+    """A relaunch and the compiled code disagree."""
+
+
+class Verified:
+    """Stands in for a `Relaunch`."""
+
+    attempt = None
+
+    def __init__(
+        self,
+        relaunch: Relaunch | Split,
+        plain: Callable[[list[Any]], Any],
+        code: Code,
+        clone: Callable[..., torch.Tensor],
+    ) -> None:
+        self.relaunch, self.plain, self.code, self.clone = relaunch, plain, code, clone
+
+    def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        held = list(inputs)
+        copies = [self.clone(v) if capture.is_region(v) else v for v in held]
+        generators = [v for v in held if isinstance(v, torch.Generator)]
+        device = self.relaunch.device
+        before = device.random_state(), [g.get_state() for g in generators]
+        expected = self.plain(list(copies))
+        device.set_random_state(before[0])
+        for generator, state in zip(generators, before[1]):
+            generator.set_state(state)
+        result = self.relaunch.launch(inputs, originals)
+        for k in self.code.mutated_inputs:
+            if capture.is_region(held[k]):
+                self._compare(f"input {k}, which it writes,", copies[k], held[k], self.relaunch.region.get(k))
+        for i, (want, got) in enumerate(zip(expected, result, strict=True)):
+            if not self._is_unwritten(i):
+                self._compare(f"output {i}", want, got, self._region(i))
+        return result
+
+    def _is_unwritten(self, output: int) -> bool:
+        """No node of the graph knows its memory, which holds what it held, as without a graph: flash attention returns
+        such a tensor.
+        """
+        layout = self.relaunch.layout
+        match layout.recipes[output]:
+            case Repeated(first):
+                return self._is_unwritten(first)
+            case OfStorage(number, _):
+                storage, region = layout.storages[number], self._region(output)
+                start = 0 if number in layout.own else storage.offset
+                words = self.relaunch.template.words
+                return not any(w.region == region and start <= w.delta < start + max(storage.size, 1) for w in words)
+        return False
+
+    def _region(self, output: int) -> int | None:
+        layout = self.relaunch.layout
+        match layout.recipes[output]:
+            case Repeated(first):
+                return self._region(first)
+            case SameInput(position) | OfInput(position, _):
+                return self.relaunch.region.get(position)
+            case OfStorage(number, _):
+                own = layout.own
+                return len(layout.inputs) + own.index(number) if number in own else layout.saved_region
+        return None
+
+    def _compare(self, what: str, want: Any, got: Any, region: int | None) -> None:
+        if may_be_seed(want) and not capture.is_region(want) and may_be_seed(got) and capture.is_region(got):
+            return  # Note [Seeds of attention]: nobody wrote those of a forward without dropout
+        difference = describe_difference(want, got)
+        if difference is None:
+            return
+        template = self.relaunch.template
+        words = [w for w in template.words if w.region == region]
+        lines = [f"{self.code.name}: {what} of the relaunched graph is not that of the compiled code: {difference}"]
+        for word in words[:MOST_WORDS]:
+            kernel = template.nodes[word.node].name
+            lines.append(
+                f"  its address: node {word.node} ({kernel}), parameter {word.parameter}, offset {word.offset}"
+            )
+        if len(words) > MOST_WORDS:
+            lines.append(f"  and {len(words) - MOST_WORDS} more words")
+        raise VerifyError("\n".join(lines))
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    return 0.0 if exact else TOLERANCES.get(dtype, COARSE)
+
+
+def describe_difference(want: Any, got: Any) -> str | None:
+    """None if they agree."""
+    if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+        return None if want is got or exact(want) == exact(got) else f"{got!r} instead of {want!r}"
+    for attribute in ("dtype", "device", "shape"):
+        if getattr(want, attribute) != getattr(got, attribute):
+            return f"{attribute} {getattr(got, attribute)} instead of {getattr(want, attribute)}"
+    if want.stride() != got.stride():
+        return f"strides {got.stride()} instead of {want.stride()}"
+    if not want.numel() or torch.equal(a := _comparable(want), b := _comparable(got)):
+        return None
+    if a.dtype.is_floating_point:
+        tolerance = tolerance_of(want.dtype)
+        finite = a[a.isfinite()].abs()
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        wrong = ~torch.isclose(b, a, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    else:
+        wrong = a != b
+    count = int(wrong.sum())
+    if not count:
+        return None
+    first = tuple(wrong.nonzero()[0].tolist())
+    return f"{count} of {wrong.numel()} values differ, first at {first}: {b[first].item()} instead of {a[first].item()}"
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
