@@ -28,7 +28,7 @@ import form
 from stream_programs import by_name, gpu
 from stream_programs.asynchronous_copies import COPIES
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement import annotate, BEFORE, ORDER, REQUIRES
+from torch_overlay._functorch.streams.fx import annotate, BEFORE, ORDER, REQUIRES
 from torch_overlay._inductor.streams.lowering import order_graph
 from torch_overlay.testing import compile_only, simulated_gpu
 

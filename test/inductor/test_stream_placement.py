@@ -31,7 +31,7 @@ from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.steps import LARGEST, Spec
 from stream_programs.drawn.writer import write
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement import AFTER, annotate, BEFORE, node_stream
+from torch_overlay._functorch.streams.fx import AFTER, annotate, BEFORE, node_stream
 from torch_overlay._inductor.streams.pass_log import PassLog
 from torch_overlay.testing import compile_only, observe, placement_checked, simulated_gpu
 

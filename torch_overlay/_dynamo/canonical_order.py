@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement import is_stream_op, node_stream
+from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
 
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay import config
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.placement import (
+from torch_overlay._functorch.streams.fx import (
     AFTER,
     AMBIENT,
     annotate,

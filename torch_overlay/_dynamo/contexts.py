@@ -37,7 +37,7 @@ from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import restart_without_streams
 from torch_overlay._functorch.streams.eager_memory import updates_in_place
-from torch_overlay._functorch.streams.placement import annotate, is_stream_op, node_stream, STORAGE, TARGET
+from torch_overlay._functorch.streams.fx import annotate, is_stream_op, node_stream, STORAGE, TARGET
 
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch_overlay._dynamo.manual_contexts import NvtxRange, range_enter, range_
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_pop, range_push, RANGES, RECORD_FUNCTION
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
-from torch_overlay._functorch.streams.placement import is_stream_op, node_stream
+from torch_overlay._functorch.streams.fx import is_stream_op, node_stream
 
 
 if TYPE_CHECKING:

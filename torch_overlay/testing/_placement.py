@@ -28,7 +28,7 @@ class Unplaced(AssertionError):
 
 def _launches(node: Node) -> bool:
     """It runs on the device, or reads what does."""
-    from torch_overlay._functorch.streams.placement import is_stream_op, is_view
+    from torch_overlay._functorch.streams.fx import is_stream_op, is_view
 
     if node.op != "call_function" or is_stream_op(node) or is_view(node) or node.target is operator.getitem:
         return False

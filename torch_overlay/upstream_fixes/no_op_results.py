@@ -32,14 +32,7 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.placement import (
-    BEFORE,
-    is_stream_op,
-    is_view,
-    node_stream,
-    viewed,
-    written_arguments,
-)
+from torch_overlay._functorch.streams.fx import BEFORE, is_stream_op, is_view, node_stream, viewed, written_arguments
 
 
 if TYPE_CHECKING:

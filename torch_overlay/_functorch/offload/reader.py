@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.kernel_times import name_of
 from torch_overlay._functorch.offload.plan import Step
-from torch_overlay._functorch.streams.placement import is_view
+from torch_overlay._functorch.streams.fx import is_view
 
 
 if TYPE_CHECKING:

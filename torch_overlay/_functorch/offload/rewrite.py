@@ -39,7 +39,7 @@ from torch_overlay._functorch.offload.reader import (
     source,
     tensor_of,
 )
-from torch_overlay._functorch.streams.placement import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 
 
 if TYPE_CHECKING:

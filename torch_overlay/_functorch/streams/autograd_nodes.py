@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.placement import AMBIENT, is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.fx import AMBIENT, is_stream_op, is_view, node_stream
 
 
 if TYPE_CHECKING:

@@ -44,8 +44,7 @@ from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_o
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.cse import split_twins
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
-from torch_overlay._functorch.streams.placement import (
-    _computes,
+from torch_overlay._functorch.streams.fx import (
     AFTER,
     AMBIENT,
     annotate,
@@ -54,6 +53,7 @@ from torch_overlay._functorch.streams.placement import (
     is_stream_op,
     is_view,
     KEPT,
+    launches_kernels,
     LEAVE,
     MEMORY,
     node_stream,
@@ -295,7 +295,7 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
     """
     leave: list[tuple[int, tuple[str, ...], str]] = []
     waits: list[tuple[int, int]] = []
-    if _computes(backward):
+    if launches_kernels(backward):
         leave += [(stream, ("s0",), "") for stream in sorted(engine)]
         unordered = {*unordered, *(f"s{stream}" for stream in engine)}
     else:

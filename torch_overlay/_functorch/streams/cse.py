@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement import annotate, is_backward, node_stream
+from torch_overlay._functorch.streams.fx import annotate, is_backward, node_stream
 
 
 if TYPE_CHECKING:

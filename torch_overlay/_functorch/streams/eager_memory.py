@@ -29,7 +29,7 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.placement import (
+from torch_overlay._functorch.streams.fx import (
     is_backward,
     is_view,
     node_stream,

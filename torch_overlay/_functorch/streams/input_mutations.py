@@ -15,7 +15,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.placement import AMBIENT, annotate, BEFORE, node_stream, REQUIRES
+from torch_overlay._functorch.streams.fx import AMBIENT, annotate, BEFORE, node_stream, REQUIRES
 
 
 if TYPE_CHECKING:

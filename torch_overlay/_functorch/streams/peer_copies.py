@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.placement import node_stream
+from torch_overlay._functorch.streams.fx import node_stream
 
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -39,6 +38,37 @@ from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationM
 from torch.utils import _pytree as pytree
 
 from torch_overlay import config
+from torch_overlay._functorch.streams import autograd_nodes, eager_memory
+from torch_overlay._functorch.streams.fx import (
+    AFTER,
+    AMBIENT,
+    annotate,
+    BACKWARD,
+    BEFORE,
+    blocks_host,
+    constants,
+    DEALLOC,
+    DROPPED,
+    is_backward,
+    is_stream_op,
+    is_view,
+    launches_kernels,
+    LEAVE,
+    node_stream,
+    ORDER,
+    RANGE,
+    READS,
+    RECORD,
+    REQUIRES,
+    RESULTS,
+    STORAGE,
+    TARGET,
+    viewed,
+    WAITS,
+)
+from torch_overlay._functorch.streams.input_mutations import note_promises
+from torch_overlay._functorch.streams.program import Program
+from torch_overlay._functorch.streams.view_sources import sources
 
 
 if TYPE_CHECKING:
@@ -46,166 +76,10 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
-
-AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
-READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
-RESULTS = "stream_results"  # of each result that is no gradient, what its memory waits for in eager (`eager_memory`)
-DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
-TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
-STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
-RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `streams.ranges`
-ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
-MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
-OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
-KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
 _KEPT_WITH_WAITS = ("custom", "stack_trace", "partitioner_tag", "seq_nr")  # in `meta`, of what the host waits for
-BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
-AMBIENT = 0
 
 _aten = torch.ops.aten
 _streams = torch.ops.streams
-_WAITS = (_streams.wait_event.default, _streams.wait_stream.default)
-_SYNCHRONIZE = (
-    _streams.synchronize_event.default,
-    _streams.synchronize_stream.default,
-    _streams.synchronize_device.default,
-)
-_DEALLOC = _streams.sync_dealloc.default
-_RECORD = _streams.record_event.default
-_DEVICE_PUT = torch.ops.prims.device_put.default
-
-
-def is_stream_op(node: Node) -> bool:
-    """True for an operation of the user's stream program, as opposed to one that computes."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
-        namespace = target._qualified_op_name.partition("::")[0]
-    else:
-        namespace = getattr(target, "namespace", "")
-    return node.op == "call_function" and namespace in ("streams", "streams_overlay")
-
-
-def is_synchronization(node: Node) -> bool:
-    """The host waits for an event, a stream or a device."""
-    return node.target in _SYNCHRONIZE
-
-
-def is_device_synchronization(node: Node) -> bool:
-    return node.target is _streams.synchronize_device.default
-
-
-def is_view(node: Node) -> bool:
-    """It names memory of its first argument. So does a conversion to the type that there is, with which a copy from
-    the host ends, or one to the host begins; any other is a copy: `x.to(torch.float32, copy=True)`.
-    """
-    target = node.target
-    if target is torch.ops.prims.convert_element_type.default:
-        source: Any = node.args[0]
-        made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
-            return False
-        return source.target is _DEVICE_PUT or bool(node.users) and all(n.target is _DEVICE_PUT for n in node.users)
-    return isinstance(target, torch._ops.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
-    )
-
-
-def viewed(node: Node) -> Node:
-    """The node whose memory a value names, behind views of it."""
-    while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
-        is_view(node) or (node.target is operator.getitem and is_view(base))
-    ):
-        node = base
-    return node
-
-
-def written_arguments(call: Any) -> dict[Any, Node]:
-    """The values that an operator or a user's kernel updates in a functional graph, by the index of the new value among
-    its results.
-    """
-    higher = torch.ops.higher_order
-    if not isinstance(call, torch.fx.Node):
-        return {}
-    arguments: Any = call.kwargs
-    found: dict[Any, Any] = {}
-    if call.target is higher.triton_kernel_wrapper_functional:
-        found = {name: arguments["kwargs"].get(name) for name in arguments["tensors_to_clone"]}
-    elif call.target in (higher.auto_functionalized_v2, higher.auto_functionalized):
-        (called,) = call.args[:1]
-        schema = called._schema if isinstance(called, torch._ops.OpOverload) else None
-        written = arguments.get("_all_bases", ())
-        if call.target is higher.auto_functionalized:
-            names = schema.arguments if schema is not None else ()
-            written = [arguments.get(a.name) for a in names if a.alias_info is not None and a.alias_info.is_write]
-        found = dict(enumerate(written, max(1, len(schema.returns) if schema is not None else 1)))
-    return {index: value for index, value in found.items() if isinstance(value, torch.fx.Node)}
-
-
-def constants(graph: Graph) -> set[Node]:
-    """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
-            found.add(node)
-        elif getattr(getattr(node.target, "_schema", None), "is_mutable", False):  # fills what was made from nothing
-            found.difference_update(map(viewed, node.all_input_nodes))
-    return found
-
-
-def blocks_host(node: Node) -> bool:
-    """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
-    say otherwise.
-    """
-    target, args = node.target, node.args
-    if target is _aten._local_scalar_dense.default:
-        return True
-    if target is _aten._to_copy.default:
-        source, waits = args[0], not node.kwargs.get("non_blocking")
-    elif target is _DEVICE_PUT:
-        source, waits = args[0], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
-    elif target in (_aten.copy.default, _aten.copy_.default):
-        source, waits = args[1], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
-    else:
-        return False
-    made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
-    if not (waits and isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
-        return False
-    return (made.device.type == "cpu") != (given.device.type == "cpu")
-
-
-def is_asynchronous_copy(node: Node) -> bool:
-    """A copy between host and device into memory that the user names, for which the host doesn't wait."""
-    if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
-        return False
-    sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
-    return {v.device.type for v in sides if isinstance(v, torch.Tensor)} == {"cpu", "cuda"}
-
-
-def node_stream(node: Node) -> int:
-    """Registry index of the stream that a node is placed on; 0 is the ambient stream."""
-    return node.meta.get("custom", {}).get("stream") or AMBIENT
-
-
-def annotate(node: Node, **values: Any) -> None:
-    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that
-    they are known.
-    """
-    custom = dict(node.meta.get("custom", {}))
-    for key, value in values.items():
-        if value is None:
-            custom.pop(key, None)
-        else:
-            custom[key] = value
-    if custom:
-        node.meta["custom"] = custom
-    else:
-        node.meta.pop("custom", None)
-
-
-def is_backward(node: Node) -> bool:
-    """True for a node of a joint graph, once marked, or of a backward graph that autograd traced as backward."""
-    return node.meta.get(BACKWARD) or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _mark_backward(gm: GraphModule) -> None:
@@ -238,152 +112,6 @@ def _viewed_results(output: Node) -> set[Node]:
     return found
 
 
-def _observed_events(ops: Sequence[Node]) -> set[int]:
-    """Events whose record somebody can see: held by the caller, or read by an operation of this graph on the host."""
-    from torch_overlay._dynamo import registry
-
-    observed = {info.index for info in registry.describe() if info.escapes}
-    for node in ops:
-        reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)
-        if (reads_events or "elapsed_time" in str(node.target)) and node.target not in (_RECORD, *_WAITS, _DEALLOC):
-            observed.update(arg for arg in node.args if isinstance(arg, int))
-    return observed
-
-
-class _Program:
-    """The stream operations of one graph in program order, and what they promise to each node."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        from torch_overlay._functorch.streams.peer_copies import PeerCopies
-
-        self.nodes = nodes
-        self.ops = [n for n in self.nodes if is_stream_op(n)]
-        self.observed = _observed_events(self.ops)
-        copies = PeerCopies()
-        self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
-        self.tokens: dict[Node, str] = {}
-        self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
-        for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
-            named: Any = node.args
-            if node.target in (_RECORD, _streams.wait_event.default, _streams.record_stream.default):
-                self.streams.add(named[1])
-            elif node.target is _streams.synchronize_stream.default:
-                self.streams.add(named[0])
-            elif node.target is _streams.wait_stream.default:
-                self.streams.update(named)
-        records: dict[int, int] = defaultdict(int)
-        synchronizations, blocking = itertools.count(), itertools.count()
-        for node in self.nodes:
-            if node.target is _RECORD:
-                event: Any = node.args[0]
-                self.tokens[node] = f"e{event}.{records[event]}"
-                records[event] += 1
-            elif node.target in _SYNCHRONIZE:
-                self.tokens[node] = f"h{next(synchronizations)}"
-            elif blocks_host(node):
-                self.tokens[node] = f"c{next(blocking)}"
-
-    def keeps(self, node: Node) -> bool:
-        if node.target is _RECORD:
-            return node.args[0] in self.observed
-        return node.target not in (*_WAITS, _DEALLOC)
-
-    def after(self) -> tuple[dict[Node, frozenset[str]], tuple[tuple[int, tuple[str, ...], str], ...]]:
-        """What each node's stream has waited for of the caller's states, when the node is issued; and (stream, states,
-        token) for what each has in the end, where a token names the copy that blocks the host until then, so that this
-        is to be said only if the copy is left out.
-        """
-        clock: dict[int, frozenset[str]] = defaultdict(frozenset)
-        events: dict[int, frozenset[str]] = {}
-        found: dict[Node, frozenset[str]] = {}
-        host: frozenset[str] = frozenset()  # what the host has waited for: whatever is launched later comes after it
-        learnt: dict[str, frozenset[str]] = {}
-
-        def state(stream: int) -> frozenset[str]:
-            return clock[stream] | host | {f"s{stream}"}
-
-        def known(stream: int) -> frozenset[str]:
-            return (clock[stream] | host) - {f"s{stream}"}
-
-        for node in self.nodes:
-            args: Any = node.args
-            if node.target is _RECORD:
-                found[node] = known(args[1])
-                events[args[0]] = state(args[1])
-            elif node.target is _streams.synchronize_event.default:
-                outside = frozenset() if args[0] in events else frozenset((f"e{args[0]}",))
-                found[node] = outside
-                host |= events.get(args[0], outside)
-            elif node.target is _streams.synchronize_stream.default:
-                found[node] = known(args[0])
-                host |= state(args[0])
-            elif node.target is _streams.synchronize_device.default:
-                found[node] = frozenset(f"s{stream}" for stream in self.streams)
-                host = host.union(*map(state, self.streams))
-            elif node.target is _streams.wait_event.default:
-                event, stream = args
-                clock[stream] = (clock[stream] | events.get(event, frozenset((f"e{event}",)))) - {f"s{stream}"}
-            elif node.target is _streams.wait_stream.default:
-                waiting, waited = args
-                clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
-            elif node in self.peers:
-                source, target = self.peers[node]
-                both = state(source) | state(target)
-                found[node] = both - {f"s{node_stream(node)}"}
-                clock[source], clock[target] = both - {f"s{source}"}, both - {f"s{target}"}
-            elif node.op == "call_function":
-                found[node] = known(node_stream(node))
-                if blocks_host(node):
-                    learnt[self.tokens[node]] = state(node_stream(node)) - host
-                    host |= state(node_stream(node))
-        leave = [(stream, tokens, "") for stream, tokens in clock.items()]
-        for token, states in learnt.items():
-            leave += [(stream, states - {f"s{stream}"} - clock[stream], token) for stream in self.streams]
-        return found, tuple(sorted((stream, tuple(sorted(tokens)), token) for stream, tokens, token in leave if tokens))
-
-    def before(self) -> dict[Node, frozenset[str]]:
-        """What the user has ordered behind each node by the end of the graph."""
-        promised: dict[int, frozenset[str]] = defaultdict(frozenset)
-        by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
-        found: dict[Node, frozenset[str]] = {}
-        for node in reversed(self.nodes):
-            args: Any = node.args
-            if node.target is _RECORD:
-                event, stream = args
-                found[node] = (promised[stream] | by_event[event]) - {f"s{stream}"}
-                promised[stream] = promised[stream] | by_event[event]
-                if self.keeps(node):
-                    promised[stream] = promised[stream] | {self.tokens[node]}
-                by_event[event] = frozenset()
-            elif node.target is _streams.wait_event.default:
-                event, stream = args
-                by_event[event] = by_event[event] | promised[stream] | {f"s{stream}"}
-            elif node.target is _streams.wait_stream.default:
-                waiting, waited = args
-                promised[waited] = promised[waited] | promised[waiting] | {f"s{waiting}"}
-            elif node.target is _streams.synchronize_event.default:
-                by_event[args[0]] = by_event[args[0]] | {self.tokens[node]}
-            elif node.target is _streams.synchronize_stream.default:
-                promised[args[0]] = promised[args[0]] | {self.tokens[node]}
-            elif node.target is _streams.synchronize_device.default:
-                for stream in self.streams:
-                    promised[stream] = promised[stream] | {self.tokens[node]}
-            elif node in self.peers:
-                source, target = self.peers[node]
-                both = promised[source] | promised[target] | {f"s{source}", f"s{target}"}
-                found[node] = both - {f"s{node_stream(node)}"}
-                promised[source], promised[target] = both, both
-            elif node.op == "call_function":
-                stream = node_stream(node)
-                blocks = blocks_host(node)
-                if blocks:  # and with it all that is launched later; if it is left out, then on the streams known here
-                    promised[stream] = promised[stream].union(*({f"s{s}", *promised[s]} for s in self.streams))
-                found[node] = promised[stream] - {f"s{stream}"}
-                if blocks:
-                    promised[stream] = promised[stream] | {self.tokens[node]}
-        return found
-
-
 def _place_subgraphs(gm: GraphModule) -> None:
     """Region bodies (invoke_subgraph, cond, ...) run on the stream of the node that calls them: that is their ambient
     stream.
@@ -397,7 +125,7 @@ def _place_subgraphs(gm: GraphModule) -> None:
                 continue
             outer = node_stream(node)
             for inner in list(body.graph.nodes):
-                if is_stream_op(inner) and inner.target in (*_WAITS, _DEALLOC):
+                if is_stream_op(inner) and inner.target in (*WAITS, DEALLOC):
                     body.graph.erase_node(inner)
                 elif node_stream(inner) in (outer, AMBIENT):
                     annotate(inner, stream=None)
@@ -438,11 +166,9 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     ahead of the update comes behind it, where nothing that the host waits for or asks stands between them. Otherwise,
     and where the host had waited, it waits for the update: such results, and the updates, are returned.
     """
-    from torch_overlay._functorch.streams.view_sources import sources
-
     place = {node: i for i, node in enumerate(output.graph.nodes)}
-    records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is _RECORD}
-    moves = (_RECORD, *_WAITS, _DEALLOC)
+    records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is RECORD}
+    moves = (RECORD, *WAITS, DEALLOC)
     fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
     awaited = []
     for value in pytree.tree_leaves(output.args):
@@ -464,7 +190,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     return awaited
 
 
-def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None:
+def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
     """The host waits, behind all else, for the streams of updates (`_promise_parts`)."""
     # The partitioner leaves what has no operands out of a backward if it stands ahead of it.
     computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
@@ -485,26 +211,9 @@ def _wait_for_parts(program: _Program, awaited: list[tuple[Node, Node]]) -> None
             annotate(node, **{BEFORE: tuple(sorted(before))})
 
 
-def _computes(gm: GraphModule) -> bool:
-    """Whether kernels are left of the graph when what nobody reads is dropped: no views, no stream program."""
-    todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or is_stream_op(node):
-            continue
-        seen.add(node)
-        if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
-            return True
-        todo += node.all_input_nodes
-    return False
-
-
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
-    from torch_overlay._functorch.streams import eager_memory
-
-    program = _Program(nodes)
+    program = Program(nodes)
     output = gm.graph.output_node()
     returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
     kept = eager_memory.results_made(output) | eager_memory.saved_in_eager(gm.graph)
@@ -512,8 +221,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
     # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
-    computes = _computes(gm)
-    if not computes:
+    has_kernels = launches_kernels(gm)
+    if not has_kernels:
         leave = ()
     for node in nodes:
         if node.op == "placeholder" and leave and not is_backward(node):
@@ -529,7 +238,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         engine = {"s0"} if stream and is_backward(node) else set()
         tokens: dict[str, Any] = {
             # Where the user's waits stay as they are, the operations behind them need none of ours.
-            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine)) if computes or not is_stream_op(node) else (),
+            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine))
+            if has_kernels or not is_stream_op(node)
+            else (),
             BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
             READS: None
@@ -541,13 +252,13 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         }
         annotate(node, stream=stream, **tokens)
     is_forward = not all(map(is_backward, nodes))
-    if computes and is_forward and (awaited := _promise_parts(output)):
+    if has_kernels and is_forward and (awaited := _promise_parts(output)):
         _wait_for_parts(program, awaited)
     for node in nodes:
         if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
             annotate(node, **{TARGET: None, STORAGE: None})
     for node in program.ops:
-        if node.target is _DEALLOC or (computes and not program.keeps(node)):
+        if node.target is DEALLOC or (has_kernels and not program.keeps(node)):
             gm.graph.erase_node(node)
         elif is_backward(node):
             node.meta["partitioner_tag"] = "must_be_in_backward"
@@ -603,7 +314,7 @@ def _place_copies_of_inputs(graph: Graph) -> None:
 
 def _keep_waits(graph: Graph) -> None:
     """A copy that blocks the host and that nobody reads is left out, as may be one of a constant. Streams of this graph
-    are ordered as behind it (`_Program.after`). Ahead of a graph break and behind it there may be others, so the host
+    are ordered as behind it (`Program.after`). Ahead of a graph break and behind it there may be others, so the host
     waits for the copy's stream.
     """
     from torch_overlay._dynamo import registry
@@ -653,7 +364,6 @@ def place_streams(gm: GraphModule) -> None:
     on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
-    from torch_overlay._functorch.streams import autograd_nodes, eager_memory
 
     if registry.program_has_streams():
         _split_lists(gm.graph)
@@ -721,14 +431,12 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
-    from torch_overlay._functorch.streams.autograd_nodes import keep_view_streams
-    from torch_overlay._functorch.streams.input_mutations import note_promises
 
     original(gm, fw_metadata)
     is_flat = any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta)
     if config.streams and any(node_stream(n) for n in gm.graph.nodes) and not is_flat:  # one result, several tensors
         _note_dropped_outputs(gm, fw_metadata)
-        keep_view_streams(gm, fw_metadata)
+        autograd_nodes.keep_view_streams(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
         note_promises(gm, fw_metadata, len(fw_metadata.mutated_inp_stream_indices))
         fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)

@@ -13,7 +13,7 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torch_overlay._functorch.streams.placement import is_view
+from torch_overlay._functorch.streams.fx import is_view
 
 
 if TYPE_CHECKING:

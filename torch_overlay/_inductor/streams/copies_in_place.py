@@ -23,7 +23,7 @@ from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.placement import constants, is_asynchronous_copy, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import constants, is_asynchronous_copy, is_view, node_stream, viewed
 from torch_overlay._inductor.streams import host_copies
 from torch_overlay._inductor.streams.fx_passes import union_of_tokens
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned, MEMORY_LIKE

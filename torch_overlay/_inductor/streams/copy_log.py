@@ -7,7 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.placement import blocks_host, is_asynchronous_copy, viewed
+from torch_overlay._functorch.streams.fx import blocks_host, is_asynchronous_copy, viewed
 from torch_overlay._inductor.streams.copies_in_place import READ_LATER
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, is_pinned, RETURNED
 

@@ -15,7 +15,7 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.placement import AFTER, BEFORE, is_stream_op, is_view, node_stream, READS, viewed
+from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream, READS, viewed
 from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes, union_of_tokens
 from torch_overlay._inductor.streams.pass_log import PassLog, Placed
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF

@@ -24,7 +24,7 @@ from torch._library.custom_ops import custom_op
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.placement import viewed
+from torch_overlay._functorch.streams.fx import viewed
 
 
 if TYPE_CHECKING:

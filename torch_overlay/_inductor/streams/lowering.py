@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import OPERATIONS
-from torch_overlay._functorch.streams.placement import (
+from torch_overlay._functorch.streams.fx import (
     BEFORE,
     blocks_host,
     is_device_synchronization,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.streams.placement import (
+from torch_overlay._functorch.streams.fx import (
     AFTER,
     BEFORE,
     blocks_host,

@@ -22,7 +22,7 @@ from torch._inductor.fx_passes import reinplace
 from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.placement import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
 from torch_overlay._inductor.streams.new_node_placement import NewNodes
 from torch_overlay._inductor.streams.pass_log import PassLog

@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor import ir
 
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_push, RANGES
-from torch_overlay._functorch.streams.placement import RANGE
+from torch_overlay._functorch.streams.fx import RANGE
 
 
 if TYPE_CHECKING:

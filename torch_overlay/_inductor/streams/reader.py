@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload.ops import is_copy_stream
-from torch_overlay._functorch.streams.placement import (
+from torch_overlay._functorch.streams.fx import (
     AFTER,
     BEFORE,
     DROPPED,

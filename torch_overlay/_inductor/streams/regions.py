@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.offload.ops import is_copy_stream
-from torch_overlay._functorch.streams.placement import AFTER, AMBIENT, BEFORE, node_stream
+from torch_overlay._functorch.streams.fx import AFTER, AMBIENT, BEFORE, node_stream
 from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.streams.codegen import (
     _root,

@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import is_copy_stream
-from torch_overlay._functorch.streams.placement import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us, handed_out
 from torch_overlay._inductor.streams.planner import HOST
 from torch_overlay._inductor.streams.reader import _origins, ambient_device, Region, stream_operation

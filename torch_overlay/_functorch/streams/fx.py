@@ -1,0 +1,187 @@
+"""The words of FX graphs with streams: what a node is, on which stream it is, and what was noted of it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule, Node
+
+
+AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
+READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
+RESULTS = "stream_results"  # of each result that is no gradient, what its memory waits for in eager (`eager_memory`)
+DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
+TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
+STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
+RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `streams.ranges`
+ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
+MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
+OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
+KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
+BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
+AMBIENT = 0
+
+_aten = torch.ops.aten
+_streams = torch.ops.streams
+WAITS = (_streams.wait_event.default, _streams.wait_stream.default)
+SYNCHRONIZE = (
+    _streams.synchronize_event.default,
+    _streams.synchronize_stream.default,
+    _streams.synchronize_device.default,
+)
+DEALLOC = _streams.sync_dealloc.default
+RECORD = _streams.record_event.default
+_DEVICE_PUT = torch.ops.prims.device_put.default
+
+
+def is_stream_op(node: Node) -> bool:
+    """True for an operation of the user's stream program, as opposed to one that computes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
+        namespace = target._qualified_op_name.partition("::")[0]
+    else:
+        namespace = getattr(target, "namespace", "")
+    return node.op == "call_function" and namespace in ("streams", "streams_overlay")
+
+
+def is_synchronization(node: Node) -> bool:
+    """The host waits for an event, a stream or a device."""
+    return node.target in SYNCHRONIZE
+
+
+def is_device_synchronization(node: Node) -> bool:
+    return node.target is _streams.synchronize_device.default
+
+
+def is_view(node: Node) -> bool:
+    """It names memory of its first argument. So does a conversion to the type that there is, with which a copy from
+    the host ends, or one to the host begins; any other is a copy: `x.to(torch.float32, copy=True)`.
+    """
+    target = node.target
+    if target is torch.ops.prims.convert_element_type.default:
+        source: Any = node.args[0]
+        made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+        if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or made.dtype != given.dtype:
+            return False
+        return source.target is _DEVICE_PUT or bool(node.users) and all(n.target is _DEVICE_PUT for n in node.users)
+    return isinstance(target, torch._ops.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+
+
+def viewed(node: Node) -> Node:
+    """The node whose memory a value names, behind views of it."""
+    while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
+        is_view(node) or (node.target is operator.getitem and is_view(base))
+    ):
+        node = base
+    return node
+
+
+def written_arguments(call: Any) -> dict[Any, Node]:
+    """The values that an operator or a user's kernel updates in a functional graph, by the index of the new value among
+    its results.
+    """
+    higher = torch.ops.higher_order
+    if not isinstance(call, torch.fx.Node):
+        return {}
+    arguments: Any = call.kwargs
+    found: dict[Any, Any] = {}
+    if call.target is higher.triton_kernel_wrapper_functional:
+        found = {name: arguments["kwargs"].get(name) for name in arguments["tensors_to_clone"]}
+    elif call.target in (higher.auto_functionalized_v2, higher.auto_functionalized):
+        (called,) = call.args[:1]
+        schema = called._schema if isinstance(called, torch._ops.OpOverload) else None
+        written = arguments.get("_all_bases", ())
+        if call.target is higher.auto_functionalized:
+            names = schema.arguments if schema is not None else ()
+            written = [arguments.get(a.name) for a in names if a.alias_info is not None and a.alias_info.is_write]
+        found = dict(enumerate(written, max(1, len(schema.returns) if schema is not None else 1)))
+    return {index: value for index, value in found.items() if isinstance(value, torch.fx.Node)}
+
+
+def constants(graph: Graph) -> set[Node]:
+    """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
+            found.add(node)
+        elif getattr(getattr(node.target, "_schema", None), "is_mutable", False):  # fills what was made from nothing
+            found.difference_update(map(viewed, node.all_input_nodes))
+    return found
+
+
+def blocks_host(node: Node) -> bool:
+    """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
+    say otherwise.
+    """
+    target, args = node.target, node.args
+    if target is _aten._local_scalar_dense.default:
+        return True
+    if target is _aten._to_copy.default:
+        source, waits = args[0], not node.kwargs.get("non_blocking")
+    elif target is _DEVICE_PUT:
+        source, waits = args[0], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
+    elif target in (_aten.copy.default, _aten.copy_.default):
+        source, waits = args[1], not (args[2] if len(args) > 2 else node.kwargs.get("non_blocking"))
+    else:
+        return False
+    made, given = node.meta.get("val"), source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+    if not (waits and isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor)):
+        return False
+    return (made.device.type == "cpu") != (given.device.type == "cpu")
+
+
+def is_asynchronous_copy(node: Node) -> bool:
+    """A copy between host and device into memory that the user names, for which the host doesn't wait."""
+    if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
+        return False
+    sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
+    return {v.device.type for v in sides if isinstance(v, torch.Tensor)} == {"cpu", "cuda"}
+
+
+def node_stream(node: Node) -> int:
+    """Registry index of the stream that a node is placed on; 0 is the ambient stream."""
+    return node.meta.get("custom", {}).get("stream") or AMBIENT
+
+
+def annotate(node: Node, **values: Any) -> None:
+    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that
+    they are known.
+    """
+    custom = dict(node.meta.get("custom", {}))
+    for key, value in values.items():
+        if value is None:
+            custom.pop(key, None)
+        else:
+            custom[key] = value
+    if custom:
+        node.meta["custom"] = custom
+    else:
+        node.meta.pop("custom", None)
+
+
+def is_backward(node: Node) -> bool:
+    """True for a node of a joint graph, once marked, or of a backward graph that autograd traced as backward."""
+    return node.meta.get(BACKWARD) or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def launches_kernels(gm: GraphModule) -> bool:
+    """Whether kernels are left of the graph when what nobody reads is dropped: no views, no stream program."""
+    todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen or is_stream_op(node):
+            continue
+        seen.add(node)
+        if node.op == "call_function" and not is_view(node) and node.target is not operator.getitem:
+            return True
+        todo += node.all_input_nodes
+    return False

@@ -1,0 +1,176 @@
+"""The user's stream program: what each node's stream has waited for, and what was ordered after each node.
+
+Two vector-clock walks over the operations of one graph, in program order; `placement` writes what they find on nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._functorch.streams.fx import (
+    AMBIENT,
+    blocks_host,
+    DEALLOC,
+    is_stream_op,
+    node_stream,
+    RECORD,
+    SYNCHRONIZE,
+    WAITS,
+)
+from torch_overlay._functorch.streams.peer_copies import PeerCopies
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.fx import Node
+
+_streams = torch.ops.streams
+
+
+def _observed_events(ops: Sequence[Node]) -> set[int]:
+    """Events whose record somebody can see: held by the caller, or read by an operation of this graph on the host."""
+    from torch_overlay._dynamo import registry
+
+    observed = {info.index for info in registry.describe() if info.escapes}
+    for node in ops:
+        reads_events = node.target is _streams.synchronize_event.default or "event" in str(node.target)
+        if (reads_events or "elapsed_time" in str(node.target)) and node.target not in (RECORD, *WAITS, DEALLOC):
+            observed.update(arg for arg in node.args if isinstance(arg, int))
+    return observed
+
+
+class Program:
+    """The stream operations of one graph in program order, and what they promise to each node."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = nodes
+        self.ops = [n for n in self.nodes if is_stream_op(n)]
+        self.observed = _observed_events(self.ops)
+        copies = PeerCopies()
+        self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
+        self.tokens: dict[Node, str] = {}
+        self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
+        for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
+            named: Any = node.args
+            if node.target in (RECORD, _streams.wait_event.default, _streams.record_stream.default):
+                self.streams.add(named[1])
+            elif node.target is _streams.synchronize_stream.default:
+                self.streams.add(named[0])
+            elif node.target is _streams.wait_stream.default:
+                self.streams.update(named)
+        records: dict[int, int] = defaultdict(int)
+        synchronizations, blocking = itertools.count(), itertools.count()
+        for node in self.nodes:
+            if node.target is RECORD:
+                event: Any = node.args[0]
+                self.tokens[node] = f"e{event}.{records[event]}"
+                records[event] += 1
+            elif node.target in SYNCHRONIZE:
+                self.tokens[node] = f"h{next(synchronizations)}"
+            elif blocks_host(node):
+                self.tokens[node] = f"c{next(blocking)}"
+
+    def keeps(self, node: Node) -> bool:
+        if node.target is RECORD:
+            return node.args[0] in self.observed
+        return node.target not in (*WAITS, DEALLOC)
+
+    def after(self) -> tuple[dict[Node, frozenset[str]], tuple[tuple[int, tuple[str, ...], str], ...]]:
+        """What each node's stream has waited for of the caller's states, when the node is issued; and (stream, states,
+        token) for what each has in the end, where a token names the copy that blocks the host until then, so that this
+        is to be said only if the copy is left out.
+        """
+        clock: dict[int, frozenset[str]] = defaultdict(frozenset)
+        events: dict[int, frozenset[str]] = {}
+        found: dict[Node, frozenset[str]] = {}
+        host: frozenset[str] = frozenset()  # what the host has waited for: whatever is launched later comes after it
+        learnt: dict[str, frozenset[str]] = {}
+
+        def state(stream: int) -> frozenset[str]:
+            return clock[stream] | host | {f"s{stream}"}
+
+        def known(stream: int) -> frozenset[str]:
+            return (clock[stream] | host) - {f"s{stream}"}
+
+        for node in self.nodes:
+            args: Any = node.args
+            if node.target is RECORD:
+                found[node] = known(args[1])
+                events[args[0]] = state(args[1])
+            elif node.target is _streams.synchronize_event.default:
+                outside = frozenset() if args[0] in events else frozenset((f"e{args[0]}",))
+                found[node] = outside
+                host |= events.get(args[0], outside)
+            elif node.target is _streams.synchronize_stream.default:
+                found[node] = known(args[0])
+                host |= state(args[0])
+            elif node.target is _streams.synchronize_device.default:
+                found[node] = frozenset(f"s{stream}" for stream in self.streams)
+                host = host.union(*map(state, self.streams))
+            elif node.target is _streams.wait_event.default:
+                event, stream = args
+                clock[stream] = (clock[stream] | events.get(event, frozenset((f"e{event}",)))) - {f"s{stream}"}
+            elif node.target is _streams.wait_stream.default:
+                waiting, waited = args
+                clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
+            elif node in self.peers:
+                source, target = self.peers[node]
+                both = state(source) | state(target)
+                found[node] = both - {f"s{node_stream(node)}"}
+                clock[source], clock[target] = both - {f"s{source}"}, both - {f"s{target}"}
+            elif node.op == "call_function":
+                found[node] = known(node_stream(node))
+                if blocks_host(node):
+                    learnt[self.tokens[node]] = state(node_stream(node)) - host
+                    host |= state(node_stream(node))
+        leave = [(stream, tokens, "") for stream, tokens in clock.items()]
+        for token, states in learnt.items():
+            leave += [(stream, states - {f"s{stream}"} - clock[stream], token) for stream in self.streams]
+        return found, tuple(sorted((stream, tuple(sorted(tokens)), token) for stream, tokens, token in leave if tokens))
+
+    def before(self) -> dict[Node, frozenset[str]]:
+        """What the user has ordered behind each node by the end of the graph."""
+        promised: dict[int, frozenset[str]] = defaultdict(frozenset)
+        by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
+        found: dict[Node, frozenset[str]] = {}
+        for node in reversed(self.nodes):
+            args: Any = node.args
+            if node.target is RECORD:
+                event, stream = args
+                found[node] = (promised[stream] | by_event[event]) - {f"s{stream}"}
+                promised[stream] = promised[stream] | by_event[event]
+                if self.keeps(node):
+                    promised[stream] = promised[stream] | {self.tokens[node]}
+                by_event[event] = frozenset()
+            elif node.target is _streams.wait_event.default:
+                event, stream = args
+                by_event[event] = by_event[event] | promised[stream] | {f"s{stream}"}
+            elif node.target is _streams.wait_stream.default:
+                waiting, waited = args
+                promised[waited] = promised[waited] | promised[waiting] | {f"s{waiting}"}
+            elif node.target is _streams.synchronize_event.default:
+                by_event[args[0]] = by_event[args[0]] | {self.tokens[node]}
+            elif node.target is _streams.synchronize_stream.default:
+                promised[args[0]] = promised[args[0]] | {self.tokens[node]}
+            elif node.target is _streams.synchronize_device.default:
+                for stream in self.streams:
+                    promised[stream] = promised[stream] | {self.tokens[node]}
+            elif node in self.peers:
+                source, target = self.peers[node]
+                both = promised[source] | promised[target] | {f"s{source}", f"s{target}"}
+                found[node] = both - {f"s{node_stream(node)}"}
+                promised[source], promised[target] = both, both
+            elif node.op == "call_function":
+                stream = node_stream(node)
+                blocks = blocks_host(node)
+                if blocks:  # and with it all that is launched later; if it is left out, then on the streams known here
+                    promised[stream] = promised[stream].union(*({f"s{s}", *promised[s]} for s in self.streams))
+                found[node] = promised[stream] - {f"s{stream}"}
+                if blocks:
+                    promised[stream] = promised[stream] | {self.tokens[node]}
+        return found
