@@ -46,7 +46,7 @@ from torch_overlay._functorch.offload import (
 from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
 from torch_overlay._inductor.offload import runtime as offload_runtime
 from torch_overlay._inductor.offload.placement import just_in_time, Load, place_loads, place_waits, Store
-from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.proof.prove import CopyNode, Template, Word
@@ -1113,7 +1113,7 @@ class TestGpu(TestCase):
     @parametrize("frames", [1, 2])
     def test_losses_and_gradients_are_equal_and_the_peak_is_lower(self, mode: str, frames: int) -> None:
         wanted = None if mode == "default" else mode
-        before = set(runner.refusals())
+        before = set(refusals.refusals())
         expected, plain, _ = self.step(None, wanted, frames=frames)
         found, lower, reports = self.step({"budget_gb": 0.35}, wanted, frames=frames)
         self.assertEqual(found, expected, rtol=0, atol=0)
@@ -1121,7 +1121,7 @@ class TestGpu(TestCase):
         if frames == 1:
             self.assertLess(lower, plain - reports[0].choice.nbytes // 2)
         self.assertEqual(offload_runtime.live()["in_use"], 0)
-        self.assertEqual(set(runner.refusals()) - before, set())
+        self.assertEqual(set(refusals.refusals()) - before, set())
 
     def test_copies_that_the_driver_will_not_point_elsewhere(self) -> None:
         """As if the graph's copies had been left at the addresses of the capture: each graph is made anew."""

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import keys, policy, runner
+from torch_overlay._inductor.relaunch import keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.policy import Code
+from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -60,7 +60,7 @@ class RelaunchTestCase(TestCase):
     def setUp(self):
         super().setUp()
         counters.clear()
-        policy._refused.clear()
+        refusals._refused.clear()
         module = self.native_module()
         self.device = FakeDevice(module)
         if module is not None:
@@ -336,7 +336,7 @@ def region(args):
                 x = torch.randn(n)
                 self.assertEqual(run([x, n])[0], x * n)
         self.assertEqual(self.counted("captures"), 4)
-        self.assertIn("cudagraph_templates", policy.refusals()[0])
+        self.assertIn("cudagraph_templates", refusals.refusals()[0])
 
     def test_number_in_host_memory_is_a_part_of_the_key(self):
         run = self.runner("""
@@ -370,7 +370,7 @@ def region(args):
             got, same = run([x, place(value)])
             self.assertTrue(torch.equal(got.view(torch.int64), want.view(torch.int64)), value)
             self.assertEqual(keys.exact(float(same)), keys.exact(value))
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
         self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
         self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
 
@@ -432,7 +432,7 @@ def region(args):
                 self.assertEqual(run([x, s])[0], x * s.sum())
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
         self.assertEqual(self.counted("refusals"), 1)
-        self.assertIn("[host-tensor]: input 1 is a tensor of 9 values in host memory", policy.refusals()[0])
+        self.assertIn("[host-tensor]: input 1 is a tensor of 9 values in host memory", refusals.refusals()[0])
 
     def test_large_tensor_in_host_memory_is_refused(self):
         run = self.runner(ADD)
@@ -440,7 +440,7 @@ def region(args):
             x, w = torch.randn(4, 4), torch.randn(5, 4)[1:]
             w.on_host = True
             self.assertEqual(run([x, w])[0], x * w + x)
-        (refusal,) = policy.refusals()
+        (refusal,) = refusals.refusals()
         self.assertIn(
             "a region runs without a CUDA graph [host-tensor]: input 1 is a tensor of 16", refusal.replace("20", "16")
         )
@@ -564,7 +564,7 @@ class TestOutputs(RelaunchTestCase):
                 if is_tensor(want):
                     self.assertEqual(got.stride(), want.stride())
             results.append((inputs, result))
-        self.assertEqual(self.counted("refusals"), 0, policy.refusals())
+        self.assertEqual(self.counted("refusals"), 0, refusals.refusals())
         self.assertEqual(self.counted("relaunches"), calls - 1)
         return run, results
 
@@ -1281,7 +1281,7 @@ class TestFailures(RelaunchTestCase):
         for _ in range(4):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        (refusal,) = policy.refusals()
+        (refusal,) = refusals.refusals()
         self.assertIn("[kept]: 1024 bytes that it allocated are still in use when it has ended", refusal)
         self.assertEqual(len(self.device.random), 1)
 
@@ -1292,7 +1292,7 @@ class TestFailures(RelaunchTestCase):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 3))
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
 
     def test_capture_that_keeps_failing_is_given_up(self):
         run = self.runner(ADD)
@@ -1302,7 +1302,7 @@ class TestFailures(RelaunchTestCase):
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual(self.device.fail_captures, 97)
         self.assertEqual(
-            policy.refusals(),
+            refusals.refusals(),
             ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],
         )
         self.assertEqual(self.counted("refusals"), 1)
@@ -1346,13 +1346,13 @@ class TestFailures(RelaunchTestCase):
         for _ in range(3):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertRegex(policy.refusals()[0], r"\[(nodes|layout)\]")
+        self.assertRegex(refusals.refusals()[0], r"\[(nodes|layout)\]")
 
     def test_sparse_input_is_refused(self):
         run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
         for _ in range(3):
             self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
-        self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", policy.refusals()[0])
+        self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
 
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
         code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
@@ -1360,7 +1360,7 @@ class TestFailures(RelaunchTestCase):
             torch._inductor.config.patch("triton.cudagraph_or_error", True),
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
-            policy.refuse(code, "node-kind", "why")
+            refusals.refuse(code, "node-kind", "why")
 
 
 class TestFirstLaunchWithCopies(RelaunchTestCase):
@@ -1390,13 +1390,13 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
     def test_refused_copies(self):
         self.assertEqual(self.run_with(RuntimeError("no such copy")), [])
-        (refusal,) = policy.refusals()
+        (refusal,) = refusals.refusals()
         self.assertIn("[host-memory]: its copies to or from the host can't be patched: no such copy", refusal)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (1, 0))
 
     def test_out_of_memory(self):
         self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
         self.assertEqual(self.counted("relaunches"), 2)
 
     def test_refused_copies_after_out_of_memory(self):
@@ -1409,7 +1409,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
 
         with mock.patch.object(Launcher, "replay", replay):
             self.assertEqual(self.run_with(torch.OutOfMemoryError("no memory")), ["no memory"])
-        self.assertEqual(([r.reason for r in policy.refused()], len(seen)), (["host-memory"], 1))
+        self.assertEqual(([r.reason for r in refusals.refused()], len(seen)), (["host-memory"], 1))
 
     def test_other_regions_raise(self):
         with mock.patch.object(Launcher, "replay", mock.Mock(side_effect=RuntimeError("broken"))):
@@ -1418,7 +1418,7 @@ class TestFirstLaunchWithCopies(RelaunchTestCase):
             for _ in range(2):
                 with self.assertRaisesRegex(RuntimeError, "broken"):
                     run([torch.randn(4, 4), torch.randn(4, 4)])
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
 
 
 class TestFailuresInC(Native, TestFailures):
@@ -1567,12 +1567,12 @@ class TestPolicy(TestCase):
         self.assertEqual(policy.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
-        policy._refused.clear()
+        refusals._refused.clear()
         counters.clear()
-        with self.assertLogs(policy.log, "WARNING") as logs:
+        with self.assertLogs(refusals.log, "WARNING") as logs:
             for name in ("a", "b", "a"):
-                policy.refuse(Code(name, 0), "kept", "why")
-        self.assertEqual([r.code.name for r in policy.refused()], ["a", "b"])
+                refusals.refuse(Code(name, 0), "kept", "why")
+        self.assertEqual([r.code.name for r in refusals.refused()], ["a", "b"])
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 
 
@@ -1584,7 +1584,7 @@ class TestGpu(TestCase):
         super().setUp()
         torch._dynamo.reset()
         counters.clear()
-        policy._refused.clear()
+        refusals._refused.clear()
         torch.manual_seed(0)
 
     def tearDown(self):
@@ -1602,7 +1602,7 @@ class TestGpu(TestCase):
                 inputs = make()
                 expected = fn(*[t.clone() for t in inputs])
                 held.append((compiled(*inputs), expected))
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], regions)
         self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], regions * (calls - 1))
         for got, expected in held:
@@ -1652,7 +1652,7 @@ class TestGpu(TestCase):
         torch._dynamo.reset()
         with config.patch(cudagraphs="relaunch"):
             relaunched = draws(torch.compile(fn, mode="reduce-overhead"))
-        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 5, policy.refusals())
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 5, refusals.refusals())
         self.assertEqual(relaunched, plain)
         self.assertEqual(len({tuple(d.tolist()) for d in relaunched}), 6)
 
@@ -1672,7 +1672,7 @@ class TestGpu(TestCase):
                     seen.append(torch.cuda.initial_seed())
                 compiled[mode] = seen
             torch._dynamo.reset()
-        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 11, policy.refusals())
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 11, refusals.refusals())
         self.assertEqual(compiled["relaunch"], compiled["off"])
 
     def test_random_numbers_that_the_first_call_did_not_draw(self):
@@ -1688,7 +1688,7 @@ class TestGpu(TestCase):
                 drawing.append(True)
                 for _ in range(3):
                     self.assertTrue(0 < float(compiled(x).mean()) < 1)
-        self.assertEqual([r.reason for r in policy.refused()], ["kept"], policy.refusals())
+        self.assertEqual([r.reason for r in refusals.refused()], ["kept"], refusals.refusals())
 
     def test_region_that_keeps_its_memory(self):
         kept = []
@@ -1702,7 +1702,7 @@ class TestGpu(TestCase):
                 for _ in range(4):
                     self.assertEqual(compiled(x), torch.full((64,), 3.0, device="cuda"))
         del kept[:]
-        self.assertEqual([r.reason for r in policy.refused()], ["kept"], policy.refusals())
+        self.assertEqual([r.reason for r in refusals.refused()], ["kept"], refusals.refusals())
 
     def test_deterministic_algorithms_fill_memory(self):
         torch.use_deterministic_algorithms(True)
@@ -1722,7 +1722,7 @@ class TestGpu(TestCase):
                     f(x).square().mean().backward()
                     grads.append([p.grad.clone() for p in module.parameters()])
                 self.assertEqual(*grads, atol=1e-3, rtol=1e-3)
-        self.assertEqual(policy.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 2)
         self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 10)
 
@@ -1736,7 +1736,7 @@ class TestGpu(TestCase):
             compiled(x)
             torch.cuda.synchronize()
             after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, policy.refusals())
+        self.assertEqual(counters["torch_overlay"]["cudagraph_relaunches"], 1, refusals.refusals())
         self.assertEqual(after[1], before[1])
         self.assertLessEqual(after[0], before[0] + 2 * x.nbytes)
 
@@ -1751,8 +1751,8 @@ class TestGpu(TestCase):
                 for _ in range(6):
                     self.assertEqual(compiled(x), torch.full((4,), 16.0, device="cuda"))
                 self.assertFalse(torch.cuda.is_current_stream_capturing())
-                self.assertEqual(len(policy.refusals()), 1)
-                self.assertIn("[capture]", policy.refusals()[0])
+                self.assertEqual(len(refusals.refusals()), 1)
+                self.assertIn("[capture]", refusals.refusals()[0])
                 other = torch.compile(torch.sin, mode="reduce-overhead")
                 for _ in range(3):
                     self.assertEqual(other(x), x.sin())

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_relaunch_graph import FakeApi
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import policy, runner
+from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
 from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, Template, Word
@@ -195,7 +195,7 @@ class TestPatcher(TestCase):
         state = runner.State()
         state.relaunch = object()  # type: ignore[assignment]
         patcher.given_up = lambda why: runner._give_up(weakref.ref(owner), weakref.ref(state), why)
-        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(policy, "refuse") as refuse:
+        with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
             for i in range(memcpy_nodes.MOST_REBUILDS - 1):
                 patcher.patch([0x1000 * (i + 1), 0x2000])
             self.assertFalse(state.refused)

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward import donated_buffers
-from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.recording import Cuda, Recording
 from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
 from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, place, Repeated, View
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.policy import Code
+from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -287,7 +287,7 @@ class TestScratch(RelaunchTestCase):
         for _ in range(3):
             run([torch.randn(64, 64)])
         self.assertEqual(self.counted("relaunches"), 0)
-        self.assertIn("[kept]", runner.refusals()[-1])
+        self.assertIn("[kept]", refusals.refusals()[-1])
 
     def test_garbage_is_no_reason_to_refuse(self):
         source = CHAIN.replace(
@@ -437,7 +437,7 @@ class TestStages(RelaunchTestCase):
         stages = self.stages()
         self.assertGreater(len(stages), 1)
         self.assertEqual(self.counted("relaunches"), 5 * len(stages))
-        self.assertEqual(runner.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
         gradients = held[-1][:9]
         storages = [g.untyped_storage().data_ptr() for g in gradients]
         self.assertEqual(len(set(storages)), 3)
@@ -462,7 +462,7 @@ class TestStages(RelaunchTestCase):
                     self.assertIs(result[-3], result[-2])
                     self.assertEqual(result[10].data_ptr(), result[12].data_ptr())
             self.assertGreater(len(self.stages()), 1)
-        self.assertEqual(runner.refusals(), [])
+        self.assertEqual(refusals.refusals(), [])
 
     def test_little_gradients_that_share_a_chunk_are_apart(self):
         run = self.backward()

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, policy
+from torch_overlay._inductor.relaunch import attention_seeds, refusals
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -128,7 +128,7 @@ class TestSeedsOfARegion(RelaunchTestCase):
         self.device.kept = [512]
         for place in (host, torch.tensor, host, torch.tensor):
             self.call(run, place)
-        self.assertEqual([r.reason for r in policy.refused()], ["kept"])
+        self.assertEqual([r.reason for r in refusals.refused()], ["kept"])
 
     def test_other_keys_have_other_graphs(self):
         run = self.region()

@@ -194,7 +194,7 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
         now.get(name, 0) - start.get(name, 0)
         for name in ("cudagraph_relaunches", "cudagraph_captures", "cudagraph_refusals")
     )
-    reasons = "; ".join(_overlay_says("policy", "refusals", [])[-3:])
+    reasons = "; ".join(_overlay_says("refusals", "refusals", [])[-3:])
     if refused and not program.refusals:
         raise Mismatch(f"{refused} refusals: {reasons}")
     if launched < program.launches:
@@ -215,7 +215,7 @@ def summary() -> list[str]:
     """What became of the regions of this process."""
     now = counted()
     counts = [f"{now.get('cudagraph_' + name, 0)} {name}" for name in ("captures", "relaunches", "refusals")]
-    return [", ".join(counts), *_overlay_says("policy", "refusals", [])]
+    return [", ".join(counts), *_overlay_says("refusals", "refusals", [])]
 
 
 # ---- nothing is left behind

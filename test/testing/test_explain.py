@@ -20,7 +20,7 @@ except ImportError:  # run as a plain script
 
 from torch_overlay import config
 from torch_overlay._cli import explain
-from torch_overlay._inductor.relaunch import policy
+from torch_overlay._inductor.relaunch import refusals
 
 
 PROGRAM = """\
@@ -72,10 +72,10 @@ PROGRAM = """\
 
 
 REFUSES = """
-    from torch_overlay._inductor.relaunch import policy
+    from torch_overlay._inductor.relaunch import refusals
 
-    code = policy.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
-    policy.refuse(code, "node-kind", "a library launched a CUDA graph of its own")
+    code = refusals.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
+    refusals.refuse(code, "node-kind", "a library launched a CUDA graph of its own")
 """
 
 
@@ -218,7 +218,7 @@ class Explain(TestCase):
 
     def test_regions_without_a_graph(self):
         self.assertNotIn("without a CUDA graph", self.explain(self.path))
-        self.addCleanup(policy._refused.clear)
+        self.addCleanup(refusals._refused.clear)
         with open(self.path, "a") as file:
             file.write(textwrap.dedent(REFUSES))
         for known in (False, True):  # what was refused before is not told again

@@ -163,7 +163,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
 
     from torch_overlay._functorch.offload import profile_cache
     from torch_overlay._inductor.offload import runtime
-    from torch_overlay._inductor.relaunch import policy
+    from torch_overlay._inductor.relaunch import refusals
 
     profile_cache.PATIENCE = 1e9
     began = time.perf_counter()
@@ -209,7 +209,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
                 "peak GiB": peak / GIB,
                 "reserved GiB": reserved / GIB,
                 "host GiB": runtime.live()["bytes"] / GIB,
-                "refused": policy.refusals(),
+                "refused": refusals.refusals(),
                 "rebuilds": counters["torch_overlay"]["cudagraph_rebuilds"],
                 "measured in s": time.perf_counter() - began,
             }

@@ -29,7 +29,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._inductor.relaunch import policy
+from torch_overlay._inductor.relaunch import refusals
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
     simulate = options.simulate or not torch.cuda.is_available()
     error: BaseException | None = None
-    refused_before = policy.refused()
+    refused_before = refusals.refused()
     with contextlib.ExitStack() as stack:
         simulation = stack.enter_context(simulated_gpu(options.devices)) if simulate else None
         seen = stack.enter_context(observe())
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as e:  # no such folder; nothing ran on the device
         print(f"explain: no timeline: {e}", file=sys.stderr)
     Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
-        seen, [r for r in policy.refused() if r not in refused_before], error
+        seen, [r for r in refusals.refused() if r not in refused_before], error
     )
     return 1 if error is not None else 0
 
@@ -134,7 +134,7 @@ class Report:
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(self, seen: Compiled, refused: Sequence[policy.Refused], error: BaseException | None) -> None:
+    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], error: BaseException | None) -> None:
         self._heading(self._title)
         self._breaks(seen)
         for frame in seen.frames:

@@ -4,9 +4,6 @@
 choice is made when a forward is compiled, and its backward follows it: autograd may compile the backward much later,
 in another thread, where the option has another value.
 
-A refusal has a reason code and a text. It is logged once for each piece of code, counted, and kept for `refusals()`.
-The code then runs as compiled.
-
 Note [Nobody is left without a graph or a reason]
 Code that asked for a graph is followed to its end: through the constructor of the compiled code and its `post_compile`,
 where Inductor may decide against graphs, to a `Runner`, which makes one or refuses. What Inductor decides is a refusal
@@ -25,78 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import sys
 import threading
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
+from torch_overlay._inductor.relaunch.refusals import Code, COMMUNICATION, refuse
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Code:
-    """A compiled region as its compiler describes it: what stays the same from call to call."""
-
-    name: str
-    device: int
-    static_inputs: tuple[int, ...] = ()
-    mutated_inputs: tuple[int, ...] = ()
-    saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
-    is_backward: bool = False
-    source: str = ""  # the first line of the user's program that is part of it
-
-    @property
-    def is_training(self) -> bool:
-        return self.is_backward or bool(self.saved_outputs)
-
-
-@dataclass(frozen=True)
-class Refused:
-    code: Code
-    reason: str
-    message: str
-
-    def __str__(self) -> str:
-        where = f" (the region begins at {self.code.source})" if self.code.source else ""
-        return f"{self.code.name} runs without a CUDA graph [{self.reason}]: {self.message}{where}"
-
-
-_refused: list[Refused] = []
-_MOST_REFUSED = 1000
-
-
-def refuse(code: Code, reason: str, message: str) -> None:
-    """Logs and counts one refusal. Raises if the user asked for graphs or an error."""
-    import torch._inductor.config
-    from torch._dynamo.utils import counters
-
-    found = Refused(code, reason, message)
-    counters["torch_overlay"]["cudagraph_refusals"] += 1
-    if found not in _refused:
-        log.warning("%s", found)
-        if len(_refused) < _MOST_REFUSED:
-            _refused.append(found)
-    if torch._inductor.config.triton.cudagraph_or_error:
-        raise RuntimeError(str(found))
-
-
-def refused() -> list[Refused]:
-    """What was refused in this process, each once."""
-    return list(_refused)
-
-
-def refusals() -> list[str]:
-    return list(map(str, _refused))
-
 
 # ---- what Inductor compiles
 
@@ -238,9 +175,6 @@ def _why_left_out(scheduler: Any, node: Any) -> str:
         return "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
     operator = getattr(node.node, "op_overload", None)
     return f"{reason} ({operator})" if operator is not None and str(operator) not in reason else reason
-
-
-COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:

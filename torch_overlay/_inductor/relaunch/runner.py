@@ -29,7 +29,7 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, keys, policy
+from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native, relaunch, staged
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.policy import Code
+    from torch_overlay._inductor.relaunch.refusals import Code
 
 FULL = capture.ALIGNMENT
 LEAST = 16
@@ -222,7 +222,7 @@ class Runner:
                         state.relaunch = None  # the next one is the first launch
                     raise
                 state.refused, state.relaunch = True, None
-                policy.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
+                refusals.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
                 inputs[:] = originals
                 return self.plain(inputs)
             for k, original, clone in clones:
@@ -236,7 +236,7 @@ class Runner:
             self.has_large = True
             k = next(k for k in self.keyed if k in self.scalars and keys.host_value(inputs[k]) is keys.LARGE)
             message = f"input {k} is a tensor of {inputs[k].numel()} values in host memory"
-            policy.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
+            refusals.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
@@ -267,7 +267,7 @@ class Runner:
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
-            policy.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
+            refusals.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
         return result
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
@@ -314,31 +314,33 @@ class Runner:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         except Refusal as refusal:
             state.refused = True
-            policy.refuse(self.code, refusal.reason, str(refusal))
+            refusals.refuse(self.code, refusal.reason, str(refusal))
             return False
         except Exception as error:
             state.failures += 1
-            policy.log.info("%s could not be captured", self.code.name, exc_info=True)
+            refusals.log.info("%s could not be captured", self.code.name, exc_info=True)
             if state.failures == FAILURES:
                 state.refused = True
-                policy.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
+                refusals.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
             return False
         finally:
             capture.capturing.release()
         counters["torch_overlay"]["cudagraph_captures"] += 1
         nodes = sum(launcher.nodes for launcher in launchers)
         counters["torch_overlay"]["cudagraph_nodes"] += nodes
-        if policy.log.isEnabledFor(logging.INFO):
+        if refusals.log.isEnabledFor(logging.INFO):
             message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
             what = arrangement.describe(), arrangement.layout.names()
-            policy.log.info(message, self.code.name, nodes, len(launchers), *what)
+            refusals.log.info(message, self.code.name, nodes, len(launchers), *what)
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:
                 self.attempt = state.relaunch.attempt
         if self.captures == self._most_captures:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
-            policy.refuse(self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
+            refusals.refuse(
+                self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound"
+            )
         return True
 
 
@@ -356,7 +358,7 @@ def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -
         found.refused, found.relaunch = True, None
     if owner is not None:
         owner.attempt = None
-        policy.refuse(owner.code, "host-memory", why)
+        refusals.refuse(owner.code, "host-memory", why)
 
 
 def address_of(value: Any) -> int:
@@ -382,10 +384,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     length = 0 if 0 in tensor.size() else 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
     return torch.as_strided(tensor, (length,), (1,))
-
-
-def refusals() -> list[str]:
-    return policy.refusals()
 
 
 def forget_all() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.policy import Code
+    from torch_overlay._inductor.relaunch.refusals import Code
 
 # Largest difference, relative to the largest number of the tensor.
 TOLERANCES = {

@@ -55,8 +55,8 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     view_of,
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
-from torch_overlay._inductor.relaunch.policy import COMMUNICATION
 from torch_overlay._inductor.relaunch.proof.prove import FIXED, Refusal, Segment, Template
+from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
 from torch_overlay._inductor.streams.runtime import Spec
 
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.policy import Code
+    from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library looks for more
 # A number that happens to be an address of these captures, or a library that allocates more when it is first used.

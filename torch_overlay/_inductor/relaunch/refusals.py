@@ -1,0 +1,72 @@
+"""Code that asked for a CUDA graph and gets none: what it is, and why.
+
+A refusal has a reason code and a text. It is logged once for each piece of code, counted, and kept for `refusals()`.
+The code then runs as compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+
+# Namespaces of operators that talk to other processes: Note [Collectives], in `policy`.
+COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A compiled region as its compiler describes it: what stays the same from call to call."""
+
+    name: str
+    device: int
+    static_inputs: tuple[int, ...] = ()
+    mutated_inputs: tuple[int, ...] = ()
+    saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
+    is_backward: bool = False
+    source: str = ""  # the first line of the user's program that is part of it
+
+    @property
+    def is_training(self) -> bool:
+        return self.is_backward or bool(self.saved_outputs)
+
+
+@dataclass(frozen=True)
+class Refused:
+    code: Code
+    reason: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f" (the region begins at {self.code.source})" if self.code.source else ""
+        return f"{self.code.name} runs without a CUDA graph [{self.reason}]: {self.message}{where}"
+
+
+_refused: list[Refused] = []
+_MOST_REFUSED = 1000
+
+
+def refuse(code: Code, reason: str, message: str) -> None:
+    """Logs and counts one refusal. Raises if the user asked for graphs or an error."""
+    import torch._inductor.config
+    from torch._dynamo.utils import counters
+
+    found = Refused(code, reason, message)
+    counters["torch_overlay"]["cudagraph_refusals"] += 1
+    if found not in _refused:
+        log.warning("%s", found)
+        if len(_refused) < _MOST_REFUSED:
+            _refused.append(found)
+    if torch._inductor.config.triton.cudagraph_or_error:
+        raise RuntimeError(str(found))
+
+
+def refused() -> list[Refused]:
+    """What was refused in this process, each once."""
+    return list(_refused)
+
+
+def refusals() -> list[str]:
+    return list(map(str, _refused))
