@@ -33,7 +33,6 @@ from torch_overlay import config
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.fx import (
     AFTER,
-    AMBIENT,
     annotate,
     BACKWARD,
     BEFORE,
@@ -48,6 +47,7 @@ from torch_overlay._functorch.streams.fx import (
     REQUIRES,
     RESULTS,
 )
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@
 
 A slab is one tensor of bytes for all that a forward saves on the host. Nothing here waits: a store or load is a node on
 a stream of its own, and the stream planner orders it like any other (Note [Streams are placement, dependencies are
-order]). Inductor generates direct calls for these operations (`_inductor.offload_codegen`); the bodies below serve
+order]). Inductor generates direct calls for these operations (`_inductor.offload.codegen`); the bodies below serve
 interpreters of the graph.
 
 Streams are named by registry index, as streams of the user are; the copy streams of a device have numbers that no frame
@@ -21,25 +21,9 @@ from torch._library.custom_ops import custom_op
 from torch.fx.node import has_side_effect
 
 
-COPY_STREAMS = 900_000
-"""The copy streams of device d are this + 2 d (to the host) and this + 2 d + 1 (from the host)."""
-
-
 BUDGET = "offload_budget"  # in `custom` of stores and loads: bytes
 OWNER = "offload_owner"  # ... of inputs of the backward that are views of one tensor: the tensor's name
 VALUE = "offload_value"  # ... the name of the forward's node
-
-
-def copy_out_stream(device_index: int) -> int:
-    return COPY_STREAMS + 2 * device_index
-
-
-def copy_in_stream(device_index: int) -> int:
-    return COPY_STREAMS + 2 * device_index + 1
-
-
-def is_copy_stream(stream: int) -> bool:
-    return COPY_STREAMS <= stream < 1_000_000
 
 
 @custom_op("streams_offload::slab", mutates_args=())

@@ -39,6 +39,7 @@ from torch_overlay._functorch.offload.reader import (
     source,
     tensor_of,
 )
+from torch_overlay._functorch.streams import ids
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 
 
@@ -221,7 +222,7 @@ class Pair:
             with graph.inserting_before(_behind(saved.node)):
                 node = graph.call_function(ops.STORE, (slab, saved.node, offset))
             node.meta["val"] = None
-            _place(node, ops.copy_out_stream(device), saved.node, budget)
+            _place(node, ids.copy_out_stream(device), saved.node, budget)
         return slab
 
     def drop_outputs(self, members: set[Node], slab: Node) -> None:
@@ -265,7 +266,7 @@ class Pair:
             with graph.inserting_before(where):
                 node = graph.call_function(ops.LOAD, arguments, name=f"{saved.node.name}_loaded")
                 node.meta["val"] = value
-                _place(node, ops.copy_in_stream(value.device.index or 0), saved.node, budget)
+                _place(node, ids.copy_in_stream(value.device.index or 0), saved.node, budget)
                 made[saved.node] = node
                 for member in saved.members:
                     self.inputs[member.name].replace_all_uses_with(_copied(graph, member, made))

@@ -23,7 +23,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import AMBIENT, is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:

@@ -46,7 +46,6 @@ from torch_overlay._functorch.streams.cse import split_twins
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
 from torch_overlay._functorch.streams.fx import (
     AFTER,
-    AMBIENT,
     annotate,
     BEFORE,
     is_backward,
@@ -65,6 +64,7 @@ from torch_overlay._functorch.streams.fx import (
     RESULTS,
     viewed,
 )
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._functorch.streams.ids import AMBIENT
+
 
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
@@ -24,7 +26,6 @@ MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream 
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
 KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
-AMBIENT = 0
 
 _aten = torch.ops.aten
 _streams = torch.ops.streams

@@ -15,7 +15,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import AMBIENT, annotate, BEFORE, node_stream, REQUIRES
+from torch_overlay._functorch.streams.fx import annotate, BEFORE, node_stream, REQUIRES
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:

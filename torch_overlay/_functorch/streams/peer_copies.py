@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.streams.fx import node_stream
+from torch_overlay._functorch.streams.ids import ambient_stream
 
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ class PeerCopies:
         if stream and self.devices.get(stream) == device:
             return stream
         if device not in self.ambient:  # no operation of the user's names it
-            from torch_overlay._inductor.streams.reader import ambient_stream
-
             self.ambient[device] = ambient_stream(device)
         return self.ambient[device]
 

@@ -41,7 +41,6 @@ from torch_overlay import config
 from torch_overlay._functorch.streams import autograd_nodes, eager_memory
 from torch_overlay._functorch.streams.fx import (
     AFTER,
-    AMBIENT,
     annotate,
     BACKWARD,
     BEFORE,
@@ -66,6 +65,7 @@ from torch_overlay._functorch.streams.fx import (
     viewed,
     WAITS,
 )
+from torch_overlay._functorch.streams.ids import AMBIENT
 from torch_overlay._functorch.streams.input_mutations import note_promises
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.view_sources import sources

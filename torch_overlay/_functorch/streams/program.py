@@ -12,7 +12,6 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.streams.fx import (
-    AMBIENT,
     blocks_host,
     DEALLOC,
     is_stream_op,
@@ -21,6 +20,7 @@ from torch_overlay._functorch.streams.fx import (
     SYNCHRONIZE,
     WAITS,
 )
+from torch_overlay._functorch.streams.ids import AMBIENT
 from torch_overlay._functorch.streams.peer_copies import PeerCopies
 
 

@@ -33,7 +33,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.offload.ops import COPY_STREAMS
+from torch_overlay._functorch.streams.ids import COPY_STREAMS
 
 
 if TYPE_CHECKING:

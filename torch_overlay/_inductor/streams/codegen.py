@@ -28,14 +28,12 @@ from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.offload.ops import COPY_STREAMS, is_copy_stream
+from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream, COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.streams import plan_log, ranges
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
 from torch_overlay._inductor.streams.reader import (
-    ambient_device,
-    ambient_stream,
     eager_memory_of_results,
     kernel_of,
     owner_of,

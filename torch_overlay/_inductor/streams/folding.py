@@ -19,8 +19,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.ids import is_copy_stream
 
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = r"""
 #define PY_SSIZE_T_CLEAN
-#define COPY_STREAMS 900000  /* from here on, indices name copy streams (offload/ops.py), not entries of the table */
+#define COPY_STREAMS 900000  /* from here on, indices name copy streams (streams/ids.py), not entries of the table */
 #include <Python.h>
 #include <dlfcn.h>
 

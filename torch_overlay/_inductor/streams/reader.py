@@ -23,7 +23,6 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.fx import (
     AFTER,
     BEFORE,
@@ -37,6 +36,7 @@ from torch_overlay._functorch.streams.fx import (
     REQUIRES,
     RESULTS,
 )
+from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, ambient_stream, is_copy_stream
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
 from torch_overlay._inductor.streams.parts import Access, accesses, parts
 from torch_overlay._inductor.streams.planner import Buffer, HOST, Op, Plan, plan_streams
@@ -46,23 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-
-
-AMBIENT = 0
-_OTHER_DEVICE = 1_000_000
-"""Planner number of the ambient stream of a device that is not the current one: this plus the device's index."""
-
-
-def ambient_stream(device_index: int) -> int:
-    """Planner number of the stream that is current on a device when the region is entered."""
-    return AMBIENT if device_index == torch.accelerator.current_device_index() else _OTHER_DEVICE + device_index
-
-
-def ambient_device(stream: int) -> int | None:
-    """Device index of an ambient stream's planner number; None for a stream of the user."""
-    if stream == AMBIENT:
-        return torch.accelerator.current_device_index()
-    return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None
 
 
 def stream_devices() -> dict[int, int]:

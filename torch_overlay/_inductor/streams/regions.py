@@ -16,8 +16,8 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.offload.ops import is_copy_stream
-from torch_overlay._functorch.streams.fx import AFTER, AMBIENT, BEFORE, node_stream
+from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, is_copy_stream
 from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.streams.codegen import (
     _root,
@@ -31,7 +31,6 @@ from torch_overlay._inductor.streams.codegen import (
 )
 from torch_overlay._inductor.streams.reader import (
     _origins,
-    ambient_device,
     eager_memory_of_results,
     leaving,
     needs_plan,

@@ -18,7 +18,8 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.streams.fx import AMBIENT, annotate, MEMORY, OWNED
+from torch_overlay._functorch.streams.fx import annotate, MEMORY, OWNED
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:

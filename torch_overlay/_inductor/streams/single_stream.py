@@ -24,11 +24,11 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.offload.ops import is_copy_stream
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.ids import ambient_device, is_copy_stream
 from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us, handed_out
 from torch_overlay._inductor.streams.planner import HOST
-from torch_overlay._inductor.streams.reader import _origins, ambient_device, Region, stream_operation
+from torch_overlay._inductor.streams.reader import _origins, Region, stream_operation
 
 
 if TYPE_CHECKING:
