@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 BUFFER, GRAPH, EAGER, UNKNOWN = "compiled code", "CUDA graph", "eager", "no frames"
-_RELAUNCH = os.path.join("_inductor", "cudagraphs") + os.sep
+_RELAUNCH = os.path.join("_inductor", "relaunch") + os.sep
 _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
 _ASSIGNED = re.compile(r"\s*(\w+) = ")
 

@@ -3407,27 +3407,6 @@ _add(
     """,
 )
 _add(
-    "loaded_input_that_nobody_may_free_yet",
-    "y state",
-    """
-    def build(k):
-        s1 = k.stream()
-        s2 = k.stream()
-        buffer = k.parameter(32, 32)
-
-        def fn(y, state):
-            current = torch.cuda.current_stream()
-            current.wait_stream(s1)
-            v1 = buffer + state
-            with torch.cuda.stream(s2):
-                s2.wait_stream(current)
-                y.add_(v1)  # unjoined
-            return v1,
-
-        return calls(k, fn, [buffer], loads=(s1, [0, 1]))
-    """,
-)
-_add(
     "view_of_a_leaf_on_a_side_stream_after_a_read_on_the_callers",
     "x state",
     """

@@ -331,7 +331,7 @@ class Caller:
             # The caller reads results, and writes to inputs and to what the function captured before the next call.
             written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
             promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])
-            if self.joins or not promised or not self.may_allocate(call):
+            if self.joins or not promised:
                 self.join()
             for stream in dict.fromkeys(current.values()):
                 read = [t for name, t in named if current[name] == stream]
@@ -357,12 +357,6 @@ class Caller:
         reliance = promises[call][name]
         reads = name.startswith(("output", "gradient of "))
         return stream in (reliance.readable if reads else reliance.writable)
-
-    def may_allocate(self, call: str) -> bool:
-        """Whether memory of the caller's streams that was freed may be handed on, as far as eager says."""
-        pools = {f"free memory of {stream}" for stream in self.device.public}
-        rows = (self.before.promises or {}).get(call, {})
-        return all(row.readable for name, row in rows.items() if name in pools)
 
     def join(self) -> None:
         """The host waits for all streams: what a correct caller does where nothing is promised."""
