@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import hashlib
 import re
 import subprocess
@@ -83,12 +84,11 @@ def programs(drawn: int, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     for program in PROGRAMS:
         for mode in program.modes:
-            check: Any = lambda p=program, m=mode: corpus.check_program(p, m)  # noqa: E731
-            yield f"{program.name}.{mode or 'default'}", check
+            yield f"{program.name}.{mode or 'default'}", functools.partial(corpus.check_program, program, mode)
     for number in range(drawn):
+        written = write(random_spec(seed, number))
         for mode in ("default", "reduce-overhead"):
-            judge: Any = lambda n=number, m=mode: trial.judge(write(random_spec(seed, n)), [m], on_gpu=False)  # noqa: E731
-            yield f"drawn_{seed}_{number}.{mode}", judge
+            yield f"drawn_{seed}_{number}.{mode}", functools.partial(trial.judge, written, [mode], on_gpu=False)
 
 
 def write_texts(out: Path, drawn: int, seed: int, part: int, parts: int) -> None:

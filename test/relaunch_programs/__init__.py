@@ -16,7 +16,7 @@
 - lifetime: exceptions, resets, deletion, exit
 - distributed: two processes, two GPUs
 
-`_program` says what a program is, `_cli.check` runs one and compares its sides.
+`_program` says what a program is, `_check` runs one and compares its sides.
 """
 
 from relaunch_programs import (  # noqa: F401  (they register their programs)

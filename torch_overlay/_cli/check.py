@@ -33,11 +33,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_overlay check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("check", __doc__)
     parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
     parser.add_argument("--calls", type=int, default=2, help="how many calls in a row (2)")
     parser.add_argument("--mode", help="mode of torch.compile")

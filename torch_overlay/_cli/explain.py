@@ -45,11 +45,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, or 1 if the program failed, or 2 if it could not be found."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_overlay explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("explain", __doc__)
     parser.add_argument(
         "--simulate", action="store_true", help="compile for a simulated GPU even where there is a real one"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
 import os
@@ -13,7 +14,6 @@ import torch
 
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterable, Iterator
 
 PICTURES = (".svg", ".json")
@@ -21,6 +21,15 @@ PICTURES = (".svg", ".json")
 
 class UsageError(Exception):
     """The command line does not name something that a command can run."""
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m torch_overlay COMMAND`; the description is printed as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m torch_overlay {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -82,4 +91,4 @@ def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]
     )
 
 
-__all__ = ["check_file", "check_options", "check_pictures", "importable", "load", "PICTURES", "UsageError"]
+__all__ = ["check_file", "check_options", "check_pictures", "importable", "load", "parser", "PICTURES", "UsageError"]

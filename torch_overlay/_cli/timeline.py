@@ -14,7 +14,6 @@ The exit status is 0, or 2 if the function could not be found or run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -30,16 +29,14 @@ from torch_overlay.testing import simulated_gpu
 
 
 if TYPE_CHECKING:
+    import argparse
+
     from torch_overlay.analysis.timelines.model import Timeline
 
 
 def main(argv: list[str]) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_overlay timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser("timeline", __doc__)
     parser.add_argument("--out", action="append", metavar="NAME", help="a file to write: .svg or .json")
     parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
     parser.add_argument("--calls", type=int, default=1, help="how many calls to draw (1)")

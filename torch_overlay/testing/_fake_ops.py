@@ -123,9 +123,8 @@ class SimulatedTensorMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-            return args[
-                0
-            ]  # a tensor that is marked as a number comes as that number (`upstream_fixes.wrapped_numbers`)
+            # A tensor that is marked as a number comes as that number: `upstream_fixes.wrapped_numbers`.
+            return args[0]
         if func in (aten.item.default, aten.is_nonzero.default) and args[0].numel() == 1:  # else fake tensors keep it
             number = self.dispatch(aten._local_scalar_dense.default, types, args)
             return number if func is aten.item.default else bool(number)

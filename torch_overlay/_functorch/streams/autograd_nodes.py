@@ -9,7 +9,7 @@ graph that AOTAutograd partitions:
   graph's code has returned. It is made on the streams on which the program made it.
 - The node that accumulates a leaf's gradient is made for the first operation that reads the leaf, on the stream of that
   operation, even if nobody needs what the operation computes. The backward leaves that stream ordered as the engine
-  would (`streams.backward.engine_streams`).
+  would (`streams.backward.order_after_gradients`).
 """
 
 from __future__ import annotations

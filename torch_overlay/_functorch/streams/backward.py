@@ -45,6 +45,7 @@ from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.cse import split_twins
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
 from torch_overlay._functorch.streams.fx import (
+    add_tokens,
     AFTER,
     annotate,
     BEFORE,
@@ -165,58 +166,50 @@ def place_computed_early(graph: Graph) -> None:
             annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before)), RANGE: None})
 
 
-def _order_late_readers(forward: Graph, backward: Graph, unread: Collection[str]) -> None:
-    """The backward may read an input of which eager saves nothing (`unread`), to compute something again. Streams that
-    the user ordered after all that reads the input, as the one that loads the next batch, come after that, too.
+def _order_late_readers(value: Node, given: Node) -> None:
+    """The backward reads an input of which eager saves nothing, to compute something again. Streams that the user
+    ordered after all that reads the input, as the one that loads the next batch, come after that, too.
     """
-    given = {n.name: n for n in forward.nodes}
-    for value in backward.find_nodes(op="placeholder"):
-        source = _writer(given[value.name]) if value.name in given else None
-        if source is None or source.op != "placeholder" or source.name not in unread:
-            continue
-        readers = [reader for reader in _readers(source) if not is_view(reader) and not is_stream_op(reader)]
-        promised = [{f"s{node_stream(r)}", *r.meta.get("custom", {}).get(BEFORE, ())} for r in readers]
-        states = {token for token in set.intersection(*promised) if token[0] == "s"} if promised else set()
-        for reader in _readers(value):
-            known = reader.meta.get("custom", {}).get(BEFORE) or ()
-            annotate(reader, **{BEFORE: tuple(sorted(states.union(known) - {f"s{node_stream(reader)}"}))})
+    readers = [reader for reader in _readers(given) if not is_view(reader) and not is_stream_op(reader)]
+    promised = [{f"s{node_stream(r)}", *r.meta.get("custom", {}).get(BEFORE, ())} for r in readers]
+    states = {token for token in set.intersection(*promised) if token[0] == "s"} if promised else set()
+    for reader in _readers(value):
+        add_tokens(reader, BEFORE, states)
 
 
-def place_saved(forward: Graph, backward: Graph) -> None:
-    """Whose memory a saved value is, and what its readers wait for."""
-    computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
+def place_saved(forward: Graph, backward: Graph, unread: Collection[str]) -> None:
+    """Whose memory a saved value is, what its readers wait for, and what waits for them. `unread` are the inputs of
+    which eager saves nothing.
+    """
+    known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
         annotate(
             value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, RESULTS, REQUIRES, ORDER, MEMORY, OWNED, KEPT))
         )
-        saved = computed.get(value.name)
+        saved = known.get(value.name)
         writer = _writer(saved) if saved is not None else None
-        if writer is None or writer.op != "call_function" or node_stream(writer) == AMBIENT:
-            stream = AMBIENT
-        else:
-            stream = node_stream(writer)
-            annotate(value, **{MEMORY: stream})
+        if writer is not None and writer.op == "placeholder" and writer.name in unread:
+            _order_late_readers(value, writer)
         if writer is None or writer.op != "call_function":
             continue
-        annotate(value, **{KEPT: True})
+        stream = node_stream(writer)
+        annotate(value, **{KEPT: True, MEMORY: stream or None})
         promised = writer.meta.get("custom", {}).get(BEFORE) or ()
         for reader in _readers(value):
             if node_stream(reader) != stream and f"s{node_stream(reader)}" not in promised:
-                known = reader.meta.get("custom", {}).get(AFTER) or ()
-                annotate(reader, **{AFTER: tuple(sorted({*known, f"s{stream}"}))})
+                add_tokens(reader, AFTER, (f"s{stream}",))
 
 
 def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]:
     """The kernels of a joint graph's backward, by the operation of the forward that they belong to."""
-    numbers = sorted((node.meta.get("seq_nr", -1), i) for i, node in enumerate(chain))
-    operations = list(chain)
+    operations = {node.meta.get("seq_nr", -1): node for node in chain}  # the last one of each number
+    numbers = sorted(operations)
     found: dict[Node, set[Node]] = defaultdict(set)
     for node in joint.nodes:
         is_launch = node.op == "call_function" and not is_view(node) and node.target is not operator.getitem
-        if is_launch and is_backward(node) and not node.meta.get("is_gradient_acc"):
-            at = bisect.bisect_left(numbers, (node.meta.get("seq_nr", -1) + 1, -1))
-            if at:
-                found[operations[numbers[at - 1][1]]].add(node)
+        is_own = is_launch and is_backward(node) and not node.meta.get("is_gradient_acc")
+        if is_own and (at := bisect.bisect_right(numbers, node.meta.get("seq_nr", -1))):
+            found[operations[numbers[at - 1]]].add(node)
     return found
 
 
@@ -237,10 +230,9 @@ def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node
     return found
 
 
-def engine_streams(joint: Graph, leaves: Collection[Node]) -> set[int]:
-    """The side streams on which autograd has nodes: those of operations between inputs that get a gradient and outputs
-    that bring one, and those that accumulate gradients of leaves. Where such a node launches nothing, its stream comes
-    after the kernels that compute the gradient which passes.
+def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
+    """The stream on which autograd has a node: for each operation between inputs that get a gradient and outputs that
+    bring one, and for each of `leaves` that gets a gradient, which is accumulated there.
     """
     output = joint.output_node()
     inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
@@ -257,16 +249,22 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> set[int]:
     for node in reversed(computed):
         if not ahead.isdisjoint(node.users):
             ahead.add(node)
-    chain = dict.fromkeys(n for n in computed if n in behind and n in ahead)
-    streams = {node: node_stream(node) for node in chain}
-    streams |= {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
-    if any(streams.values()):
-        launched = _launched_by(joint, chain)
-        for node, stream in streams.items():
-            for kernel in _bring_gradient(node, chain, launched) if stream and node not in launched else ():
-                known = kernel.meta.get("custom", {}).get(BEFORE) or ()
-                annotate(kernel, **{BEFORE: tuple(sorted({*known, f"s{stream}"} - {f"s{node_stream(kernel)}"}))})
-    return set(streams.values()) - {AMBIENT}
+    streams = {n: node_stream(n) for n in computed if n in behind and n in ahead}
+    return streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
+
+
+def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
+    """Where a node of `engine_streams` launches nothing, its stream comes after the kernels of the backward that
+    compute the gradient which passes.
+    """
+    if not any(streams.values()):
+        return
+    chain = dict.fromkeys(node for node in streams if node.op == "call_function")
+    launched = _launched_by(joint, chain)
+    for node, stream in streams.items():
+        if stream and node not in launched:
+            for kernel in _bring_gradient(node, chain, launched):
+                add_tokens(kernel, BEFORE, (f"s{stream}",))
 
 
 def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
@@ -321,8 +319,7 @@ def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[
     split_twins(backward.graph, of_backward=True)
     place_computed_early(forward.graph)
     place_recomputed(backward.graph)
-    place_saved(forward.graph, backward.graph)
-    _order_late_readers(forward.graph, backward.graph, unread)
+    place_saved(forward.graph, backward.graph, unread)
     leave_backward(backward, engine, lend_saved_gradients(forward.graph, backward.graph))
     forward.recompile()
     backward.recompile()
@@ -371,12 +368,13 @@ def partition(
     inputs_of_forward = _inputs(joint.graph, inner_meta, fw_metadata)
     keep_unsaved(inputs_of_forward)
     leaves = [node for node, info in inputs_of_forward.items() if info.is_leaf]
-    engine = engine_streams(joint.graph, leaves) if config.streams else ()
+    streams = engine_streams(joint.graph, leaves) if config.streams else {}
+    order_after_gradients(joint.graph, streams)
     saved = saved_in_eager(joint.graph)
     unread = {node.name for node in inputs_of_forward if node not in saved}
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
-        place_parts(forward, backward, engine, unread)
+        place_parts(forward, backward, {*streams.values()} - {AMBIENT}, unread)
     offload_saved(forward, backward, count)
     return forward, backward, count
 

@@ -156,8 +156,8 @@ def _storage(node: Node) -> Storage | None:
 
 
 def _chain(node: Node, updates: bool) -> Iterator[Node]:
-    """A value, and the nodes behind it to the one that made its memory: through views of it, and with `updates` through
-    updates in place, too.
+    """A value, and the nodes before it back to the one that made its memory: through views of it, and with `updates`
+    through updates in place, too.
     """
     while True:
         yield node

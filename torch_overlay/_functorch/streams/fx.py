@@ -6,11 +6,14 @@ import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.fx import Graph, GraphModule, Node
 
 
@@ -24,7 +27,7 @@ RANGE = "stream_range"  # how many operations of profiler ranges come before it:
 ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
 MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
 OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
-KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is given back
+KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is freed
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 
 _aten = torch.ops.aten
@@ -106,6 +109,19 @@ def written_arguments(call: Any) -> dict[Any, Node]:
     return {index: value for index, value in found.items() if isinstance(value, torch.fx.Node)}
 
 
+def updated_operands(node: Node) -> list[Node]:
+    """The operands that an operation updates in place; all of them where its schema doesn't say."""
+    schema = getattr(node.target, "_schema", None)
+    if not isinstance(schema, torch._C.FunctionSchema):
+        return node.all_input_nodes if isinstance(node.target, torch._ops.HigherOrderOperator) else []
+    found: list[Node] = []
+    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found += [v for v in pytree.tree_leaves(value) if isinstance(v, torch.fx.Node)]
+    return found
+
+
 def constants(graph: Graph) -> set[Node]:
     """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
     found: set[Node] = set()
@@ -166,6 +182,12 @@ def annotate(node: Node, **values: Any) -> None:
         node.meta["custom"] = custom
     else:
         node.meta.pop("custom", None)
+
+
+def add_tokens(node: Node, key: str, tokens: Iterable[str]) -> None:
+    """Add to the tokens that a node has under `key`, AFTER or BEFORE, but for its own stream's, which goes without."""
+    known = node.meta.get("custom", {}).get(key) or ()
+    annotate(node, **{key: tuple(sorted({*known, *tokens} - {f"s{node_stream(node)}"}))})
 
 
 def is_backward(node: Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import annotate, BEFORE, node_stream, REQUIRES
+from torch_overlay._functorch.streams.fx import add_tokens, BEFORE, node_stream, REQUIRES
 from torch_overlay._functorch.streams.ids import AMBIENT
 
 
@@ -72,7 +72,7 @@ def _promise_outputs(values: list[Node]) -> None:
     """The caller writes them on its own stream: it must be ordered behind them."""
     for value in values:
         if node_stream(value) != AMBIENT:
-            annotate(value, **{BEFORE: tuple(sorted({*value.meta["custom"].get(BEFORE, ()), "s0"}))})
+            add_tokens(value, BEFORE, ("s0",))
 
 
 # ---- seam

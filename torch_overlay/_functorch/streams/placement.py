@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay import config
 from torch_overlay._functorch.streams import autograd_nodes, eager_memory
 from torch_overlay._functorch.streams.fx import (
+    add_tokens,
     AFTER,
     annotate,
     BACKWARD,
@@ -185,8 +186,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
         if not late <= set(root.meta.get("custom", {}).get(BEFORE, ())):
             awaited.append((value, root))
         for node in _named(value):
-            before = (known - late).union(node.meta.get("custom", {}).get(BEFORE, ())) - {f"s{node_stream(node)}"}
-            annotate(node, **{BEFORE: tuple(sorted(before))})
+            add_tokens(node, BEFORE, known - late)
     return awaited
 
 
@@ -207,8 +207,7 @@ def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             told = {AFTER: (), BEFORE: (), REQUIRES: tokens[stream], ORDER: order}
             annotate(wait, **told, **dict.fromkeys((READS, TARGET, STORAGE)))
         for node in _named(value):
-            before = {*node.meta["custom"].get(BEFORE, ()), tokens[stream]}
-            annotate(node, **{BEFORE: tuple(sorted(before))})
+            add_tokens(node, BEFORE, (tokens[stream],))
 
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
@@ -431,10 +430,10 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
     """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
     them.
     """
-
     original(gm, fw_metadata)
-    is_flat = any(isinstance(meta, SubclassCreationMeta) for meta in fw_metadata.subclass_fw_graph_out_meta)
-    if config.streams and any(node_stream(n) for n in gm.graph.nodes) and not is_flat:  # one result, several tensors
+    has_streams = config.streams and any(node_stream(n) for n in gm.graph.nodes)
+    # A result that is a subclass is several values of the graph.
+    if has_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
         _note_dropped_outputs(gm, fw_metadata)
         autograd_nodes.keep_view_streams(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:

@@ -15,22 +15,27 @@ takes its value. To the host, that new memory is read by the host, which waits.
 
 from __future__ import annotations
 
-import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch._inductor.virtualized import V
-from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.fx import constants, is_asynchronous_copy, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import (
+    constants,
+    is_asynchronous_copy,
+    is_view,
+    node_stream,
+    updated_operands,
+    viewed,
+)
 from torch_overlay._inductor.streams import host_copies
 from torch_overlay._inductor.streams.fx_passes import union_of_tokens
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned, MEMORY_LIKE
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch.fx import Graph, Node
 
@@ -81,18 +86,6 @@ def _reads(user: Node, value: Node) -> bool:
     """Whether an operation reads elements of a value, and not its layout only."""
     overwrites = user.target in (_aten.copy.default, _aten.copy_.default) and value not in user.args[1:]
     return not overwrites
-
-
-def _written(node: Node) -> Sequence[Node]:
-    """The operands whose memory an operation may write to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return () if node.target is operator.getitem else node.all_input_nodes
-    named = {argument.name: node.kwargs.get(argument.name) for argument in schema.arguments}
-    named.update(zip(named, node.args))
-    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    values = pytree.tree_leaves([named[argument.name] for argument in written])
-    return [value for value in values if isinstance(value, torch.fx.Node)]
 
 
 class _Rewriter:
@@ -324,7 +317,7 @@ class _Rewriter:
         """Whether what a copy reads is written between two places."""
         root, node = viewed(source), first.next
         while node is not last:
-            if node.op == "call_function" and root in map(viewed, _written(node)):
+            if node.op == "call_function" and root in map(viewed, updated_operands(node)):
                 return True
             node = node.next
         return False

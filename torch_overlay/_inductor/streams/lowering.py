@@ -34,6 +34,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     ORDER,
     REQUIRES,
+    updated_operands,
     viewed,
 )
 from torch_overlay._inductor.offload import codegen
@@ -104,7 +105,7 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is _RECORD_STREAM:
             continue
-        written = {viewed(value) for value in _written(node)}
+        written = {viewed(value) for value in updated_operands(node)}
         for memory in map(viewed, node.all_input_nodes):
             if memory in last_write:
                 after[node].add(last_write[memory])
@@ -113,22 +114,6 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
         for memory in written:
             after[node].update(reads.pop(memory, ()))
             last_write[memory] = node
-
-
-def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """The operands that an operation updates in place; all of them where its schema doesn't say."""
-    schema = getattr(node.target, "_schema", None)
-    if not isinstance(schema, torch._C.FunctionSchema):
-        is_higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-        return node.all_input_nodes if is_higher else []
-    found: list[torch.fx.Node] = []
-    for i, argument in enumerate(schema.arguments if schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value: Any = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found += [
-                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.fx.Node)
-            ]
-    return found
 
 
 def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:

@@ -4,7 +4,7 @@ Note [Memory of saved values]
 The backward gives saved values back, and must know to which stream. When the graphs are parted that is a guess: an
 operation on a side stream may be folded into the ambient stream later (`streams.folding`), a region may run on the
 ambient stream alone when the device is idle (`streams.single_stream`), and a captured region's memory is all the
-ambient stream's. A block that may be two streams' is given back only when both are ordered behind its last use; for the
+ambient stream's. A block that may be two streams' is freed only when both are ordered after its last use; for the
 ambient stream that is often the exit of the backward, so that a branch's activations would all stay to the end. The
 forward is generated before the backward is compiled. What its plan says of a value's memory is then written on the
 backward's input, in the graph, where it is also part of the compile cache's key.

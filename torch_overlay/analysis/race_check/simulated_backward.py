@@ -1,8 +1,8 @@
 """What autograd's engine does to streams in a backward, which it does in C++ and nobody below Python sees.
 
 A node runs on the stream that was current when its forward ran. Where a gradient comes from a node of another stream,
-or from the caller, the engine makes the consumer's stream wait for the producer's, and tells the allocator that it
-reads the gradient. Gradients for one place are added up on the consumer's stream, as they come. When all is done, the
+or from the caller, the engine makes the consumer's stream wait for the producer's, and records it on the
+gradient. Gradients for one place are added up on the consumer's stream, as they come. When all is done, the
 stream that is current for the caller waits for those that wrote into leaves. Hooks on the nodes of the graph say the
 same to the simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
 """

@@ -274,8 +274,8 @@ class SimulatedDevice:
     def engine_takes(
         self, stream: str, producers: Iterable[tuple[str, str]], gradients: Iterable[torch.Tensor | None] = ()
     ) -> None:
-        """Autograd's engine makes a stream wait for the events of those that produced gradients, and tells the
-        allocator that the stream reads them.
+        """Autograd's engine makes a stream wait for the events of those that produced gradients, and records the stream
+        on the gradients.
         """
         others = [event for other, event in producers if other != stream]
         for event in others:
