@@ -7,6 +7,7 @@ to be right. `TestChecker` gives the checker graphs that are wrong on purpose, e
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -232,6 +233,8 @@ class TestGpu(TestCase):
         program = by_name(name)
         if program.ranks > torch.cuda.device_count():
             self.skipTest(f"needs {program.ranks} GPUs")
+        if program.exclusive and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+            self.skipTest("needs the device for itself: run it with -n 0")
         if not (program.alone or program.exclusive):
             _check.check(program, Settings("cuda", verify=verify))
             return

@@ -3553,3 +3553,93 @@ _add(
         return trains(k, fn, None, [w0], [buffer], loads=(s1, [0]))
     """,
 )
+_add(
+    "update_behind_a_mask_of_a_result_of_a_list",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                done1 = current.record_event()
+                done1.wait()
+                v1 = torch._foreach_mul([buffer, y], 2)[1]
+            v2 = x * 2
+            current.wait_stream(s1)
+            v1.masked_fill_(v1 > 0, 1)
+            return v1, v2
+
+        return calls(k, fn, [buffer])
+    """,
+)
+_add(
+    "gradient_that_is_a_view_by_an_operator_call",
+    "x state",
+    """
+    def build(k):
+        s1 = k.stream()
+        buffer = k.parameter(32, 32)
+
+        def fn(x, state):
+            current = torch.cuda.current_stream()
+            v1 = buffer + state
+            v2 = torch.zeros_like(state)
+            with torch.cuda.stream(s1):
+                done1 = torch.cuda.Event()
+                done1.record(current)
+                s1.wait_event(done1)
+                v3 = F.pad(v1, (1, 1))[:, 1:33]
+                v4 = torch.view_as_real(torch.complex(x, v3))[..., 0]
+            current.wait_stream(s1)
+            return v1, v2, v3, v4
+
+        return trains(k, fn, 0, [], [buffer])
+    """,
+)
+_add(
+    "input_that_only_the_compiled_backward_reads_after_the_host_waited",
+    "x y",
+    """
+    def build(k):
+        s1 = k.stream()
+        e1 = torch.cuda.Event()
+
+        def fn(x, y):
+            current = torch.cuda.current_stream()
+            e1.record(s1)
+            current.wait_event(e1)
+            v1 = y.clamp(-1, 1) * x
+            v2 = int(v1.detach().amax().item())
+            v3 = torch.full((32, 32), 1.0 if v2 > 0 else 0.0, device="cuda")
+            return v1, v3
+
+        return trains(k, fn, 0, [], loads=(s1, [0, 1]))
+    """,
+)
+_add(
+    "wait_of_a_backward_for_what_the_engine_has_ordered",
+    "x y state",
+    """
+    def build(k):
+        s1 = k.stream()
+        w1 = weight(k, True)
+
+        def fn(x, y, state):
+            current = torch.cuda.current_stream()
+            with torch.cuda.stream(s1):
+                s1.wait_stream(current)
+                v3 = torch.empty(32, 32, device="cuda")
+                scaled_into(v3, y.contiguous(), 2)
+                v4 = (v3.sum(0, keepdim=True)).clamp(-2, 2)
+                v5 = x[:, 1:]
+                v6 = F.cross_entropy(state, torch.zeros(32, dtype=torch.long, device="cuda"))
+                v7 = x @ w1
+            current.wait_stream(s1)
+            return v4, v5, v6, v7
+
+        return trains(k, fn, 0, [w1])
+    """,
+)

@@ -60,7 +60,6 @@ from torch_overlay._functorch.streams.fx import (
     ORDER,
     OWNED,
     RANGE,
-    READS,
     REQUIRES,
     RESULTS,
     viewed,
@@ -137,7 +136,7 @@ def place_recomputed(graph: Graph) -> None:
         if node.target is operator.getitem:
             annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
         inside = ("s0",) if node_stream(node) else ()
-        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE))
+        gone = dict.fromkeys((LEAVE, RESULTS, REQUIRES, ORDER, RANGE))
         annotate(node, **gone, **{AFTER: inside, BEFORE: inside})
 
 
@@ -177,9 +176,9 @@ def _order_late_readers(value: Node, given: Node) -> None:
         add_tokens(reader, BEFORE, states)
 
 
-def place_saved(forward: Graph, backward: Graph, unread: Collection[str]) -> None:
+def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
     """Whose memory a saved value is, what its readers wait for, and what waits for them. `unread` are the inputs of
-    which eager saves nothing.
+    which eager saves nothing, and whether they are parameters, which live on.
     """
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
@@ -190,6 +189,9 @@ def place_saved(forward: Graph, backward: Graph, unread: Collection[str]) -> Non
         writer = _writer(saved) if saved is not None else None
         if writer is not None and writer.op == "placeholder" and writer.name in unread:
             _order_late_readers(value, writer)
+            if not unread[writer.name]:  # or else the caller may order who reuses its memory after the forward alone
+                for stream in sorted({node_stream(reader) for reader in _readers(value)}):
+                    _record(value, stream)
         if writer is None or writer.op != "call_function":
             continue
         stream = node_stream(writer)
@@ -267,6 +269,13 @@ def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
                 add_tokens(kernel, BEFORE, (f"s{stream}",))
 
 
+def _record(value: Node, stream: int) -> None:
+    """The allocator learns at the end of a backward that the stream uses a value's memory."""
+    with value.graph.inserting_before(value.graph.output_node()):
+        record = value.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
+    record.meta["partitioner_tag"] = "must_be_in_backward"
+
+
 def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
     """A gradient that is a saved value itself leaves with the memory that it came with. The ambient stream reads it,
     which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
@@ -279,9 +288,7 @@ def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
         stream = value.meta.get("custom", {}).get(MEMORY)
         if value.op != "placeholder" or not stream:
             continue
-        with backward.inserting_before(output):
-            lend = backward.call_function(torch.ops.streams.record_stream.default, (value, AMBIENT))
-        lend.meta["partitioner_tag"] = "must_be_in_backward"
+        _record(value, AMBIENT)
         if "s0" not in (_writer(computed[value.name]).meta.get("custom", {}).get(BEFORE) or ()):
             unordered.add(f"s{stream}")
     return unordered
@@ -311,7 +318,9 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
         annotate(value, **{LEAVE: tuple(leave) or None})
 
 
-def place_parts(forward: GraphModule, backward: GraphModule, engine: Collection[int], unread: Collection[str]) -> None:
+def place_parts(
+    forward: GraphModule, backward: GraphModule, engine: Collection[int], unread: Mapping[str, bool]
+) -> None:
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
     if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
         return
@@ -371,7 +380,9 @@ def partition(
     streams = engine_streams(joint.graph, leaves) if config.streams else {}
     order_after_gradients(joint.graph, streams)
     saved = saved_in_eager(joint.graph)
-    unread = {node.name for node in inputs_of_forward if node not in saved}
+    unread = {
+        node.name: info.is_leaf and info.requires_grad for node, info in inputs_of_forward.items() if node not in saved
+    }
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
         place_parts(forward, backward, {*streams.values()} - {AMBIENT}, unread)

@@ -391,7 +391,7 @@ class RegionEmitter:
         real = self.scheduler.mutation_real_name
         names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
         for name in names:
-            stream = self.plan.memory.get(name)
+            stream = self.plan.memory.get(owner_of(name))
             if stream is not None and name not in V.graph.graph_inputs and ambient_device(stream) is None:
                 self.lend(name, self.ambient_of(name))
 

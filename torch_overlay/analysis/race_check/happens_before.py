@@ -27,6 +27,7 @@ from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
     Boundary,
+    ENGINE,
     Free,
     HOST,
     Launch,
@@ -196,6 +197,8 @@ class _Reader:
         clock, state = self.clock(op.stream), self.events.get(op.event)
         where = _place(op.site, f"wait of {op.stream} for {op.event}")
         known = state is None or clock.implies(state)
+        # What autograd's engine happens to have ordered is no part of the code that is judged.
+        known &= not any(self.why[op.stream].get(other) == ENGINE for other in state or ())
         self.orders[where] = self.orders.get(where, False) or not known
         if state is None:
             self.never_recorded.add(where)
