@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import driver_stand_in
+from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import native
 
 
@@ -289,17 +290,11 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def driver() -> Driver:
-    from triton.runtime.build import _find_compiler
-
-    source, library = Path(folder().name) / "driver.c", Path(folder().name) / "libdriver.so"
-    source.write_text(DRIVER)
-    command = [_find_compiler("c"), "-O1", "-g", "-shared", "-fPIC", str(source), "-o", str(library), "-lpthread"]
-    subprocess.run(command, check=True)
-    return Driver(str(library))
+    return Driver(driver_stand_in.build(DRIVER, Path(folder().name) / "libdriver.so", "-lpthread"))
 
 
 @functools.cache
 def module() -> Any:
     """The C module of `native`, over this driver."""
     with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder().name):
-        return native.build(driver().path)
+        return native.complete(csrc.build(driver().path).relaunch)

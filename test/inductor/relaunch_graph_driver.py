@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 from unittest import mock
 
-from torch_overlay._inductor.relaunch.graph import native_read
+import driver_stand_in
+from torch_overlay import csrc
 
 
 # A driver library whose functions a test defines.
@@ -32,20 +32,16 @@ class DriverInC:
     clean up."""
 
     def __init__(self):
-        from triton.runtime.build import _find_compiler
-
         self.folder = tempfile.TemporaryDirectory()
-        source, library = (Path(self.folder.name) / name for name in ("driver.c", "libdriver.so"))
         lines = ["#include <stddef.h>"]
         for name, parameters in HOOKS.items():
             arguments = ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
             lines.append(f"int (*hook_{name})({parameters});")
             lines.append(f"int {name}({parameters}) {{ return hook_{name}({arguments}); }}")
-        source.write_text("\n".join(lines))
-        subprocess.run([_find_compiler("c"), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        library = driver_stand_in.build("\n".join(lines), Path(self.folder.name) / "libdriver.so")
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=self.folder.name):
-            self.module = native_read.build(str(library))
-        self.library = ctypes.CDLL(str(library))
+            self.module = csrc.build(library).graph
+        self.library = ctypes.CDLL(library)
         self.hooks, self.names = {}, {}
 
     def ask(self, api):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 import sys
 import unittest
 import unittest.mock
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.graph import driver as cu, edit, native_read, read as graphs
+from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs
 from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, FillNode, KernelNode, prove, Refusal, Segment
 from torch_overlay._inductor.relaunch.proof.signatures import signatures_of
 
@@ -623,7 +622,7 @@ class TestReadInC(InC, TestRead):
     def test_error_of_the_driver(self):
         self.api.new(cu.EMPTY)
         with unittest.mock.patch.object(self.api, "cuGraphGetEdges", lambda *args: self.api.invalid([], [], [], 0)):
-            with self.assertRaisesRegex(RuntimeError, "CUDA driver error in cuGraphGetEdges: 1"):
+            with self.assertRaisesRegex(RuntimeError, r"CUDA driver error in cuGraphGetEdges: unknown error \(1\)"):
                 self.in_c.module.structure(0x77)
             with self.assertRaisesRegex(cu.DriverError, "cuGraphGetEdges: CUDA_ERROR_INVALID_VALUE"):
                 self.read()
@@ -654,26 +653,6 @@ class TestWithoutC(unittest.TestCase):
     def test_nodes_are_read_one_by_one(self):
         with config.patch(native_relaunch=False):
             self.assertIsNone(cu.Driver().fast)
-
-    def test_missing_compiler_is_logged(self):
-        native_read._native.cache_clear()
-        self.addCleanup(native_read._native.cache_clear)
-        with (
-            unittest.mock.patch.object(native_read, "build", side_effect=RuntimeError("no compiler")),
-            self.assertLogs(native_read.log, "INFO") as logs,
-        ):
-            self.assertIsNone(cu.Driver().fast)
-        self.assertIn("the C module was not built (no compiler)", logs.output[0])
-
-    def test_source_compiles_without_warnings(self):
-        import sysconfig
-
-        from triton.runtime.build import _find_compiler
-
-        flags = ["-Wall", "-Werror", "-O2", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}", "-xc", "-"]
-        command = [_find_compiler("c"), *flags]
-        done = subprocess.run(command, input=native_read.SOURCE, capture_output=True, text=True)
-        self.assertEqual(done.returncode, 0, done.stderr)
 
 
 class TestPlainKernels(unittest.TestCase):

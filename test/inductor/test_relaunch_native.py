@@ -10,9 +10,7 @@ import functools
 import gc
 import os
 import struct
-import subprocess
 import sys
-import sysconfig
 import threading
 import unittest
 from pathlib import Path
@@ -27,9 +25,9 @@ from torch._dynamo.test_case import run_tests, TestCase
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay import config
+from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback, native_source
+from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback
 from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, KernelNode, Word
 
 
@@ -857,14 +855,15 @@ class TestBuild(TestCase):
             with (
                 config.patch(native_relaunch=True),
                 mock.patch.object(native, "_native", native._native.__wrapped__),
-                mock.patch.object(native, "build", mock.Mock(side_effect=RuntimeError("no compiler"))),
-                self.assertLogs(native.log, "INFO") as logs,
+                mock.patch.object(csrc, "extension", csrc.extension.__wrapped__),
+                mock.patch.object(csrc, "build", mock.Mock(side_effect=RuntimeError("no compiler"))),
+                self.assertLogs(csrc.log, "INFO") as logs,
             ):
                 self.assertIsInstance(native.implementation(), native_fallback.Module)
         self.assertIn("the C module was not built (no compiler)", logs.output[0])
 
     def test_missing_driver_is_named(self):
-        for make in (native.build, native.fallback):
+        for make in (csrc.build, native.fallback):
             with (
                 mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
                 self.assertRaisesRegex(ImportError, "libno_such_driver.so can't be loaded"),
@@ -872,22 +871,12 @@ class TestBuild(TestCase):
                 make("libno_such_driver.so")
 
     def test_driver_that_is_too_old_is_named(self):
-        for make in (native.build, native.fallback):
+        for make in (csrc.build, native.fallback):
             with (
                 mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
-                self.assertRaisesRegex(ImportError, "libm.so.6 has no cuMemGetAllocationGranularity"),
+                self.assertRaisesRegex(ImportError, r"libm\.so\.6 has no cu\w+"),
             ):
                 make("libm.so.6")
-
-    def test_source_compiles_without_warnings(self):
-        from triton.runtime.build import _find_compiler
-
-        source = Path(relaunch_driver.folder().name) / "relaunch.c"
-        source.write_text(native_source.SOURCE)
-        flags = ["-Wall", "-Werror", "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}"]
-        command = [_find_compiler("c"), str(source), *flags, "-o", str(source.with_suffix(".so"))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        self.assertEqual(done.returncode, 0, done.stderr)
 
 
 def tensor_at(space: AddressSpace, size: int) -> torch.Tensor:

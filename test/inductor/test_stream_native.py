@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch._dynamo.test_case import run_tests, TestCase
+from triton.runtime.build import compile_so_from_file
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import driver_stand_in
 import form  # noqa: F401
-from torch_overlay import config
+from torch_overlay import config, csrc
 from torch_overlay._inductor.streams import native as stream_native
 
 
@@ -66,9 +69,10 @@ import ctypes, gc, sys, types
 driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 driver.noted_calls.restype = ctypes.c_char_p
 import importlib.util
-spec = importlib.util.spec_from_file_location("torch_overlay_events", sys.argv[2])
-native = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(native)
+spec = importlib.util.spec_from_file_location("torch_overlay_c", sys.argv[2])
+extension = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(extension)
+native = extension.events
 
 class Stream:
     def __init__(self, handle): self.cuda_stream = handle
@@ -107,26 +111,14 @@ fork = dict(
 """
 
 
-def build(folder: str, source: str, name: str, *flags: str) -> str:
-    from triton.runtime.build import _find_compiler
-
-    path = Path(folder) / f"{name}.c"
-    path.write_text(source)
-    target = str(path.with_suffix(".so"))
-    options = ["-Wall", "-Werror", "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", *flags]
-    done = subprocess.run([_find_compiler("c"), str(path), *options, "-o", target], capture_output=True, text=True)
-    if done.returncode:
-        raise AssertionError(done.stderr)
-    return target
-
-
 class TestNativeRegion(TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        cls.driver = build(folder, DRIVER, "driver", "-Wl,-soname,libcuda.so.1")
-        cls.native = build(folder, stream_native.SOURCE, "torch_overlay_events")
+        cls.driver = driver_stand_in.build(DRIVER, Path(folder) / "libdriver.so", "-Wl,-soname,libcuda.so.1")
+        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+            cls.native = compile_so_from_file(**csrc.arguments())
 
     def run_script(self, script: str) -> str:
         command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(script), self.driver, self.native]
@@ -419,17 +411,13 @@ Region: a negative number of events
 
 class TestPythonEvents(TestCase):
     def test_they_take_the_native_ones_place(self):
-        stream_native.module.cache_clear()
-        try:
-            with config.patch(native_events=False):
-                self.assertIsNone(stream_native.module())
-        finally:
-            stream_native.module.cache_clear()
+        with config.patch(native_events=False):
+            self.assertIsNone(stream_native.module())
 
     def test_generated_code_finds_the_same_methods(self):
         for name in ("record", "wait", "wait_entry", "synchronize"):
             self.assertTrue(callable(getattr(stream_native.PythonEvent, name)))
-            self.assertIn(f'{{"{name}", ', stream_native.SOURCE)
+            self.assertIn(f'{{"{name}", ', (csrc.FOLDER / "events.c").read_text())
 
     @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
     def test_both_order_streams_on_a_gpu(self):
@@ -487,12 +475,8 @@ class TestCallersCapture(TestCase):
         self.check()
 
     def test_with_the_python_region(self):
-        stream_native.module.cache_clear()
-        try:
-            with config.patch(native_events=False):
-                self.check()
-        finally:
-            stream_native.module.cache_clear()
+        with config.patch(native_events=False):
+            self.check()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ grows with what moved alone.
 
 *Calling.* `call(...)` of an Exec's blocks is a whole relaunch in one call: `native_call`.
 
-It is C (`native_source`), built at first use by the compiler that Triton needs and cached by Triton.
-`config.native_relaunch = False`, or a host without a compiler, takes the Python of the same behaviour in
-`native_fallback`.
+It is C (`torch_overlay/csrc`). `config.native_relaunch = False`, or a host without a compiler, takes the Python of the
+same behaviour in `native_fallback`.
 
 Note [Addresses of captures]
 1. Within a range no address is handed out twice, so one address stands for one allocation.
@@ -57,9 +56,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
+from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs, native_fallback
-from torch_overlay._inductor.relaunch.launch.native_source import SOURCE
 from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, KernelNode
 
 
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRIVER = "libcuda.so.1"
 TORCH_FUNCTIONS = (
     "aoti_torch_get_current_cuda_stream",
     "aoti_torch_cuda_caching_allocator_raw_alloc",
@@ -78,16 +75,13 @@ TORCH_FUNCTIONS = (
 )
 
 
-def build(driver: str = DRIVER) -> Any:
-    """The C module. Raises what the compiler or the loader raises."""
-    from triton.runtime.build import compile_module_from_src
-
-    module = compile_module_from_src(SOURCE.replace("@driver@", driver), "torch_overlay_relaunch")
+def complete(module: Any) -> Any:
+    """`relaunch` of the extension module, with `Exec` in it."""
     data_ptrs.teach(module)
     return _with_exec(module)
 
 
-def fallback(driver: str = DRIVER) -> Any:
+def fallback(driver: str = csrc.DRIVER) -> Any:
     """The same in Python. Raises ImportError without a driver."""
     return _with_exec(native_fallback.Module(driver))
 
@@ -105,11 +99,8 @@ def implementation() -> Any:
 
 @functools.cache
 def _native() -> Any:
-    try:
-        return build()
-    except Exception as error:
-        log.info("relaunches patch in Python, some 0.5 us more a node: the C module was not built (%s)", error)
-        return None
+    extension = csrc.extension()
+    return complete(extension.relaunch) if extension is not None else None
 
 
 def _built() -> Any:

@@ -1,39 +1,9 @@
-"""A part of the C source of `native`: scratch memory that is no tensor, and which of it stays between launches.
-`native_call`, Note [Scratch that stays], says why and for how long."""
+/* Scratch memory that is no tensor, and which of it stays between launches: Note [Scratch that stays] in
+   `launch.native_call`. The interpreter's lock guards all of it. */
 
-SOURCE = r"""
-/* ---- scratch memory: the interpreter's lock guards all of it ---- */
+#include "relaunch.h"
 
-#define AGAIN 2                   /* the launch of a graph behind which its scratch stays */
-#define STREAMS 4                 /* on which scratch stays for one graph */
-
-/* Torch's C functions: 0, and the answer by reference. NULL: its Python functions are called. */
-typedef struct { int (*stream)(int, Handle *), (*alloc)(uint64_t, Handle *), (*release)(Handle); } Torch;
-
-typedef struct Kept {
-    long device;
-    Handle stream, address;       /* address: NULL once the memory is given back */
-    size_t size;
-    int (*release)(Handle);
-    PyObject *raw_delete;
-    long users, holders;          /* launches under way; graphs that would take it again */
-    int unwanted;
-    struct Kept *next;
-} Kept;
-static Kept *kept;                /* what has memory */
-
-/* Of one graph. */
-typedef struct {
-    PyObject *raw_alloc, *raw_delete;
-    PyObject *is_ordinary;        /* may what lies at an address stay? */
-    Torch torch;
-    long device;
-    size_t size, most;            /* most: bytes that may stay on the device; 0: none of this graph's */
-    Kept *kept[STREAMS];
-} Scratch;
-
-/* Of one launch. */
-typedef struct { Handle address; Kept *kept; } Taken;
+static Kept *kept; /* what has memory */
 
 static int release_raw(int (*release)(Handle), PyObject *raw_delete, Handle address) {
     PyObject *number, *done;
@@ -44,6 +14,7 @@ static int release_raw(int (*release)(Handle), PyObject *raw_delete, Handle addr
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
+
 /* Gives back what nobody uses, and nobody wants. An error that is set stays. */
 static void settle(Kept *one) {
     if (one->users) return;
@@ -51,7 +22,10 @@ static void settle(Kept *one) {
         PyObject *type, *value, *trace;
         Handle address = one->address;
         for (Kept **at = &kept; *at; at = &(*at)->next)
-            if (*at == one) { *at = one->next; break; }
+            if (*at == one) {
+                *at = one->next;
+                break;
+            }
         one->address = NULL;
         PyErr_Fetch(&type, &value, &trace);
         if (release_raw(one->release, one->raw_delete, address)) PyErr_WriteUnraisable(one->raw_delete);
@@ -61,6 +35,7 @@ static void settle(Kept *one) {
     Py_DECREF(one->raw_delete);
     PyMem_Free(one);
 }
+
 static void let_go(Kept **held) {
     Kept *one = *held;
     if (!one) return;
@@ -68,28 +43,38 @@ static void let_go(Kept **held) {
     one->holders--;
     settle(one);
 }
+
 /* All that stays, as soon as no launch uses it. Returns the bytes that are free by now. */
-static size_t give_back(void) {
+size_t give_back(void) {
     size_t bytes = 0;
     Kept *one;
     for (one = kept; one; one = one->next) one->unwanted = 1;
     do {
         for (one = kept; one && one->users; one = one->next) continue;
-        if (one) { bytes += one->size; settle(one); }
+        if (one) {
+            bytes += one->size;
+            settle(one);
+        }
     } while (one);
     return bytes;
 }
-static void scratch_clear(Scratch *self) {
+
+void scratch_clear(Scratch *self) {
     for (size_t i = 0; i < STREAMS; i++) let_go(&self->kept[i]);
-    Py_CLEAR(self->raw_alloc); Py_CLEAR(self->raw_delete); Py_CLEAR(self->is_ordinary);
+    Py_CLEAR(self->raw_alloc);
+    Py_CLEAR(self->raw_delete);
+    Py_CLEAR(self->is_ordinary);
 }
+
 /* What stays for this graph on the stream, or NULL. */
 static Kept *find_kept(Scratch *self, Handle stream) {
     Kept *one, **place = NULL;
     for (size_t i = 0; i < STREAMS; i++) {
         if ((one = self->kept[i]) && one->unwanted) let_go(&self->kept[i]);
-        if (!(one = self->kept[i])) place = &self->kept[i];
-        else if (one->stream == stream) return one;
+        if (!(one = self->kept[i]))
+            place = &self->kept[i];
+        else if (one->stream == stream)
+            return one;
     }
     if (!place) return NULL;
     for (one = kept; one; one = one->next)
@@ -99,8 +84,9 @@ static Kept *find_kept(Scratch *self, Handle stream) {
         }
     return NULL;
 }
+
 /* 0, or -1 and an error. */
-static int take_scratch(Scratch *self, Handle stream, Taken *taken) {
+int take_scratch(Scratch *self, Handle stream, Taken *taken) {
     PyObject *made;
     if (self->most && (taken->kept = find_kept(self, stream))) {
         taken->kept->users++;
@@ -115,18 +101,23 @@ static int take_scratch(Scratch *self, Handle stream, Taken *taken) {
     Py_DECREF(made);
     return PyErr_Occurred() ? -1 : 0;
 }
+
 /* Where to note memory that stays, or NULL: there is no room for it, or as much stays on the stream already. */
 static Kept **room_for(Scratch *self, Handle stream) {
     Kept **place = NULL;
     size_t bytes = self->size;
-    for (size_t i = 0; i < STREAMS; i++) if (!self->kept[i]) place = &self->kept[i];
+    for (size_t i = 0; i < STREAMS; i++)
+        if (!self->kept[i]) place = &self->kept[i];
     for (Kept *one = kept; one; one = one->next) {
         if (one->device != self->device) continue;
-        if (one->unwanted || one->stream != stream) bytes += one->size;
-        else if (one->size >= self->size) return NULL;
+        if (one->unwanted || one->stream != stream)
+            bytes += one->size;
+        else if (one->size >= self->size)
+            return NULL;
     }
     return bytes > self->most ? NULL : place;
 }
+
 /* 1: the memory stays from now on, in the place of what stayed on the stream. */
 static int stays(Scratch *self, Handle stream, Handle address) {
     PyObject *number, *answer = NULL;
@@ -141,8 +132,8 @@ static int stays(Scratch *self, Handle stream, Handle address) {
     if (may <= 0) self->most = 0; /* the question takes long: it is not to be asked at each launch */
     /* Another thread may have been here. */
     if (may <= 0 || !(place = room_for(self, stream)) || !(one = PyMem_Calloc(1, sizeof *one))) return 0;
-    *one = (Kept){self->device, stream, address, self->size, self->torch.release, Py_NewRef(self->raw_delete),
-                  0, 1, 0, kept};
+    *one = (Kept){self->device, stream, address, self->size, self->torch.release, Py_NewRef(self->raw_delete), 0, 1, 0,
+                  kept};
     kept = *place = one;
     for (one = one->next; one; one = one->next)
         if (one->device == self->device && one->stream == stream && !one->unwanted) {
@@ -152,23 +143,37 @@ static int stays(Scratch *self, Handle stream, Handle address) {
         }
     return 1;
 }
+
 /* Behind a launch, or after it has failed. 0, or -1 and an error; one that is set is the one to tell. */
-static int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again) {
+int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again) {
     PyObject *type, *value, *trace;
     Taken was = *taken;
     int code = 0;
     *taken = (Taken){NULL, NULL};
-    if (was.kept) { was.kept->users--; settle(was.kept); return 0; }
+    if (was.kept) {
+        was.kept->users--;
+        settle(was.kept);
+        return 0;
+    }
     if (!was.address || (again && self->most && stays(self, stream, was.address))) return 0;
     PyErr_Fetch(&type, &value, &trace);
     code = release_raw(self->torch.release, self->raw_delete, was.address);
-    if (type) { PyErr_Clear(); PyErr_Restore(type, value, trace); }
+    if (type) {
+        PyErr_Clear();
+        PyErr_Restore(type, value, trace);
+    }
     return code;
 }
+
 static PyObject *py_give_back(PyObject *module, PyObject *unused) { return PyLong_FromSize_t(give_back()); }
+
 static PyObject *py_kept(PyObject *module, PyObject *unused) {
     size_t bytes = 0;
     for (Kept *one = kept; one; one = one->next) bytes += one->size;
     return PyLong_FromSize_t(bytes);
 }
-"""
+
+PyMethodDef scratch_methods[] = {
+    {"give_back", py_give_back, METH_NOARGS, "give_back(): scratch memory that stays between launches; bytes"},
+    {"kept", py_kept, METH_NOARGS, "kept(): bytes of such memory"},
+    {NULL}};

@@ -1,10 +1,63 @@
-"""A part of the C source of `native`: the aliased allocator."""
+/* Memory for captures: every piece of a range maps one small physical block. The story is told by `launch.native`. */
 
-SOURCE = r"""/* ---- aliased memory: everything below is guarded by `lock` ---- */
+#include "driver_api.h"
+#include "relaunch.h"
 
-typedef struct Block { int device; long ranges; size_t unit, size; uint64_t handle; struct Block *next; } Block;
-typedef struct Arena { Address base, top, end; int device; long ranges, held; struct Arena *next; } Arena;
-typedef struct { Address address; size_t size; } Allocation;
+#include <pthread.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define ARENA ((size_t)4 << 40)
+#define LOWEST ((Address)1 << 32) /* Note [Addresses of captures], 5 and 6 */
+#define WISH ((Address)0x2c15a600000)
+#define BLOCK ((size_t)12 << 20)
+#define AHEAD 4
+#define GAP ((size_t)64 << 10)
+#define ALIGNMENT 512
+#define DEEP ((size_t)256 << 10)
+#define SHALLOW ((size_t)64 << 10)
+
+/* Zeros where what this thread calls next has its stack: Note [Remains on the stack]. */
+static void clear_stack(size_t most) {
+    static __thread uintptr_t end;
+    size_t room;
+    void *cleared;
+    if (!end) {
+        pthread_attr_t attributes;
+        size_t size;
+        end = UINTPTR_MAX; /* not known */
+        if (!pthread_getattr_np(pthread_self(), &attributes)) {
+            if (!pthread_attr_getstack(&attributes, &cleared, &size)) end = (uintptr_t)cleared;
+            pthread_attr_destroy(&attributes);
+        }
+    }
+    room = (uintptr_t)&room > end ? ((uintptr_t)&room - end) / 2 : 0; /* a thread may have been given little */
+    if (room > most) room = most;
+    cleared = memset(__builtin_alloca(room + 1), 0, room);
+    __asm__ volatile("" : : "r"(cleared) : "memory"); /* nobody reads it, and yet it has to be done */
+}
+
+/* Everything below is guarded by `lock`. */
+
+typedef struct Block {
+    int device;
+    long ranges;
+    size_t unit, size;
+    uint64_t handle;
+    struct Block *next;
+} Block;
+
+typedef struct Arena {
+    Address base, top, end;
+    int device;
+    long ranges, held;
+    struct Arena *next;
+} Arena;
+
+typedef struct {
+    Address address;
+    size_t size;
+} Allocation;
+
 typedef struct Range {
     uint64_t id;
     Arena *arena;
@@ -26,16 +79,21 @@ static uint64_t last_id;
 static __thread uint64_t current;
 
 /* Memory calls are no part of a capture, but a capture in the strict mode forbids them. */
-static int relax(void) { int mode = 2; return cu.mode(&mode) ? -1 : mode; }
-static void restrain(int mode) { if (mode >= 0) cu.mode(&mode); }
+static int relax(void) {
+    int mode = 2;
+    return cu.ThreadExchangeStreamCaptureMode(&mode) ? -1 : mode;
+}
 
-static size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+static void restrain(int mode) {
+    if (mode >= 0) cu.ThreadExchangeStreamCaptureMode(&mode);
+}
 
 static Range *range_of(uint64_t id) {
     Range *range = ranges;
     while (range && range->id != id) range = range->next;
     return range;
 }
+
 static Range *range_of_thread(int device) {
     Range *found = NULL;
     if (current) return range_of(current);
@@ -46,23 +104,32 @@ static Range *range_of_thread(int device) {
         }
     return found;
 }
+
 static void drop_block(Block *block) {
     if (block->ranges) return;
     for (Block **at = &blocks; *at; at = &(*at)->next)
-        if (*at == block) { *at = block->next; break; }
-    cu.destroy(block->handle);
+        if (*at == block) {
+            *at = block->next;
+            break;
+        }
+    cu.MemRelease(block->handle);
     free(block);
 }
+
 static void drop_arena(Arena *arena) {
     int mode;
     if (arena->ranges || arena->held) return;
     for (Arena **at = &arenas; *at; at = &(*at)->next)
-        if (*at == arena) { *at = arena->next; break; }
+        if (*at == arena) {
+            *at = arena->next;
+            break;
+        }
     mode = relax();
-    cu.unreserve(arena->base, arena->end - arena->base);
+    cu.MemAddressFree(arena->base, arena->end - arena->base);
     restrain(mode);
     free(arena);
 }
+
 static int find_block(int device, Block **result, const char **what) {
     BlockKind kind = {1 /* pinned */, 0, {1 /* device */, device}, NULL, {0}};
     size_t unit = 0;
@@ -71,21 +138,26 @@ static int find_block(int device, Block **result, const char **what) {
     for (*result = blocks; *result; *result = (*result)->next)
         if ((*result)->device == device) return 0;
     *what = "cuMemGetAllocationGranularity";
-    if ((code = cu.granularity(&unit, &kind, 0))) return code;
+    if ((code = cu.MemGetAllocationGranularity(&unit, &kind, 0))) return code;
     if (!(block = calloc(1, sizeof *block))) return 2;
     block->device = device;
     block->unit = unit;
     block->size = round_up(BLOCK, unit);
     *what = "cuMemCreate";
-    if ((code = cu.create(&block->handle, block->size, &kind, 0))) { free(block); return code; }
+    if ((code = cu.MemCreate(&block->handle, block->size, &kind, 0))) {
+        free(block);
+        return code;
+    }
     block->next = blocks;
     *result = blocks = block;
     return 0;
 }
+
 static int reserve(Address *base, size_t size, size_t unit) {
-    int code = cu.reserve(base, size, unit, WISH, 0);
-    return code ? cu.reserve(base, size, unit, 0, 0) : 0;
+    int code = cu.MemAddressReserve(base, size, unit, WISH, 0);
+    return code ? cu.MemAddressReserve(base, size, unit, 0, 0) : 0;
 }
+
 static int find_arena(int device, size_t bytes, const Block *block, Arena **result, const char **what) {
     Arena *arena;
     size_t size = round_up(bytes > ARENA ? bytes : ARENA, block->size);
@@ -100,10 +172,13 @@ static int find_arena(int device, size_t bytes, const Block *block, Arena **resu
     }
     if (base < LOWEST) {
         *what = "cuMemAddressReserve, which gave addresses below 4 GiB";
-        cu.unreserve(base, size);
+        cu.MemAddressFree(base, size);
         return 2;
     }
-    if (!(arena = calloc(1, sizeof *arena))) { cu.unreserve(base, size); return 2; }
+    if (!(arena = calloc(1, sizeof *arena))) {
+        cu.MemAddressFree(base, size);
+        return 2;
+    }
     arena->base = arena->top = base;
     arena->end = base + size;
     arena->device = device;
@@ -111,14 +186,16 @@ static int find_arena(int device, size_t bytes, const Block *block, Arena **resu
     *result = arenas = arena;
     return 0;
 }
+
 static int unmap(Range *range, Address address, size_t size) {
-    int code = size ? cu.unmap(address, size) : 0, one;
+    int code = size ? cu.MemUnmap(address, size) : 0, one;
     if (!code || size <= range->block->size) return code;
     code = 0; /* a driver that wants each mapping by itself */
     for (size_t at = 0; at < size; at += range->block->size)
-        if ((one = cu.unmap(address + at, range->block->size))) code = one;
+        if ((one = cu.MemUnmap(address + at, range->block->size))) code = one;
     return code;
 }
+
 /* Maps as far as `end`, and ahead: as much again as there is, up to AHEAD blocks. */
 static int map(Range *range, Address end, const char **what) {
     size_t step = range->block->size, size = round_up(end - range->mapped, step), mapped = 0;
@@ -128,19 +205,30 @@ static int map(Range *range, Address end, const char **what) {
     if (size < ahead) size = ahead < range->high - range->mapped ? ahead : range->high - range->mapped;
     *what = "cuMemMap";
     while (!code && mapped < size)
-        if (!(code = cu.map(range->mapped + mapped, step, 0, range->block->handle, 0))) mapped += step;
-    if (!code) { *what = "cuMemSetAccess"; code = cu.access(range->mapped, size, &access, 1); }
-    if (code) unmap(range, range->mapped, mapped);
-    else range->mapped += size;
+        if (!(code = cu.MemMap(range->mapped + mapped, step, 0, range->block->handle, 0))) mapped += step;
+    if (!code) {
+        *what = "cuMemSetAccess";
+        code = cu.MemSetAccess(range->mapped, size, &access, 1);
+    }
+    if (code)
+        unmap(range, range->mapped, mapped);
+    else
+        range->mapped += size;
     return code;
 }
+
 /* Why an allocation failed: torch only says that it did. A code of 0 is a reason of ours. */
 static void *refuse(Range *range, size_t size, const char *what, int code) {
-    if (code) snprintf(range->error, sizeof range->error, "CUDA driver error in %s: %s (%d), for an allocation of %zu "
-                       "bytes", what, text_of(code), code, size);
-    else snprintf(range->error, sizeof range->error, "%s, for an allocation of %zu bytes", what, size);
+    if (code)
+        snprintf(range->error, sizeof range->error,
+                 "CUDA driver error in %s: %s (%d), for an allocation of %zu "
+                 "bytes",
+                 what, text_of(code), code, size);
+    else
+        snprintf(range->error, sizeof range->error, "%s, for an allocation of %zu bytes", what, size);
     return NULL;
 }
+
 static void *allocate(Range *range, size_t size) {
     size_t gap = range->gap * GAP, whole = round_up(size ? size : 1, ALIGNMENT);
     Address address = range->top + gap;
@@ -169,7 +257,8 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
     (void)stream;
     pthread_mutex_lock(&lock);
     range = range_of_thread(device);
-    if (range && range->arena->device != device) refuse(range, (size_t)size, "another device than the range's", 0);
+    if (range && range->arena->device != device)
+        refuse(range, (size_t)size, "another device than the range's", 0);
     else if (range && size >= 0) {
         int mode = relax();
         if ((result = allocate(range, (size_t)size))) range->arena->held++;
@@ -179,6 +268,7 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
     pthread_mutex_unlock(&lock);
     return result;
 }
+
 EXPORT void overlay_free(void *pointer, ssize_t size, int device, void *stream) {
     (void)size, (void)device, (void)stream;
     pthread_mutex_lock(&lock);
@@ -191,12 +281,10 @@ EXPORT void overlay_free(void *pointer, ssize_t size, int device, void *stream) 
     pthread_mutex_unlock(&lock);
 }
 
-static PyObject *fail(int code, const char *what) {
-    return PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d)", what, text_of(code), code);
-}
 static PyObject *no_range(uint64_t id) {
     return PyErr_Format(PyExc_ValueError, "there is no range %llu", (unsigned long long)id);
 }
+
 static PyObject *py_reserve(PyObject *module, PyObject *args) {
     int device, code, mode;
     Py_ssize_t bytes, gap = 1;
@@ -207,8 +295,7 @@ static PyObject *py_reserve(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "in|n", &device, &bytes, &gap)) return NULL;
     if (bytes <= 0 || gap < 1) return PyErr_Format(PyExc_ValueError, "reserve() wants bytes > 0 and gap > 0");
     if (!(range = calloc(1, sizeof *range))) return PyErr_NoMemory();
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&lock);
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&lock);
     mode = relax();
     if (!(code = find_block(device, &block, &what))) {
         size_t whole = round_up(bytes, block->size);
@@ -222,14 +309,18 @@ static PyObject *py_reserve(PyObject *module, PyObject *args) {
             range->id = id = ++last_id;
             range->next = ranges;
             ranges = range;
-        } else drop_block(block);
+        } else
+            drop_block(block);
     }
     restrain(mode);
     pthread_mutex_unlock(&lock);
-    Py_END_ALLOW_THREADS
-    if (code) { free(range); return fail(code, what); }
+    Py_END_ALLOW_THREADS if (code) {
+        free(range);
+        return driver_error(code, what);
+    }
     return PyLong_FromUnsignedLongLong(id);
 }
+
 /* No allocation any more: what lies behind the last one goes back to the arena. */
 static void seal(Range *range) {
     Address high = range->top + (range->count ? range->gap * GAP : 0);
@@ -239,6 +330,7 @@ static void seal(Range *range) {
     if (range->arena->top == range->high) range->arena->top = used;
     range->high = high;
 }
+
 static PyObject *py_seal(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
     Range *range;
@@ -249,18 +341,21 @@ static PyObject *py_seal(PyObject *module, PyObject *arg) {
     if (!range) return no_range(id);
     Py_RETURN_NONE;
 }
+
 static PyObject *py_release(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
     Range *range;
     int code = 0, used = 0, mode;
     if (PyErr_Occurred()) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&lock);
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&lock);
     if ((range = range_of(id)) && !(used = range->users != 0)) {
         mode = relax();
         seal(range);
         for (Range **at = &ranges; *at; at = &(*at)->next)
-            if (*at == range) { *at = range->next; break; }
+            if (*at == range) {
+                *at = range->next;
+                break;
+            }
         code = unmap(range, range->low, range->mapped - range->low);
         range->block->ranges--;
         drop_block(range->block);
@@ -271,17 +366,17 @@ static PyObject *py_release(PyObject *module, PyObject *arg) {
         restrain(mode);
     }
     pthread_mutex_unlock(&lock);
-    Py_END_ALLOW_THREADS
-    if (!range) return no_range(id);
+    Py_END_ALLOW_THREADS if (!range) return no_range(id);
     if (used) return PyErr_Format(PyExc_RuntimeError, "range %llu is in use", (unsigned long long)id);
-    if (code) return fail(code, "cuMemUnmap");
+    if (code) return driver_error(code, "cuMemUnmap");
     Py_RETURN_NONE;
 }
+
 static PyObject *py_take(PyObject *module, PyObject *args) {
     unsigned long long id;
     Py_ssize_t bytes;
     void *address = NULL;
-    char error[sizeof ((Range *)0)->error];
+    char error[sizeof((Range *)0)->error];
     Range *range;
     if (!PyArg_ParseTuple(args, "Kn", &id, &bytes)) return NULL;
     if (bytes < 0) return PyErr_Format(PyExc_ValueError, "take() wants bytes >= 0");
@@ -298,6 +393,7 @@ static PyObject *py_take(PyObject *module, PyObject *args) {
     if (!address) return PyErr_Format(PyExc_RuntimeError, "%s", error);
     return PyLong_FromVoidPtr(address);
 }
+
 static PyObject *py_use(PyObject *module, PyObject *arg) {
     uint64_t id = arg == Py_None ? 0 : PyLong_AsUnsignedLongLong(arg), before = current;
     Range *range, *old;
@@ -314,6 +410,7 @@ static PyObject *py_use(PyObject *module, PyObject *arg) {
     if (!before) Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong(before);
 }
+
 static PyObject *py_count(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
     size_t count = 0;
@@ -324,6 +421,7 @@ static PyObject *py_count(PyObject *module, PyObject *arg) {
     pthread_mutex_unlock(&lock);
     return range ? PyLong_FromSize_t(count) : no_range(id);
 }
+
 static PyObject *py_allocations(PyObject *module, PyObject *args) {
     unsigned long long id, first = 0;
     Allocation *copy = NULL;
@@ -335,35 +433,44 @@ static PyObject *py_allocations(PyObject *module, PyObject *args) {
     pthread_mutex_lock(&lock);
     if ((range = range_of(id)) && range->count > first) {
         count = range->count - first;
-        if ((copy = malloc(count * sizeof *copy))) memcpy(copy, range->list + first, count * sizeof *copy);
-        else short_of_memory = 1;
+        if ((copy = malloc(count * sizeof *copy)))
+            memcpy(copy, range->list + first, count * sizeof *copy);
+        else
+            short_of_memory = 1;
     }
     pthread_mutex_unlock(&lock);
     if (!range) return no_range(id);
     if (short_of_memory) return PyErr_NoMemory();
     if ((result = PyList_New((Py_ssize_t)count)))
         for (size_t i = 0; i < count; i++) {
-            PyObject *pair = Py_BuildValue("KK", (unsigned long long)copy[i].address,
-                                           (unsigned long long)copy[i].size);
-            if (!pair) { Py_CLEAR(result); break; }
+            PyObject *pair = Py_BuildValue("KK", (unsigned long long)copy[i].address, (unsigned long long)copy[i].size);
+            if (!pair) {
+                Py_CLEAR(result);
+                break;
+            }
             PyList_SET_ITEM(result, (Py_ssize_t)i, pair);
         }
     free(copy);
     return result;
 }
+
 static PyObject *py_bounds(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
     unsigned long long low = 0, high = 0;
     Range *range;
     if (PyErr_Occurred()) return NULL;
     pthread_mutex_lock(&lock);
-    if ((range = range_of(id))) { low = range->low; high = range->high; }
+    if ((range = range_of(id))) {
+        low = range->low;
+        high = range->high;
+    }
     pthread_mutex_unlock(&lock);
     return range ? Py_BuildValue("KK", low, high) : no_range(id);
 }
+
 static PyObject *py_error(PyObject *module, PyObject *arg) {
     uint64_t id = PyLong_AsUnsignedLongLong(arg);
-    char copy[sizeof ((Range *)0)->error] = "";
+    char copy[sizeof((Range *)0)->error] = "";
     Range *range;
     if (PyErr_Occurred()) return NULL;
     pthread_mutex_lock(&lock);
@@ -373,13 +480,41 @@ static PyObject *py_error(PyObject *module, PyObject *arg) {
     if (!*copy) Py_RETURN_NONE;
     return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
 }
+
 static PyObject *py_counts(PyObject *module, PyObject *unused) {
     long r = 0, b = 0, a = 0, held = 0;
     pthread_mutex_lock(&lock);
     for (Range *each = ranges; each; each = each->next) r++;
     for (Block *each = blocks; each; each = each->next) b++;
-    for (Arena *each = arenas; each; each = each->next) { a++; held += each->held; }
+    for (Arena *each = arenas; each; each = each->next) {
+        a++;
+        held += each->held;
+    }
     pthread_mutex_unlock(&lock);
     return Py_BuildValue("{slslslsl}", "ranges", r, "blocks", b, "arenas", a, "held", held);
 }
-"""
+
+static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
+    clear_stack(DEEP);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef aliased_memory_methods[] = {
+    {"reserve", py_reserve, METH_VARARGS, "reserve(device, bytes, gap=1): a new range"},
+    {"use", py_use, METH_O, "use(range or None): where this thread allocates; returns what it was"},
+    {"take", py_take, METH_VARARGS, "take(range, bytes): an address that no allocator knows of"},
+    {"seal", py_seal, METH_O, "seal(range): no allocation any more"},
+    {"release", py_release, METH_O, "release(range): unmap it"},
+    {"allocations", py_allocations, METH_VARARGS,
+     "allocations(range, first=0): [(address, requested size)] in order, from that one on"},
+    {"count", py_count, METH_O, "count(range): how many allocations there are"},
+    {"bounds", py_bounds, METH_O, "bounds(range): (low, high)"},
+    {"error", py_error, METH_O, "error(range): why the last allocation failed, or None"},
+    {"clear_stack", py_clear_stack, METH_NOARGS, "clear_stack(): zeros where what is called next has its stack"},
+    {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
+    {NULL}};
+
+int aliased_memory_init(PyObject *module) {
+    if (PyModule_AddObject(module, "alloc_address", PyLong_FromVoidPtr((void *)overlay_alloc)) < 0) return -1;
+    return PyModule_AddObject(module, "free_address", PyLong_FromVoidPtr((void *)overlay_free));
+}

@@ -1,21 +1,6 @@
-"""A part of the C source of `native`: executables whose nodes are patched."""
+/* Executables whose nodes are patched: `launch.native`, *Patching*. */
 
-SOURCE = r"""/* ---- patching ---- */
-
-typedef struct { Handle handle, context; unsigned char *block; char *label; int kind; } Node;
-typedef struct { unsigned char *where; uint64_t delta; size_t node; } Word;
-typedef struct {
-    PyObject_HEAD
-    Handle exec, context;    /* context: in which the executable was made */
-    size_t nodes, words, regions;
-    Node *node;
-    Word *word;              /* sorted by region: those of region r are [first[r], first[r + 1]) */
-    size_t *first, *dirty;   /* dirty: nodes to set, at most all */
-    uint64_t *base, *fresh;  /* of each region: as given last, and as given in this call */
-    unsigned char *known, *given;
-    uint64_t *turn_of, turn; /* node -> the turn in which it was last put on the list */
-    int stale, busy;         /* stale: what the executable holds is unknown */
-} Blocks;
+#include "relaunch.h"
 
 static void blocks_dealloc(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -23,12 +8,19 @@ static void blocks_dealloc(Blocks *self) {
         free(self->node[i].block);
         PyMem_Free(self->node[i].label);
     }
-    PyMem_Free(self->node); PyMem_Free(self->word); PyMem_Free(self->first); PyMem_Free(self->dirty);
-    PyMem_Free(self->base); PyMem_Free(self->fresh); PyMem_Free(self->known); PyMem_Free(self->given);
+    PyMem_Free(self->node);
+    PyMem_Free(self->word);
+    PyMem_Free(self->first);
+    PyMem_Free(self->dirty);
+    PyMem_Free(self->base);
+    PyMem_Free(self->fresh);
+    PyMem_Free(self->known);
+    PyMem_Free(self->given);
     PyMem_Free(self->turn_of);
     type->tp_free(self);
     Py_DECREF(type);
 }
+
 /* A block is the driver's struct and what its arguments point to. */
 static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
@@ -74,6 +66,7 @@ static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size
     *size = (size_t)length;
     return 0;
 }
+
 static int read_words(Blocks *self, PyObject *words, const size_t *size) {
     unsigned long long node, offset, region, delta;
     size_t before = 0;
@@ -95,6 +88,7 @@ static int read_words(Blocks *self, PyObject *words, const size_t *size) {
         if (self->first[r + 1] < self->first[r]) self->first[r + 1] = self->first[r];
     return 0;
 }
+
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
@@ -105,7 +99,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
     self->exec = (Handle)(uintptr_t)exec;
-    if (cu.context(&self->context)) self->context = NULL;
+    if (cu.CtxGetCurrent(&self->context)) self->context = NULL;
     self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
     self->words = (size_t)PyTuple_GET_SIZE(words);
     self->regions = (size_t)regions;
@@ -118,8 +112,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
         || !(self->base = PyMem_Calloc(self->regions + 1, sizeof *self->base))
         || !(self->fresh = PyMem_Calloc(self->regions + 1, sizeof *self->fresh))
-        || !(self->known = PyMem_Calloc(self->regions + 1, 1))
-        || !(self->given = PyMem_Calloc(self->regions + 1, 1))) {
+        || !(self->known = PyMem_Calloc(self->regions + 1, 1)) || !(self->given = PyMem_Calloc(self->regions + 1, 1))) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -133,12 +126,14 @@ failed:
     Py_DECREF(self);
     return NULL;
 }
+
 /* An integer is an address; anything else is a tensor. */
 static int base_of(PyObject *item, uint64_t *result) {
     if (!PyLong_Check(item)) return address_of(item, result);
     *result = PyLong_AsUnsignedLongLong(item);
     return *result == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
+
 /* Nothing of the object changes until every base has been read. */
 static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     Py_ssize_t count = PySequence_Fast_GET_SIZE(bases);
@@ -173,6 +168,7 @@ static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     }
     return 0;
 }
+
 /* Writes the words of a region, and puts their nodes on the list. Returns its new length. */
 static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t count) {
     for (size_t i = self->first[region]; i < self->first[region + 1]; i++) {
@@ -185,6 +181,7 @@ static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t cou
     }
     return count;
 }
+
 /* Sets the nodes on the list. Returns how many that are, or -1. */
 static Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 1;
@@ -194,13 +191,13 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
         int code;
         if (!node->kind) {
             what = "cuGraphExecKernelNodeSetParams";
-            code = cu.set_kernel(self->exec, node->handle, node->block);
+            code = cu.GraphExecKernelNodeSetParams(self->exec, node->handle, node->block);
         } else if (node->kind == 1) {
             what = "cuGraphExecMemsetNodeSetParams";
-            code = cu.set_fill(self->exec, node->handle, node->block, node->context);
+            code = cu.GraphExecMemsetNodeSetParams(self->exec, node->handle, node->block, node->context);
         } else {
             what = "cuGraphExecMemcpyNodeSetParams";
-            code = cu.set_copy(self->exec, node->handle, node->block, node->context);
+            code = cu.GraphExecMemcpyNodeSetParams(self->exec, node->handle, node->block, node->context);
         }
         if (code) {
             PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d), at %s", what, text_of(code), code,
@@ -211,8 +208,9 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 0;
     return (Py_ssize_t)count;
 }
+
 /* Points the nodes at these bases, of the first so many regions: those that moved. Nothing may be stale or unknown. */
-static Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
+Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
     size_t count = 0;
     self->turn++;
     for (size_t r = 0; r < regions; r++) {
@@ -222,8 +220,9 @@ static Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) 
     }
     return set_listed(self, count);
 }
+
 /* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
-static Py_ssize_t set_nodes(Blocks *self) {
+Py_ssize_t set_nodes(Blocks *self) {
     size_t count = 0;
     for (size_t r = 0; self->stale && r < self->regions; r++)
         if (!self->given[r] && self->first[r] < self->first[r + 1]) {
@@ -239,18 +238,21 @@ static Py_ssize_t set_nodes(Blocks *self) {
     memcpy(self->known, self->given, self->regions);
     return set_listed(self, count);
 }
-static int get_context(Handle *now) {
-    int code = cu.context(now);
-    if (code) fail(code, "cuCtxGetCurrent");
+
+int get_context(Handle *now) {
+    int code = cu.CtxGetCurrent(now);
+    if (code) driver_error(code, "cuCtxGetCurrent");
     return code ? -1 : 0;
 }
+
 /* A thread that has made no call of CUDA's runtime has no context, and the driver reads through it unasked. It gets the
    executable's, whose device is its current one from then on. */
-static int have_context(Blocks *self, Handle now) {
-    int code = !now && self->context ? cu.set_context(self->context) : 0;
-    if (code) fail(code, "cuCtxSetCurrent");
+int have_context(Blocks *self, Handle now) {
+    int code = !now && self->context ? cu.CtxSetCurrent(self->context) : 0;
+    if (code) driver_error(code, "cuCtxSetCurrent");
     return code ? -1 : 0;
 }
+
 static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t count) {
     PyObject *bases = NULL, *regions = NULL;
     Py_ssize_t set = -1;
@@ -269,6 +271,34 @@ static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t co
     self->busy = 0;
     return set < 0 ? NULL : PyLong_FromSsize_t(set);
 }
+
 static PyObject *blocks_stale(Blocks *self, void *unused) { return PyBool_FromLong(self->stale); }
+
 static PyObject *blocks_nodes(Blocks *self, void *unused) { return PyLong_FromSize_t(self->nodes); }
-"""
+
+static PyObject *py_context(PyObject *module, PyObject *unused) {
+    Handle context;
+    return get_context(&context) ? NULL : PyLong_FromVoidPtr(context);
+}
+
+static PyMethodDef blocks_methods[] = {
+    {"patch", (PyCFunction)(void (*)(void))blocks_patch, METH_FASTCALL,
+     "patch(bases, regions=None): write what moved, and return the number of nodes set"},
+    {"call", (PyCFunction)(void (*)(void))blocks_call, METH_VARARGS | METH_KEYWORDS, "call(...): a Call of them"},
+    {NULL}};
+static PyGetSetDef blocks_getset[] = {{"stale", (getter)blocks_stale, NULL, "the next patch() sets every node", NULL},
+                                      {"nodes", (getter)blocks_nodes, NULL, "how many nodes can be patched", NULL},
+                                      {NULL}};
+static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new},
+                                     {Py_tp_dealloc, blocks_dealloc},
+                                     {Py_tp_methods, blocks_methods},
+                                     {Py_tp_getset, blocks_getset},
+                                     {0, NULL}};
+static PyType_Spec blocks_spec = {"torch_overlay_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
+
+PyMethodDef patch_methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
+
+int patch_init(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&blocks_spec);
+    return type ? PyModule_AddObject(module, "Blocks", type) : -1;
+}

@@ -1,11 +1,24 @@
-"""A part of the C source of `native`: a relaunch as one call. `relaunch` says what that is, and does it without."""
+/* A relaunch as one call: `launch.relaunch` says what that is, and does it without. */
 
-SOURCE = r"""
-/* ---- calls ---- */
+#include "relaunch.h"
+
+#include <structmember.h>
+
+#define AGAIN 2 /* the launch of a graph behind which its scratch stays */
 
 enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
-typedef struct { int kind; Py_ssize_t number; PyObject *object, *size, *stride, *offset; } Recipe;
-typedef struct { Py_ssize_t position; uint64_t mask; } Input;
+
+typedef struct {
+    int kind;
+    Py_ssize_t number;
+    PyObject *object, *size, *stride, *offset;
+} Recipe;
+
+typedef struct {
+    Py_ssize_t position;
+    uint64_t mask;
+} Input;
+
 /* Its regions are, in this order: the inputs, the storages of outputs, the slab of saved outputs, the scratch. */
 typedef struct {
     PyObject_HEAD
@@ -13,41 +26,60 @@ typedef struct {
     Py_ssize_t inputs, least, recipes, memories;
     Input *input;
     Recipe *recipe;
-    Py_ssize_t *order;                          /* of allocations: regions behind the inputs */
-    PyObject *allocations;                      /* arguments of `empty`, for each storage */
-    PyObject *slab, *types, *scratch;           /* arguments of `empty`, or None; dtypes of the slab's views */
-    PyObject *empty, *reinterpret, *outputs;    /* outputs: makes what `recipe` can't, or None */
-    PyObject *replay;                           /* keeps the executable; not called if the driver launches */
+    Py_ssize_t *order;                       /* of allocations: regions behind the inputs */
+    PyObject *allocations;                   /* arguments of `empty`, for each storage */
+    PyObject *slab, *types, *scratch;        /* arguments of `empty`, or None; dtypes of the slab's views */
+    PyObject *empty, *reinterpret, *outputs; /* outputs: makes what `recipe` can't, or None */
+    PyObject *replay;                        /* keeps the executable; not called if the driver launches */
     int direct;
-    Scratch raw;                                /* of the scratch, if that is no tensor: raw_alloc is not None */
+    Scratch raw; /* of the scratch, if that is no tensor: raw_alloc is not None */
     PyObject *current, *index, *stream_of, *is_capturing;
     PyObject *misaligned, *counters, *group, *counter;
-    PyThread_type_lock lock;                    /* patching and launching are one step */
+    PyThread_type_lock lock; /* patching and launching are one step */
     unsigned long long launches, patched;
-    int bound;                                  /* a call has given every region of the blocks a base */
-    const void *counted[5];                     /* where the counter was: to be fetched, never to be read */
+    int bound;              /* a call has given every region of the blocks a base */
+    const void *counted[5]; /* where the counter was: to be fetched, never to be read */
 } Call;
+
 static PyTypeObject *call_type;
 static PyObject *name_view;
-static __thread int launching;  /* it holds a lock: what runs in a launch may wait for none (`relaunch`) */
+static __thread int launching; /* it holds a lock: what runs in a launch may wait for none (`relaunch`) */
 
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (Py_ssize_t i = 0; self->recipe && i < self->recipes; i++) {
         Recipe *each = &self->recipe[i];
-        Py_XDECREF(each->object); Py_XDECREF(each->size); Py_XDECREF(each->stride); Py_XDECREF(each->offset);
+        Py_XDECREF(each->object);
+        Py_XDECREF(each->size);
+        Py_XDECREF(each->stride);
+        Py_XDECREF(each->offset);
     }
     scratch_clear(&self->raw);
-    PyMem_Free(self->recipe); PyMem_Free(self->input); PyMem_Free(self->order);
-    Py_XDECREF(self->blocks); Py_XDECREF(self->allocations); Py_XDECREF(self->slab); Py_XDECREF(self->types);
-    Py_XDECREF(self->scratch); Py_XDECREF(self->empty); Py_XDECREF(self->reinterpret); Py_XDECREF(self->outputs);
-    Py_XDECREF(self->replay); Py_XDECREF(self->current); Py_XDECREF(self->index); Py_XDECREF(self->stream_of);
-    Py_XDECREF(self->is_capturing); Py_XDECREF(self->misaligned); Py_XDECREF(self->counters); Py_XDECREF(self->group);
+    PyMem_Free(self->recipe);
+    PyMem_Free(self->input);
+    PyMem_Free(self->order);
+    Py_XDECREF(self->blocks);
+    Py_XDECREF(self->allocations);
+    Py_XDECREF(self->slab);
+    Py_XDECREF(self->types);
+    Py_XDECREF(self->scratch);
+    Py_XDECREF(self->empty);
+    Py_XDECREF(self->reinterpret);
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->replay);
+    Py_XDECREF(self->current);
+    Py_XDECREF(self->index);
+    Py_XDECREF(self->stream_of);
+    Py_XDECREF(self->is_capturing);
+    Py_XDECREF(self->misaligned);
+    Py_XDECREF(self->counters);
+    Py_XDECREF(self->group);
     Py_XDECREF(self->counter);
     if (self->lock) PyThread_free_lock(self->lock);
     type->tp_free(self);
     Py_DECREF(type);
 }
+
 static int read_recipes(Call *self, PyObject *recipes) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), types = PyTuple_GET_SIZE(self->types);
     for (Py_ssize_t i = 0; i < self->recipes; i++) {
@@ -61,17 +93,21 @@ static int read_recipes(Call *self, PyObject *recipes) {
             return -1;
         }
         each->number = n;
-        Py_INCREF(each->object); Py_INCREF(each->size); Py_INCREF(each->stride); Py_INCREF(each->offset);
+        Py_INCREF(each->object);
+        Py_INCREF(each->size);
+        Py_INCREF(each->stride);
+        Py_INCREF(each->offset);
         if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]
             || (each->kind == SAVED && self->slab == Py_None)) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
         }
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
-        if (each->kind == SAME && n >= self->least) self->least = n + 1;  /* what is no region may come after them */
+        if (each->kind == SAME && n >= self->least) self->least = n + 1; /* what is no region may come after them */
     }
     return 0;
 }
+
 /* Each region that is allocated comes once: the storages, the slab and the scratch, if there are such. */
 static int read_order(Call *self, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), slab = self->slab != Py_None;
@@ -92,10 +128,12 @@ static int read_order(Call *self, PyObject *order) {
     }
     return 0;
 }
-static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions", "masks", "allocations", "slab", "types", "scratch", "order",
-        "recipes", "empty", "reinterpret", "outputs", "replay", "direct", "raw", "current", "index", "stream_of",
-        "is_capturing", "misaligned", "counters", "group", "counter", NULL};
+
+PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"positions",  "masks",    "allocations", "slab",        "types",     "scratch",
+                            "order",      "recipes",  "empty",       "reinterpret", "outputs",   "replay",
+                            "direct",     "raw",      "current",     "index",       "stream_of", "is_capturing",
+                            "misaligned", "counters", "group",       "counter",     NULL};
     Scratch *raw;
     PyObject *positions, *masks, *order, *recipes;
     unsigned long long stream, alloc, release;
@@ -103,27 +141,45 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
     raw = &self->raw;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOnOn(KKK))OOOOOOOO", names, &PyTuple_Type,
-            &positions, &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab,
-            &PyTuple_Type, &self->types, &self->scratch, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty,
-            &self->reinterpret, &self->outputs, &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete,
-            &size, &raw->is_ordinary, &most, &stream, &alloc, &release, &self->current, &self->index,
-            &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters, &self->group, &self->counter)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOnOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
+            &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types, &self->scratch,
+            &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs,
+            &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &raw->is_ordinary, &most, &stream,
+            &alloc, &release, &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned,
+            &self->counters, &self->group, &self->counter)) {
         /* What was parsed is borrowed. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
     }
     self->blocks = (Blocks *)Py_NewRef(blocks);
-    Py_INCREF(self->allocations); Py_INCREF(self->slab); Py_INCREF(self->types); Py_INCREF(self->scratch);
-    Py_INCREF(self->empty); Py_INCREF(self->reinterpret); Py_INCREF(self->outputs); Py_INCREF(self->replay);
-    Py_INCREF(self->current); Py_INCREF(self->index); Py_INCREF(self->stream_of); Py_INCREF(self->is_capturing);
-    Py_INCREF(self->misaligned); Py_INCREF(self->counters); Py_INCREF(self->group); Py_INCREF(self->counter);
-    Py_INCREF(raw->raw_alloc); Py_INCREF(raw->raw_delete); Py_INCREF(raw->is_ordinary);
+    Py_INCREF(self->allocations);
+    Py_INCREF(self->slab);
+    Py_INCREF(self->types);
+    Py_INCREF(self->scratch);
+    Py_INCREF(self->empty);
+    Py_INCREF(self->reinterpret);
+    Py_INCREF(self->outputs);
+    Py_INCREF(self->replay);
+    Py_INCREF(self->current);
+    Py_INCREF(self->index);
+    Py_INCREF(self->stream_of);
+    Py_INCREF(self->is_capturing);
+    Py_INCREF(self->misaligned);
+    Py_INCREF(self->counters);
+    Py_INCREF(self->group);
+    Py_INCREF(self->counter);
+    Py_INCREF(raw->raw_alloc);
+    Py_INCREF(raw->raw_delete);
+    Py_INCREF(raw->is_ordinary);
     self->inputs = PyTuple_GET_SIZE(positions);
     self->recipes = PyTuple_GET_SIZE(recipes);
     if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
-        || !(self->recipe = PyMem_Calloc(self->recipes + 1, sizeof(Recipe)))) { PyErr_NoMemory(); goto failed; }
+        || !(self->recipe = PyMem_Calloc(self->recipes + 1, sizeof(Recipe)))) {
+        PyErr_NoMemory();
+        goto failed;
+    }
     if (PyTuple_GET_SIZE(masks) != self->inputs || (size_t)self->inputs > blocks->regions) {
         PyErr_SetString(PyExc_ValueError, "so many inputs are no regions");
         goto failed;
@@ -133,11 +189,15 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         each->position = PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i));
         each->mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i));
         if (PyErr_Occurred()) goto failed;
-        if (each->position < 0) { PyErr_SetString(PyExc_ValueError, "a negative position"); goto failed; }
+        if (each->position < 0) {
+            PyErr_SetString(PyExc_ValueError, "a negative position");
+            goto failed;
+        }
         if (each->position >= self->least) self->least = each->position + 1;
     }
     if ((self->slab != Py_None && !is_tuple(self->slab, "the slab", -1))
-        || (self->scratch != Py_None && !is_tuple(self->scratch, "the scratch", -1))) goto failed;
+        || (self->scratch != Py_None && !is_tuple(self->scratch, "the scratch", -1)))
+        goto failed;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->allocations); i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->allocations, i), "allocation", i)) goto failed;
     raw->device = PyLong_AsLong(self->index);
@@ -161,6 +221,7 @@ static int current_stream(Call *self, Handle *stream) {
     Py_DECREF(answer);
     return PyErr_Occurred() ? -1 : 0;
 }
+
 /* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. In the
    executable's context (`now` is the thread's) the device needs no question; and a thread whose device is another one
    keeps that, so it is asked for before there is a context. */
@@ -176,12 +237,13 @@ static int is_time(Call *self, Handle now, Handle *stream) {
         if (have_context(self->blocks, now)) return -1;
     }
     if (self->stream_of != Py_None)
-        return current_stream(self, stream) ? -1 : !cu.is_capturing(*stream, &status) && !status;
+        return current_stream(self, stream) ? -1 : !cu.StreamIsCapturing(*stream, &status) && !status;
     if (!(answer = PyObject_CallNoArgs(self->is_capturing))) return -1;
     status = PyObject_IsTrue(answer);
     Py_DECREF(answer);
     return status < 0 ? -1 : !status;
 }
+
 /* 1: read. 0: one is misaligned. -1: an error. */
 static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     uint64_t bad = 0;
@@ -203,7 +265,11 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     }
     return !bad;
 }
-typedef struct { PyObject *made, *slab, *scratch; Taken taken; } Memory; /* the scratch is a tensor, or was taken */
+
+typedef struct {
+    PyObject *made, *slab, *scratch;
+    Taken taken;
+} Memory; /* the scratch is a tensor, or was taken */
 
 static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     if (self->raw.raw_alloc == Py_None) {
@@ -214,6 +280,7 @@ static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t 
     *base = (uint64_t)(uintptr_t)memory->taken.address;
     return 0;
 }
+
 static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
     base += self->inputs;
@@ -228,21 +295,26 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
         }
         made = PyObject_Call(self->empty, k == count ? self->slab : PyTuple_GET_ITEM(self->allocations, k), NULL);
         if (!made) return -1;
-        if (k == count) memory->slab = made;
-        else PyTuple_SET_ITEM(memory->made, k, made);
+        if (k == count)
+            memory->slab = made;
+        else
+            PyTuple_SET_ITEM(memory->made, k, made);
         if (address_of(made, base + k)) return -1;
     }
     return 0;
 }
+
 static int free_scratch(Call *self, Handle stream, Memory *memory, int again) {
     Py_CLEAR(memory->scratch);
     return leave_scratch(&self->raw, stream, &memory->taken, again);
 }
+
 static void free_memory(Call *self, Handle stream, Memory *memory) {
     free_scratch(self, stream, memory, 0);
     Py_CLEAR(memory->made);
     Py_CLEAR(memory->slab);
 }
+
 /* Where there is no memory, scratch that stays for other launches is given back, and then there may be. */
 static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     PyObject *type, *value, *trace;
@@ -253,25 +325,29 @@ static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base
         PyErr_Restore(type, value, trace);
         return -1;
     }
-    Py_DECREF(type); Py_XDECREF(value); Py_XDECREF(trace);
+    Py_DECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
     return allocate_memory(self, stream, memory, base);
 }
+
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
     Blocks *blocks = self->blocks;
     size_t regions = (size_t)self->inputs;
     Py_ssize_t set = -1;
     int code = 0;
     if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) {
-        Py_BEGIN_ALLOW_THREADS
-        PyThread_acquire_lock(self->lock, WAIT_LOCK);
+        Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(self->lock, WAIT_LOCK);
         Py_END_ALLOW_THREADS
     }
     launching = 1;
     regions += (size_t)PyTuple_GET_SIZE(self->allocations);
-    if (blocks->busy) PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
+    if (blocks->busy)
+        PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
     else {
         blocks->busy = 1;
-        if (self->bound && !blocks->stale) set = set_moved(blocks, base, regions + 2);
+        if (self->bound && !blocks->stale)
+            set = set_moved(blocks, base, regions + 2);
         else {
             memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
             memcpy(blocks->given, blocks->known, blocks->regions);
@@ -287,10 +363,11 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
         if (set >= 0) {
             self->patched += (unsigned long long)set;
             if (self->direct) {
-                Py_BEGIN_ALLOW_THREADS
-                code = cu.launch(blocks->exec, stream);
-                Py_END_ALLOW_THREADS
-                if (code) { fail(code, "cuGraphLaunch"); set = -1; }
+                Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(blocks->exec, stream);
+                Py_END_ALLOW_THREADS if (code) {
+                    driver_error(code, "cuGraphLaunch");
+                    set = -1;
+                }
             } else {
                 PyObject *done = PyObject_CallNoArgs(self->replay);
                 if (!done) set = -1;
@@ -304,21 +381,26 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
     PyThread_release_lock(self->lock);
     return set < 0 ? -1 : 0;
 }
+
 static PyObject *view_of(Call *self, PyObject *of, const Recipe *recipe) {
     PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset};
     return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
 }
+
 /* A new reference: the slab as a tensor of each dtype. */
 static PyObject *typed_slabs(Call *self, PyObject *slab) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->types);
     PyObject *typed = PyTuple_New(slab ? count : 0);
     for (Py_ssize_t i = 0; typed && i < PyTuple_GET_SIZE(typed); i++) {
         PyObject *one = PyObject_CallMethodOneArg(slab, name_view, PyTuple_GET_ITEM(self->types, i));
-        if (!one) Py_CLEAR(typed);
-        else PyTuple_SET_ITEM(typed, i, one);
+        if (!one)
+            Py_CLEAR(typed);
+        else
+            PyTuple_SET_ITEM(typed, i, one);
     }
     return typed;
 }
+
 static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
     PyObject *result, *typed;
     if (self->outputs != Py_None) {
@@ -326,7 +408,10 @@ static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
         return PyObject_Vectorcall(self->outputs, args, 3, NULL);
     }
     if (!(typed = typed_slabs(self, memory->slab))) return NULL;
-    if (!(result = PyTuple_New(self->recipes))) { Py_DECREF(typed); return NULL; }
+    if (!(result = PyTuple_New(self->recipes))) {
+        Py_DECREF(typed);
+        return NULL;
+    }
     for (Py_ssize_t i = 0; i < self->recipes; i++) {
         const Recipe *each = &self->recipe[i];
         PyObject *out = NULL;
@@ -339,12 +424,16 @@ static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
         case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each); break;
         case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
         }
-        if (!out) { Py_CLEAR(result); break; }
+        if (!out) {
+            Py_CLEAR(result);
+            break;
+        }
         PyTuple_SET_ITEM(result, i, out);
     }
     Py_DECREF(typed);
     return result;
 }
+
 /* counters[group][counter] += 1, where these are the dictionaries that they most often are. 1: something else. */
 static int count_in_dictionaries(Call *self) {
     PyObject *group, *before, *after;
@@ -352,16 +441,21 @@ static int count_in_dictionaries(Call *self) {
     long count;
     if (!PyDict_Check(self->counters) || !(group = PyDict_GetItemWithError(self->counters, self->group))
         || !PyDict_Check(group) || !(before = PyDict_GetItemWithError(group, self->counter))
-        || !PyLong_CheckExact(before)) return PyErr_Occurred() ? -1 : 1;
+        || !PyLong_CheckExact(before))
+        return PyErr_Occurred() ? -1 : 1;
     count = PyLong_AsLongAndOverflow(before, &overflow);
     if (overflow || count == LONG_MAX) return 1;
     if (!(after = PyLong_FromLong(count + 1))) return -1;
     code = PyDict_SetItem(group, self->counter, after);
-    self->counted[0] = self->counters; self->counted[1] = group; self->counted[2] = after;
-    self->counted[3] = ((PyDictObject *)self->counters)->ma_keys; self->counted[4] = ((PyDictObject *)group)->ma_keys;
+    self->counted[0] = self->counters;
+    self->counted[1] = group;
+    self->counted[2] = after;
+    self->counted[3] = ((PyDictObject *)self->counters)->ma_keys;
+    self->counted[4] = ((PyDictObject *)group)->ma_keys;
     Py_DECREF(after);
     return code;
 }
+
 static int count_launch(Call *self) {
     PyObject *group, *before, *one, *after = NULL;
     int code = count_in_dictionaries(self);
@@ -371,14 +465,20 @@ static int count_launch(Call *self) {
     before = PyObject_GetItem(group, self->counter);
     one = PyLong_FromLong(1);
     if (before && one && (after = PyNumber_Add(before, one))) code = PyObject_SetItem(group, self->counter, after);
-    Py_DECREF(group); Py_XDECREF(before); Py_XDECREF(one); Py_XDECREF(after);
+    Py_DECREF(group);
+    Py_XDECREF(before);
+    Py_XDECREF(one);
+    Py_XDECREF(after);
     return code;
 }
+
 /* The counter is five objects away: they are asked for long before they are needed. */
 static void fetch_counter(Call *self) {
     for (size_t i = 0; i < sizeof self->counted / sizeof *self->counted; i++) __builtin_prefetch(self->counted[i]);
 }
+
 static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBool_FromLong(launching); }
+
 /* `careful`: None if this is not the time for a launch, or an input is misaligned. */
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
@@ -405,8 +505,10 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
     if ((code = read_inputs(self, inputs, base)) <= 0) {
-        if (!code && careful) result = Py_NewRef(Py_None);
-        else if (!code) PyErr_SetNone(self->misaligned);
+        if (!code && careful)
+            result = Py_NewRef(Py_None);
+        else if (!code)
+            PyErr_SetNone(self->misaligned);
         goto done;
     }
     if (!find_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
@@ -419,13 +521,38 @@ done:
     free_memory(self, stream, &memory);
     return result;
 }
+
 static PyObject *call_attempt(Call *self, PyObject *inputs) { return run(self, inputs, NULL, 1); }
+
 static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 1 && count != 2) return PyErr_Format(PyExc_TypeError, "launch(inputs, originals=None)");
     return run(self, args[0], count == 2 ? args[1] : NULL, 0);
 }
+
 static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "aligned(inputs, positions, masks)");
     return aligned(args[0], args[1], args[2]);
 }
-"""
+
+static PyMethodDef call_methods[] = {
+    {"attempt", (PyCFunction)call_attempt, METH_O, "attempt(inputs): the outputs, or None if it is not the time"},
+    {"launch", (PyCFunction)(void (*)(void))call_launch, METH_FASTCALL, "launch(inputs, originals=None): the outputs"},
+    {"aligned", (PyCFunction)(void (*)(void))call_aligned, METH_FASTCALL,
+     "aligned(inputs, positions, masks): has no address a bit of its mask?"},
+    {NULL}};
+static PyMemberDef call_members[] = {
+    {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},
+    {"patched", T_ULONGLONG, offsetof(Call, patched), READONLY, "nodes set in all launches"},
+    {NULL}};
+static PyType_Slot call_slots[] = {
+    {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};
+static PyType_Spec call_spec = {"torch_overlay_c.Call", sizeof(Call), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
+
+PyMethodDef call_module_methods[] = {
+    {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"}, {NULL}};
+
+int call_init(void) {
+    if (!(name_view = PyUnicode_InternFromString("view"))) return -1;
+    return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
+}

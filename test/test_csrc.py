@@ -1,0 +1,54 @@
+"""The C sources: all are built, and no compiler warns of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from torch._dynamo.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import form  # noqa: F401
+from torch_overlay import csrc
+
+
+SOURCES = (csrc.MAIN, *csrc.PARTS)
+
+
+class TestSources(TestCase):
+    def test_each_file_is_listed(self) -> None:
+        listed = {*SOURCES, *csrc.HEADERS, "__init__.py"}
+        self.assertEqual({path.name for path in csrc.FOLDER.iterdir() if path.is_file()}, listed)
+
+    @parametrize("name", SOURCES)
+    def test_compiles_without_warnings(self, name: str) -> None:
+        from triton.runtime.build import _find_compiler
+
+        # CPython's signatures leave arguments unused, and its tables end in a row of one field.
+        quiet = ("-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-cast-function-type")
+        warnings = ("-Wall", "-Wextra", "-Werror", *quiet)
+        flags = (*csrc.FLAGS, *warnings, "-O2", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}")
+        command = [_find_compiler("c"), *flags, str(csrc.FOLDER / name)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_change_of_any_file_builds_anew(self) -> None:
+        from unittest import mock
+
+        before = csrc.arguments()
+        for name in (*csrc.PARTS, *csrc.HEADERS):
+            read = Path.read_bytes
+            changed = lambda path, name=name, read=read: read(path) + b" " * (path.name == name)  # noqa: E731
+            with mock.patch.object(Path, "read_bytes", changed):
+                self.assertNotEqual(csrc.arguments(), before, name)
+
+
+instantiate_parametrized_tests(TestSources)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,67 @@
+"""The parts that are C: events and region boundaries, relaunches of CUDA graphs, and the reading of captured graphs.
+
+    driver_api.c      the driver's functions, as one table         driver_api.h
+    events.c          `events`: Event (`_inductor.streams.native`)   events.h
+    region.c          and Region, the boundary of generated code
+    aliased_memory.c  `relaunch`: memory for captures              relaunch.h, for all of `relaunch`
+    data_ptr.c        addresses of tensors (`launch.data_ptrs`)
+    patch.c           the parameters of an executable's nodes (`launch.native`)
+    scratch.c         scratch memory between launches
+    call.c            a relaunch as one call (`launch.native_call`)
+    graph_reader.c    `graph`: nodes and edges (`graph.native_read`)
+    module.c          the extension module, which has `events`, `relaunch` and `graph` in it
+
+It is built at first use by the compiler that Triton needs, and Triton caches it. Without a compiler, or without the
+driver, Python does the same. The environment variable TORCH_OVERLAY_CFLAGS has further flags, as those of a sanitizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+MAIN = "module.c"
+PARTS = ("driver_api.c", "events.c", "region.c", "aliased_memory.c", "data_ptr.c", "patch.c", "scratch.c", "call.c")
+PARTS += ("graph_reader.c",)
+HEADERS = ("driver_api.h", "events.h", "relaunch.h")
+DRIVER = "libcuda.so.1"
+FLAGS = ("-std=gnu11", "-fvisibility=hidden")
+
+
+def arguments(driver: str = DRIVER) -> dict[str, Any]:
+    """What Triton's compiler is given. It keeps what it builds under the first file's text and these flags."""
+    digest = hashlib.sha256(b"".join((FOLDER / name).read_bytes() for name in (*PARTS, *HEADERS))).hexdigest()
+    flags = [*FLAGS, *os.environ.get("TORCH_OVERLAY_CFLAGS", "").split(), f'-DDRIVER="{driver}"', f"-DSOURCES=0x{digest[:16]}"]
+    return {
+        "src_path": str(FOLDER / MAIN),
+        "name": "torch_overlay_c",
+        "ccflags": [*flags, *(str(FOLDER / name) for name in PARTS)],
+    }
+
+
+def build(driver: str = DRIVER) -> Any:
+    """The extension module over a driver library. Raises what the compiler or the loader raises."""
+    from triton.runtime.build import compile_module_from_file
+
+    return compile_module_from_file(**arguments(driver))
+
+
+@functools.cache
+def extension() -> Any:
+    """The extension module, one a process; None, and a log line, if it can't be built or has no driver."""
+    try:
+        return build()
+    except Exception as error:
+        log.info(
+            "events and relaunches run in Python, some 0.5 us slower an event or node: the C module was not built (%s)",
+            error,
+        )
+        return None

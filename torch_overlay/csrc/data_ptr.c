@@ -1,0 +1,82 @@
+/* Addresses of tensors: Note [Fields of a tensor] in `launch.data_ptrs`. */
+
+#include "relaunch.h"
+
+PyTypeObject *tensor_type, *usual_type;
+uint8_t item_sizes[DTYPES];
+static PyObject *name_data_ptr;
+
+int asked_address(PyObject *object, uint64_t *address) {
+    PyObject *number = PyObject_CallMethodNoArgs(object, name_data_ptr);
+    if (!number) return -1;
+    *address = PyLong_AsUnsignedLongLong(number);
+    Py_DECREF(number);
+    return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks) {
+    uint64_t bad = 0;
+    if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(indices) || !PyTuple_CheckExact(masks)
+        || PyTuple_GET_SIZE(indices) != PyTuple_GET_SIZE(masks))
+        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and two tuples of one length");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices); i++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
+        uint64_t mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i)), address;
+        PyObject *tensor;
+        int code;
+        if (PyErr_Occurred()) return NULL;
+        if (index < 0 || index >= PyList_GET_SIZE(tensors))
+            return PyErr_Format(PyExc_IndexError, "aligned(): there is no tensor %zd", index);
+        tensor = Py_NewRef(PyList_GET_ITEM(tensors, index));
+        code = address_of(tensor, &address);
+        Py_DECREF(tensor);
+        if (code) return NULL;
+        bad |= address & mask;
+    }
+    return PyBool_FromLong(!bad);
+}
+
+static PyObject *py_addresses(PyObject *module, PyObject *arg) {
+    PyObject *tensors = PySequence_Tuple(arg), *result;
+    if (!tensors) return NULL;
+    if ((result = PyTuple_New(PyTuple_GET_SIZE(tensors))))
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
+            PyObject *number;
+            uint64_t address;
+            if (address_of(PyTuple_GET_ITEM(tensors, i), &address)
+                || !(number = PyLong_FromUnsignedLongLong(address))) {
+                Py_CLEAR(result);
+                break;
+            }
+            PyTuple_SET_ITEM(result, i, number);
+        }
+    Py_DECREF(tensors);
+    return result;
+}
+
+/* One tensor of a dtype, which tells the dtype's number; with None for a tensor all is forgotten. */
+static PyObject *py_learn(PyObject *module, PyObject *args) {
+    PyObject *object, *type;
+    int size;
+    uint16_t dtype;
+    if (!PyArg_ParseTuple(args, "OOi", &type, &object, &size)) return NULL;
+    if (object == Py_None) {
+        memset(item_sizes, 0, sizeof item_sizes);
+        Py_RETURN_NONE;
+    }
+    if (!PyType_Check(type) || !PyObject_TypeCheck(object, (PyTypeObject *)type))
+        return PyErr_Format(PyExc_TypeError, "learn(type, tensor, item_size) takes a tensor of the type");
+    dtype = ((Holder *)object)->tensor->dtype;
+    if (dtype >= DTYPES) return PyErr_Format(PyExc_RuntimeError, "the number of a dtype is %d", (int)dtype);
+    item_sizes[dtype] = (uint8_t)size;
+    Py_XSETREF(tensor_type, (PyTypeObject *)Py_NewRef(type));
+    Py_XSETREF(usual_type, (PyTypeObject *)Py_NewRef(Py_TYPE(object)));
+    Py_RETURN_NONE;
+}
+
+PyMethodDef data_ptr_methods[] = {
+    {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
+    {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
+    {NULL}};
+
+int data_ptr_init(void) { return (name_data_ptr = PyUnicode_InternFromString("data_ptr")) ? 0 : -1; }

@@ -1,0 +1,51 @@
+#include "driver_api.h"
+
+#include <dlfcn.h>
+
+#ifndef DRIVER
+#define DRIVER "libcuda.so.1"
+#endif
+
+struct Driver cu;
+
+int load_driver(void) {
+#define ENTRY(member, symbol, parameters) {(void **)&cu.member, symbol},
+
+    static const struct {
+        void **slot;
+        const char *symbol;
+    } wanted[] = {DRIVER_FUNCTIONS(ENTRY)};
+
+#undef ENTRY
+    void *library = dlopen(DRIVER, RTLD_NOW | RTLD_LOCAL);
+    if (!library) {
+        PyErr_SetString(PyExc_ImportError, DRIVER " can't be loaded");
+        return -1;
+    }
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (!(*wanted[i].slot = dlsym(library, wanted[i].symbol))) {
+            PyErr_Format(PyExc_ImportError, DRIVER " has no %s", wanted[i].symbol);
+            return -1;
+        }
+    return 0;
+}
+
+const char *text_of(int code) {
+    const char *text = NULL;
+    cu.GetErrorString(code, &text);
+    return text ? text : "unknown error";
+}
+
+PyObject *driver_error(int code, const char *what) {
+    return PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d)", what, text_of(code), code);
+}
+
+int is_tuple(PyObject *item, const char *what, Py_ssize_t i) {
+    const char *type = Py_TYPE(item)->tp_name;
+    if (PyTuple_Check(item)) return 1;
+    if (i < 0)
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple, not %.100s", what, type);
+    else
+        PyErr_Format(PyExc_TypeError, "%s %zd must be a tuple, not %.100s", what, i, type);
+    return 0;
+}

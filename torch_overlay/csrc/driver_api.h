@@ -1,0 +1,102 @@
+/* The CUDA driver's functions that this module calls, as one table; cuda.h is not needed, and nothing links against the
+   driver: it is opened when the module is imported. */
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+typedef uint64_t Address;
+typedef void *Handle;
+
+/* As cuda.h declares them; the layout is the driver's ABI. */
+typedef struct {
+    int type, id;
+} Location;
+
+typedef struct {
+    int type, handle_types;
+    Location location;
+    void *win32;
+    unsigned char flags[8];
+} BlockKind;
+
+typedef struct {
+    Location location;
+    int flags;
+} Access;
+
+typedef struct {
+    Handle func;
+    unsigned grid[3], block[3], shared_bytes;
+    void **arguments, **extra;
+    Handle kern, ctx;
+} KernelParams;
+
+typedef struct {
+    unsigned char from_port, to_port, type, reserved[5];
+} EdgeData;
+
+_Static_assert(sizeof(BlockKind) == 32 && sizeof(Access) == 12, "cuda.h");
+_Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
+
+/* F(member of `cu`, the driver's symbol, parameters): each returns a CUresult. */
+#define DRIVER_FUNCTIONS(F)                                                                                            \
+    F(GetErrorString, "cuGetErrorString", (int, const char **))                                                        \
+    F(DeviceGet, "cuDeviceGet", (int *, int))                                                                          \
+    F(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (Handle *, int))                                             \
+    F(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (int))                                                  \
+    F(CtxGetCurrent, "cuCtxGetCurrent", (Handle *))                                                                    \
+    F(CtxSetCurrent, "cuCtxSetCurrent", (Handle))                                                                      \
+    F(CtxPushCurrent, "cuCtxPushCurrent_v2", (Handle))                                                                 \
+    F(CtxPopCurrent, "cuCtxPopCurrent_v2", (Handle *))                                                                 \
+    F(EventCreate, "cuEventCreate", (Handle *, unsigned))                                                              \
+    F(EventDestroy, "cuEventDestroy_v2", (Handle))                                                                     \
+    F(EventRecord, "cuEventRecord", (Handle, Handle))                                                                  \
+    F(EventSynchronize, "cuEventSynchronize", (Handle))                                                                \
+    F(StreamWaitEvent, "cuStreamWaitEvent", (Handle, Handle, unsigned))                                                \
+    F(StreamQuery, "cuStreamQuery", (Handle))                                                                          \
+    F(StreamIsCapturing, "cuStreamIsCapturing", (Handle, int *))                                                       \
+    F(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *))                                   \
+    F(MemGetAllocationGranularity, "cuMemGetAllocationGranularity", (size_t *, const BlockKind *, int))                \
+    F(MemAddressReserve, "cuMemAddressReserve", (Address *, size_t, size_t, Address, unsigned long long))              \
+    F(MemAddressFree, "cuMemAddressFree", (Address, size_t))                                                           \
+    F(MemCreate, "cuMemCreate", (uint64_t *, size_t, const BlockKind *, unsigned long long))                           \
+    F(MemRelease, "cuMemRelease", (uint64_t))                                                                          \
+    F(MemMap, "cuMemMap", (Address, size_t, size_t, uint64_t, unsigned long long))                                     \
+    F(MemUnmap, "cuMemUnmap", (Address, size_t))                                                                       \
+    F(MemSetAccess, "cuMemSetAccess", (Address, size_t, const Access *, size_t))                                       \
+    F(GraphGetNodes, "cuGraphGetNodes", (Handle, Handle *, size_t *))                                                  \
+    F(GraphGetEdges, "cuGraphGetEdges_v2", (Handle, Handle *, Handle *, EdgeData *, size_t *))                         \
+    F(GraphNodeGetType, "cuGraphNodeGetType", (Handle, int *))                                                         \
+    F(GraphKernelNodeGetParams, "cuGraphKernelNodeGetParams_v2", (Handle, KernelParams *))                             \
+    F(GraphNodeFindInClone, "cuGraphNodeFindInClone", (Handle *, Handle, Handle))                                      \
+    F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
+    F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \
+    F(FuncGetParamInfo, "cuFuncGetParamInfo", (Handle, size_t, size_t *, size_t *))                                    \
+    F(KernelGetFunction, "cuKernelGetFunction", (Handle *, Handle))                                                    \
+    F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
+    F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \
+    F(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams", (Handle, Handle, const void *, Handle))          \
+    F(GraphLaunch, "cuGraphLaunch", (Handle, Handle))
+
+#define DECLARE(member, symbol, parameters) int(*member) parameters;
+
+extern struct Driver {
+    DRIVER_FUNCTIONS(DECLARE)
+} cu;
+
+#undef DECLARE
+
+/* Fills the table from the library DRIVER. 0, or -1 and an ImportError that names what is missing. */
+int load_driver(void);
+/* The driver's words for a CUresult. */
+const char *text_of(int code);
+/* Sets a RuntimeError with the driver's words for the code; returns NULL. */
+PyObject *driver_error(int code, const char *what);
+/* 0, and a TypeError that says which item is none; `i` < 0: it has no number. PyArg_ParseTuple and PyObject_Call take a
+   tuple for granted. */
+int is_tuple(PyObject *item, const char *what, Py_ssize_t i);
+
+static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }

@@ -1,0 +1,301 @@
+/* The nodes and edges of a captured graph: `graph.native_read`. */
+
+#include "driver_api.h"
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, END = 0, BUFFER_POINTER = 1, BUFFER_SIZE = 2 };
+
+static PyObject *handle_of(Handle handle) { return PyLong_FromVoidPtr(handle); }
+
+/* ---- structure ---- */
+
+/* Of PyMem_Free's memory; NULL with a Python error. */
+static Handle *nodes_of(Handle graph, size_t *count) {
+    Handle *node;
+    int code;
+    *count = 0;
+    if ((code = cu.GraphGetNodes(graph, NULL, count))) {
+        driver_error(code, "cuGraphGetNodes");
+        return NULL;
+    }
+    if (!(node = PyMem_Calloc(*count ? *count : 1, sizeof *node))) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    if (*count && (code = cu.GraphGetNodes(graph, node, count))) {
+        driver_error(code, "cuGraphGetNodes");
+        PyMem_Free(node);
+        return NULL;
+    }
+    return node;
+}
+
+static int read_nodes(Handle graph, PyObject *handles, PyObject *kinds) {
+    size_t count;
+    Handle *node = nodes_of(graph, &count);
+    int code, result = -1;
+    if (!node) return -1;
+    for (size_t i = 0; i < count; i++) {
+        int kind = 0, bad;
+        PyObject *handle, *number;
+        if ((code = cu.GraphNodeGetType(node[i], &kind))) {
+            driver_error(code, "cuGraphNodeGetType");
+            goto done;
+        }
+        handle = handle_of(node[i]);
+        number = PyLong_FromLong(kind);
+        bad = !handle || !number || PyList_Append(handles, handle) || PyList_Append(kinds, number);
+        Py_XDECREF(handle);
+        Py_XDECREF(number);
+        if (bad) goto done;
+    }
+    result = 0;
+done:
+    PyMem_Free(node);
+    return result;
+}
+
+static int read_edges(Handle graph, PyObject *edges) {
+    size_t count = 0;
+    Handle *node = NULL;
+    EdgeData *data = NULL;
+    int code = cu.GraphGetEdges(graph, NULL, NULL, NULL, &count), result = -1;
+    if (code) {
+        driver_error(code, "cuGraphGetEdges");
+        return -1;
+    }
+    if (!count) return 0;
+    if (!(node = PyMem_Calloc(2 * count, sizeof *node)) || !(data = PyMem_Calloc(count, sizeof *data))) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if ((code = cu.GraphGetEdges(graph, node, node + count, data, &count))) {
+        driver_error(code, "cuGraphGetEdges");
+        goto done;
+    }
+    for (size_t i = 0; i < count; i++) {
+        int plain = !(data[i].type || data[i].from_port || data[i].to_port), bad;
+        PyObject *edge = Py_BuildValue("NNN", handle_of(node[i]), handle_of(node[count + i]), PyBool_FromLong(plain));
+        bad = !edge || PyList_Append(edges, edge);
+        Py_XDECREF(edge);
+        if (bad) goto done;
+    }
+    result = 0;
+done:
+    PyMem_Free(node);
+    PyMem_Free(data);
+    return result;
+}
+
+static PyObject *py_structure(PyObject *module, PyObject *arg) {
+    Handle graph = PyLong_AsVoidPtr(arg);
+    PyObject *handles, *kinds, *edges, *result = NULL;
+    if (PyErr_Occurred()) return NULL;
+    handles = PyList_New(0);
+    kinds = PyList_New(0);
+    edges = PyList_New(0);
+    if (handles && kinds && edges && !read_nodes(graph, handles, kinds) && !read_edges(graph, edges))
+        result = PyTuple_Pack(3, handles, kinds, edges);
+    Py_XDECREF(handles);
+    Py_XDECREF(kinds);
+    Py_XDECREF(edges);
+    return result;
+}
+
+/* ---- kernels ---- */
+
+typedef struct {
+    size_t offset, size;
+    PyObject *number;
+} Parameter;
+
+typedef struct {
+    Handle func, kern;
+    PyObject *name;
+    Parameter *parameter;
+    size_t count, end;
+} Function;
+
+typedef struct {
+    Function *list;
+    size_t count, capacity;
+} Functions;
+
+static void forget(Functions *functions) {
+    for (size_t i = 0; i < functions->count; i++) {
+        Function *each = &functions->list[i];
+        Py_XDECREF(each->name);
+        for (size_t k = 0; k < each->count; k++) Py_DECREF(each->parameter[k].number);
+        PyMem_Free(each->parameter);
+    }
+    PyMem_Free(functions->list);
+}
+
+/* Asks the driver. 0: described, and without a name: the driver doesn't describe it. -1: a Python error. */
+static int describe(Function *each) {
+    Handle function = each->func;
+    const char *name = NULL;
+    size_t capacity = 0, offset = 0, size = 0;
+    int code;
+    if ((!function && cu.KernelGetFunction(&function, each->kern)) || cu.FuncGetName(&name, function) || !name)
+        return 0;
+    while (!(code = cu.FuncGetParamInfo(function, each->count, &offset, &size))) {
+        if (each->count == capacity) {
+            Parameter *grown = PyMem_Realloc(each->parameter, (capacity = 2 * capacity + 8) * sizeof *grown);
+            if (!grown) {
+                PyErr_NoMemory();
+                return -1;
+            }
+            each->parameter = grown;
+        }
+        Parameter made = {offset, size, PyLong_FromSize_t(offset)};
+        if (!made.number) return -1;
+        each->parameter[each->count++] = made;
+        if (offset + size > each->end) each->end = offset + size;
+    }
+    if (code != INVALID_VALUE) return 0;
+    return (each->name = PyUnicode_FromString(name)) ? 0 : -1;
+}
+
+static Function *find(Functions *functions, Handle func, Handle kern) {
+    Function *each;
+    for (size_t i = functions->count; i--;)
+        if (functions->list[i].func == func && functions->list[i].kern == kern) return &functions->list[i];
+    if (functions->count == functions->capacity) {
+        size_t capacity = 2 * functions->capacity + 32;
+        Function *list = PyMem_Realloc(functions->list, capacity * sizeof *list);
+        if (!list) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        functions->list = list;
+        functions->capacity = capacity;
+    }
+    each = &functions->list[functions->count++];
+    *each = (Function){func, kern, NULL, NULL, 0, 0};
+    return describe(each) ? NULL : each;
+}
+
+/* Does the node hold a value for each of the function's parameters? `base` is that of a packed block, or NULL. */
+static int is_complete(const KernelParams *params, const Function *function, char **base) {
+    size_t size = 0;
+    *base = NULL;
+    if (function->count && params->arguments) {
+        for (size_t k = 0; k < function->count; k++)
+            if (!params->arguments[k]) return 0;
+        return 1;
+    }
+    for (void **extra = params->extra; extra && *extra != (void *)END; extra += 2) {
+        if (*extra == (void *)BUFFER_POINTER)
+            *base = extra[1];
+        else if (*extra == (void *)BUFFER_SIZE)
+            size = extra[1] ? *(size_t *)extra[1] : 0;
+        else
+            return 0;
+    }
+    return function->count ? *base && function->end <= size : !size;
+}
+
+/* A new reference: the values, or None if the node holds them in no way that is known here. */
+static PyObject *values_of(const KernelParams *params, const Function *function) {
+    char *base;
+    PyObject *values;
+    if (!is_complete(params, function, &base)) Py_RETURN_NONE;
+    if (!(values = PyTuple_New((Py_ssize_t)function->count))) return NULL;
+    for (size_t k = 0; k < function->count; k++) {
+        const Parameter *each = &function->parameter[k];
+        const char *at = base ? base + each->offset : params->arguments[k];
+        PyObject *value = Py_BuildValue("Oy#", each->number, at, (Py_ssize_t)each->size);
+        if (!value) {
+            Py_DECREF(values);
+            return NULL;
+        }
+        PyTuple_SET_ITEM(values, (Py_ssize_t)k, value);
+    }
+    return values;
+}
+
+static PyObject *kernel_of(Functions *functions, Handle node) {
+    KernelParams p;
+    Function *function;
+    PyObject *values;
+    memset(&p, 0, sizeof p);
+    if (cu.GraphKernelNodeGetParams(node, &p)) Py_RETURN_NONE;
+    if (!(function = find(functions, p.func, p.kern))) return NULL;
+    if (!function->name) Py_RETURN_NONE;
+    if (!(values = values_of(&p, function)) || values == Py_None) return values;
+    return Py_BuildValue("NNN(III)(III)ION", handle_of(p.func), handle_of(p.kern), handle_of(p.ctx), p.grid[0],
+                         p.grid[1], p.grid[2], p.block[0], p.block[1], p.block[2], p.shared_bytes, function->name,
+                         values);
+}
+
+static PyObject *py_kernels(PyObject *module, PyObject *arg) {
+    Functions functions = {NULL, 0, 0};
+    PyObject *nodes = PySequence_Fast(arg, "kernels() wants a sequence of nodes"), *result = NULL;
+    if (!nodes) return NULL;
+    if ((result = PyList_New(PySequence_Fast_GET_SIZE(nodes))))
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(result); i++) {
+            Handle node = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(nodes, i));
+            PyObject *kernel = PyErr_Occurred() ? NULL : kernel_of(&functions, node);
+            if (!kernel) {
+                Py_CLEAR(result);
+                break;
+            }
+            PyList_SET_ITEM(result, i, kernel);
+        }
+    forget(&functions);
+    Py_DECREF(nodes);
+    return result;
+}
+
+/* ---- cut ---- */
+
+/* Keeps the node's clone and notes its handle, or destroys it. */
+static int cut_node(Handle node, Handle clone, PyObject *wanted, PyObject *found) {
+    Handle there = NULL;
+    PyObject *handle = handle_of(node), *other = NULL;
+    int code, kept = handle ? PySet_Contains(wanted, handle) : -1, bad = kept < 0;
+    if (!bad && (code = cu.GraphNodeFindInClone(&there, node, clone))) {
+        bad = 1;
+        driver_error(code, "cuGraphNodeFindInClone");
+    }
+    if (!bad && kept) bad = !(other = handle_of(there)) || PyDict_SetItem(found, handle, other);
+    if (!bad && !kept && (code = cu.GraphDestroyNode(there))) {
+        bad = 1;
+        driver_error(code, "cuGraphDestroyNode");
+    }
+    Py_XDECREF(handle);
+    Py_XDECREF(other);
+    return bad ? -1 : 0;
+}
+
+static PyObject *py_cut(PyObject *module, PyObject *args) {
+    unsigned long long graph, clone;
+    PyObject *wanted, *found;
+    size_t count;
+    Handle *node;
+    if (!PyArg_ParseTuple(args, "KKO!:cut", &graph, &clone, &PySet_Type, &wanted)) return NULL;
+    if (!(node = nodes_of((Handle)(uintptr_t)graph, &count))) return NULL;
+    found = PyDict_New();
+    for (size_t i = 0; found && i < count; i++)
+        if (cut_node(node[i], (Handle)(uintptr_t)clone, wanted, found)) Py_CLEAR(found);
+    PyMem_Free(node);
+    return found;
+}
+
+/* ---- count ---- */
+
+static PyObject *py_count(PyObject *module, PyObject *arg) {
+    Handle graph = PyLong_AsVoidPtr(arg);
+    size_t count = 0;
+    int code;
+    if (PyErr_Occurred()) return NULL;
+    return (code = cu.GraphGetNodes(graph, NULL, &count)) ? driver_error(code, "cuGraphGetNodes")
+                                                          : PyLong_FromSize_t(count);
+}
+
+PyMethodDef graph_reader_methods[] = {
+    {"count", py_count, METH_O, "count(graph): of nodes"},
+    {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
+    {"kernels", py_kernels, METH_O, "kernels(nodes): what each of these kernel nodes launches"},
+    {"cut", py_cut, METH_VARARGS, "cut(graph, clone, wanted): takes the other nodes out of the clone"},
+    {NULL}};

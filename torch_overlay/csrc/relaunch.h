@@ -1,0 +1,147 @@
+/* What the parts of a relaunch share: the aliased allocator, addresses of tensors, the patching of executables, scratch
+   memory, and whole calls. */
+
+#pragma once
+
+#include "driver_api.h"
+
+/* ---- aliased_memory.c ---- */
+
+extern PyMethodDef aliased_memory_methods[];
+int aliased_memory_init(PyObject *module);
+
+/* ---- data_ptr.c ---- */
+
+extern PyMethodDef data_ptr_methods[];
+int data_ptr_init(void);
+
+typedef struct {
+    void *table;
+    uint64_t references;
+    void *data, *other[4];
+    uint8_t flags[3], asks;
+} Storage;
+
+typedef struct {
+    void *table;
+    uint64_t references;
+    Storage *storage;
+    void *other[15];
+    int64_t offset, length;
+    uint16_t dtype;
+} Tensor;
+
+typedef struct {
+    PyObject_HEAD
+    Tensor *tensor;
+} Holder;
+
+#define DTYPES 128
+extern PyTypeObject *tensor_type, *usual_type; /* usual_type: one of its subtypes */
+extern uint8_t item_sizes[DTYPES];
+
+/* By the tensor's fields; 0: they don't tell. */
+static inline int field_address(PyObject *object, uint64_t *address) {
+    PyTypeObject *type = Py_TYPE(object);
+    Tensor *tensor;
+    Storage *storage;
+    if (type != usual_type && type != tensor_type && (!tensor_type || !PyType_IsSubtype(type, tensor_type))) return 0;
+    tensor = ((Holder *)object)->tensor;
+    if (!tensor || !(storage = tensor->storage) || tensor->length <= 0 || tensor->dtype >= DTYPES
+        || !item_sizes[tensor->dtype] || storage->asks)
+        return 0;
+    *address = (uint64_t)(uintptr_t)storage->data + tensor->offset * item_sizes[tensor->dtype];
+    return 1;
+}
+
+/* By the tensor's `data_ptr()`; -1 and an error if it has none. */
+int asked_address(PyObject *object, uint64_t *address);
+
+static inline int address_of(PyObject *object, uint64_t *address) {
+    return field_address(object, address) ? 0 : asked_address(object, address);
+}
+
+PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks);
+
+/* ---- patch.c ---- */
+
+typedef struct {
+    Handle handle, context;
+    unsigned char *block;
+    char *label;
+    int kind;
+} Node;
+
+typedef struct {
+    unsigned char *where;
+    uint64_t delta;
+    size_t node;
+} Word;
+
+typedef struct {
+    PyObject_HEAD
+    Handle exec, context; /* context: in which the executable was made */
+    size_t nodes, words, regions;
+    Node *node;
+    Word *word;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
+    size_t *first, *dirty;  /* dirty: nodes to set, at most all */
+    uint64_t *base, *fresh; /* of each region: as given last, and as given in this call */
+    unsigned char *known, *given;
+    uint64_t *turn_of, turn; /* node -> the turn in which it was last put on the list */
+    int stale, busy;         /* stale: what the executable holds is unknown */
+} Blocks;
+
+extern PyMethodDef patch_methods[];
+int patch_init(PyObject *module);
+Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions);
+Py_ssize_t set_nodes(Blocks *self);
+int get_context(Handle *now);
+int have_context(Blocks *self, Handle now);
+
+/* ---- scratch.c ---- */
+
+#define STREAMS 4 /* on which scratch stays for one graph */
+
+/* Torch's C functions: 0, and the answer by reference. NULL: its Python functions are called. */
+typedef struct {
+    int (*stream)(int, Handle *), (*alloc)(uint64_t, Handle *), (*release)(Handle);
+} Torch;
+
+typedef struct Kept {
+    long device;
+    Handle stream, address; /* address: NULL once the memory is given back */
+    size_t size;
+    int (*release)(Handle);
+    PyObject *raw_delete;
+    long users, holders; /* launches under way; graphs that would take it again */
+    int unwanted;
+    struct Kept *next;
+} Kept;
+
+/* Of one graph. */
+typedef struct {
+    PyObject *raw_alloc, *raw_delete;
+    PyObject *is_ordinary; /* may what lies at an address stay? */
+    Torch torch;
+    long device;
+    size_t size, most; /* most: bytes that may stay on the device; 0: none of this graph's */
+    Kept *kept[STREAMS];
+} Scratch;
+
+/* Of one launch. */
+typedef struct {
+    Handle address;
+    Kept *kept;
+} Taken;
+
+extern PyMethodDef scratch_methods[];
+void scratch_clear(Scratch *self);
+size_t give_back(void);
+int take_scratch(Scratch *self, Handle stream, Taken *taken);
+int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again);
+
+/* ---- call.c ---- */
+
+extern PyMethodDef call_module_methods[];
+int call_init(void);
+PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs);
