@@ -39,7 +39,12 @@ FLAGS = ("-std=gnu11", "-fvisibility=hidden")
 def arguments(driver: str = DRIVER) -> dict[str, Any]:
     """What Triton's compiler is given. It keeps what it builds under the first file's text and these flags."""
     digest = hashlib.sha256(b"".join((FOLDER / name).read_bytes() for name in (*PARTS, *HEADERS))).hexdigest()
-    flags = [*FLAGS, *os.environ.get("TORCH_OVERLAY_CFLAGS", "").split(), f'-DDRIVER="{driver}"', f"-DSOURCES=0x{digest[:16]}"]
+    flags = [
+        *FLAGS,
+        *os.environ.get("TORCH_OVERLAY_CFLAGS", "").split(),
+        f'-DDRIVER="{driver}"',
+        f"-DSOURCES=0x{digest[:16]}",
+    ]
     return {
         "src_path": str(FOLDER / MAIN),
         "name": "torch_overlay_c",
