@@ -132,11 +132,13 @@ def synchronizes(instance: Instance, inputs: Inputs, outputs: Any) -> Any:
     return finish(instance, inputs, outputs)
 
 
+double, add_to = torch.ops.overlay_test.double, torch.ops.overlay_test.add_to
+
 SCOPE = {
     "torch": torch,
     "F": F,
-    "double": torch.ops.overlay_test.double,
-    "add_to": torch.ops.overlay_test.add_to,
+    "double": double,
+    "add_to": add_to,
     "scaled_into": scaled_into,
     "weight": weight,
     "calls": calls,

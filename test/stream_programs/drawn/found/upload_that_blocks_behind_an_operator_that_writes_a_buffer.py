@@ -1,0 +1,24 @@
+"""Upload that blocks behind an operator that writes a buffer."""
+
+from stream_programs.drawn.kit import add_to, calls, torch
+
+
+INPUTS = "state pinned"
+
+
+def build(k):
+    s1 = k.stream()
+    buffer = k.parameter(32, 32)
+
+    def fn(state, pinned):
+        current = torch.cuda.current_stream()
+        add_to(buffer, state)
+        buffer.clamp_(-2, 2)
+        v1 = pinned.to("cuda")
+        torch._dynamo.graph_break()
+        with torch.cuda.stream(s1):
+            v2 = buffer * 2
+        current.wait_stream(s1)
+        return v1, v2
+
+    return calls(k, fn, [buffer])
