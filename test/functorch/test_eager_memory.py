@@ -1,4 +1,4 @@
-"""Whose memory a node's value is in eager, and who waits at the exit for those that read it."""
+"""Whose memory a node's value is in eager, and which memory that eager never allocates is settled at the exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
-from torch_overlay._functorch.streams.eager_memory import memory_stream
+from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -72,14 +72,20 @@ class TestMemory(TestCase):
         difference = self.node(aten.sub.Tensor, self.node(aten.mm.default, self.x, self.x, stream=1), made, **known)
         updated = self.node(aten.add.Tensor, self.node(aten.mul.Tensor, difference, 2, **known), made, **known)
         self.assertEqual(memory_stream(updated), 0)
+        self.assertEqual(foreign_reads(updated, {}), ("-s0",))
 
     def test_of_updates_of_lists(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (0, 2))
         updated = self.node(aten._foreach_add.Scalar, [made, other, self.x], 1, stream=1, written="_foreach_add_")
         parts = [self.node(operator.getitem, updated, i, stream=1, written="_foreach_add_") for i in range(3)]
         self.assertEqual([memory_stream(part) for part in parts], [0, 2, None])
+        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
         made = self.node(aten._foreach_add.Scalar, [made, other], 1, stream=1, written="_foreach_add")
-        self.assertEqual(memory_stream(self.node(operator.getitem, made, 0, stream=1)), 1)
+        part = self.node(operator.getitem, made, 0, stream=1)
+        self.assertEqual(memory_stream(part), 1)
+        mask = self.node(aten.gt.Scalar, part, 0)
+        known = {"written": "masked_fill_", "stream_storage": (("getitem", 1),)}
+        self.assertEqual(foreign_reads(self.node(aten.where.self, mask, self.x, part, **known), {}), ("-s1",))
         lists = [self.x], [other], [other], [self.x], [other]
         updated = self.node(aten._fused_adam.default, *lists, [self.x], stream=1, written=torch._fused_adam_)
         for k, stream in ((0, None), (1, 2), (4, 2)):
@@ -96,6 +102,7 @@ class TestMemory(TestCase):
         updated = self.node(aten._foreach_add.List, [self.x, self.x], [made, other], **known)
         parts = [self.node(operator.getitem, updated, i, **known) for i in range(2)]
         self.assertEqual([memory_stream(part) for part in parts], [0, 2])
+        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
 
     def test_of_scatters_that_the_user_calls(self) -> None:
         for written in ("slice_scatter", torch.slice_scatter):
@@ -121,6 +128,7 @@ class TestMemory(TestCase):
         ):
             updated = self.node(operator.getitem, call, index, stream=1)
             self.assertEqual(memory_stream(updated), 0)
+            self.assertEqual(foreign_reads(call, {}), ("-s0", "s2"))
             again = self.node(operator.getitem, self.node(aten.mul.Tensor, updated, 2, stream=1), 0, stream=1)
             self.assertEqual(memory_stream(again), 1)
 
@@ -128,31 +136,36 @@ class TestMemory(TestCase):
         self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)
         self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=-1)))
 
+    def test_foreign_reads(self) -> None:
+        made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other, stream=1), {}), ("s2",))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other), {}), ("s1", "s2"))
+        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
+
 
 class TestPlans(TestCase):
     @simulated_gpu()
-    def exit_waits(self, recorded: bool) -> list[tuple[int, int]]:
-        """Waits at the exit of a function whose caller's stream reads a side stream's memory, which then dies."""
+    def exit_waits(self, update: bool) -> list[tuple[int, int]]:
+        """Which streams wait at the exit; `update`: the side stream updates a tensor, or else makes one."""
         side = torch.cuda.Stream()
 
         def fn(x):
             current = torch.cuda.current_stream()
+            total = x @ x
             side.wait_stream(current)
             with torch.cuda.stream(side):
-                part = x @ x
+                total = total.add_(x @ x) if update else total + x @ x
             current.wait_stream(side)
-            if recorded:
-                part.record_stream(current)
-            return part @ x
+            return total @ x
 
         (plan,) = compile_only(fn, torch.ones(64, 64, device="cuda")).plans
         return [wait for event in plan.events for wait in event.waits if wait[0] == len(plan.ops)]
 
-    def test_stream_waits_for_who_reads_its_memory(self) -> None:
-        self.assertEqual([stream for _, stream in self.exit_waits(recorded=False)], [1])
+    def test_side_memory_that_dies_is_given_back_as_in_eager(self) -> None:
+        self.assertEqual(self.exit_waits(update=False), [])
 
-    def test_stream_need_not_wait_for_who_is_recorded(self) -> None:
-        self.assertEqual(self.exit_waits(recorded=True), [])
+    def test_side_memory_that_eager_never_allocates_is_settled(self) -> None:
+        self.assertEqual([stream for _, stream in self.exit_waits(update=True)], [1])
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     ORDER,
     RANGE,
+    READS,
     REQUIRES,
     RESULTS,
 )
@@ -103,7 +104,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         # The new graph has no forward and no engine: what was said of either doesn't hold in it.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
-        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, RESULTS, REQUIRES, ORDER, RANGE)))
+        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE)))
 
 
 def _readers(value: Node) -> list[Node]:

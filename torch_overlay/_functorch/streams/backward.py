@@ -60,6 +60,7 @@ from torch_overlay._functorch.streams.fx import (
     ORDER,
     OWNED,
     RANGE,
+    READS,
     REQUIRES,
     RESULTS,
     viewed,
@@ -136,7 +137,7 @@ def place_recomputed(graph: Graph) -> None:
         if node.target is operator.getitem:
             annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
         inside = ("s0",) if node_stream(node) else ()
-        gone = dict.fromkeys((LEAVE, RESULTS, REQUIRES, ORDER, RANGE))
+        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE))
         annotate(node, **gone, **{AFTER: inside, BEFORE: inside})
 
 

@@ -41,7 +41,7 @@ from torch_overlay._functorch.streams.fx import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
 
@@ -178,6 +178,25 @@ def _maker(node: Node, updates: bool) -> Node:
     return made
 
 
+def _is_updated(value: Node, update: Node) -> bool:
+    """The update writes to the memory that the value is in."""
+    if lists := _updated_lists(update):
+        return any(value in listed for listed in lists)
+    storages, own = {*_noted_storages(update), _storage(update)} - {None}, _storage(value)
+    if storages and own is not None:  # of a result of an operator with several, as of a list, it isn't known
+        return own in storages
+    return _maker(value, updates=True) is _maker(update, updates=True)
+
+
+def returned_storages(output: Node) -> dict[Storage, set[Node]]:
+    """The values that a graph returns of storages that are updated in place, by the storage."""
+    found: dict[Storage, set[Node]] = {}
+    for value in output.all_input_nodes:
+        if (storage := _storage(value)) is not None:
+            found.setdefault(storage, set()).add(_maker(value, updates=False))
+    return found
+
+
 def results_made(output: Node) -> set[Node]:
     """The nodes whose memory a graph's results name; of an operator with several outputs, the outputs."""
     return {viewed(value) for value in output.all_input_nodes}
@@ -236,10 +255,41 @@ def record_inputs(graph: Graph) -> None:
             record.meta["eager_input_vals"] = ((own.meta["val"], *record.args[1:]), {})
 
 
+def foreign_reads(
+    node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
+) -> tuple[str, ...]:
+    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too,
+    "=s1=mul" where it does and keeps it (`results_made`, `saved_in_eager`), "-s1" of a value that in eager is other
+    memory, or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`),
+    as what was given as `out`, or in a variable behind a graph break.
+    """
+    if is_view(node):  # it launches nothing
+        return ()
+    target = node.meta.get("custom", {}).get(TARGET)
+    goes_on = registry.current().goes_on
+    found = set()
+    written = written_arguments(node).values()
+    for value in node.all_input_nodes:
+        # Functionalization makes a new value for each update: its memory is this one's stream's.
+        made = _maker(value, updates=False)
+        stream = node_stream(made)
+        if made.op != "call_function" or stream == node_stream(node):
+            continue
+        lives_on = goes_on or stream == target or value in written or _updates(node) and _is_updated(value, node)
+        if (storage := _storage(value)) is not None:
+            lives_on |= bool(returned.get(storage, set()) - {made})
+        lives_on |= memory_stream(value) != stream
+        own = viewed(value)
+        found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in kept else f"s{stream}")
+    return tuple(sorted(found))
+
+
 __all__ = [
+    "foreign_reads",
     "memory_stream",
     "result_memory",
     "results_made",
+    "returned_storages",
     "saved_in_eager",
     "updates_in_place",
 ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
+READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
 RESULTS = "stream_results"  # of each result that is no gradient, what its memory waits for in eager (`eager_memory`)
 DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
 TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo

@@ -57,6 +57,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     ORDER,
     RANGE,
+    READS,
     RECORD,
     REQUIRES,
     RESULTS,
@@ -204,7 +205,7 @@ def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
             wait.meta = {key: root.meta[key] for key in _KEPT_WITH_WAITS if key in root.meta}
             order = len(program.ops) + len(tokens) - 1
             told = {AFTER: (), BEFORE: (), REQUIRES: tokens[stream], ORDER: order}
-            annotate(wait, **told, **dict.fromkeys((TARGET, STORAGE)))
+            annotate(wait, **told, **dict.fromkeys((READS, TARGET, STORAGE)))
         for node in _named(value):
             add_tokens(node, BEFORE, (tokens[stream],))
 
@@ -213,7 +214,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     """Write the tokens of the forward's nodes, or of the backward's, and erase the user's waits among them."""
     program = Program(nodes)
     output = gm.graph.output_node()
-    results = eager_memory.result_memory(output, program.streams)
+    returned, results = eager_memory.returned_storages(output), eager_memory.result_memory(output, program.streams)
+    kept = eager_memory.results_made(output) | eager_memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
     # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
@@ -240,6 +242,9 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             else (),
             BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
             LEAVE: None if is_backward(node) else leave,
+            READS: None
+            if is_backward(node) or is_stream_op(node)
+            else eager_memory.foreign_reads(node, returned, kept),
             RESULTS: None if is_backward(node) else results,
             REQUIRES: program.tokens.get(node),
             ORDER: program.ops.index(node) if is_stream_op(node) else None,

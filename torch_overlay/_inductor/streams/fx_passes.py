@@ -15,7 +15,7 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream, READS, viewed
 from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes, union_of_tokens
 from torch_overlay._inductor.streams.pass_log import PassLog, Placed
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF
@@ -80,7 +80,8 @@ def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results:
     The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
     ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
     come between, and then the reader comes behind it. The caller gets a result's memory at the end, and that of an
-    input has its new value then: of those, the second half holds.
+    input has its new value then: of those, the second half holds. Whose memory is read in eager is known of the same
+    stream only.
     """
     custom: Any = before[gone].custom
     stream = custom.get("stream") or 0
@@ -89,6 +90,8 @@ def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results:
         if is_stream_op(user) or own.get(AFTER) is None or custom.get(AFTER) is None:
             continue
         also = {}
+        if node_stream(user) == stream:
+            also[READS] = tuple(sorted({*own.get(READS, ()), *custom.get(READS, ())}))
         roots = set(map(viewed, taken))
         callers = any(root.op == "placeholder" for root in roots)
         for key in (AFTER, BEFORE):

@@ -24,6 +24,7 @@ from torch_overlay._functorch.streams.fx import (
     is_view,
     LEAVE,
     node_stream,
+    READS,
     REQUIRES,
     RESULTS,
     viewed,
@@ -53,7 +54,7 @@ def needs_streams(custom: Custom | None) -> bool:
 def union_of_tokens(customs: Sequence[Custom]) -> Custom:
     """Of one node that does what several did."""
     made: Custom = {}
-    for key in (AFTER, BEFORE):
+    for key in (AFTER, BEFORE, READS):
         known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
         if known:
             made[key] = tuple(sorted({token for tokens in known for token in tokens}))
@@ -79,14 +80,15 @@ class NewNodes:
                 _place(node, gone)
                 _keep_marks(node, gone)
             elif readers := self._readers(node):
-                _place(node, [reader.meta.get("custom", {}) for reader in readers])
+                same_work = all(reader in self.replaced for reader in readers)
+                _place(node, [reader.meta.get("custom", {}) for reader in readers], reads=same_work)
             else:
                 left.append(node)
         for node in reversed(left):
             makers = [viewed(value) for value in node.all_input_nodes]
             made = [self._known(maker.meta.get("custom")) for maker in makers if maker.op == "call_function"]
             if known := [custom for custom in made if custom is not None]:
-                _place(node, known)
+                _place(node, known, reads=False)
 
     def _known(self, custom: Custom | None) -> Custom | None:
         """None if a node isn't placed."""
@@ -112,7 +114,7 @@ class NewNodes:
         return found or views
 
 
-def _place(node: Node, customs: Sequence[Custom]) -> None:
+def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
     own = node.meta.get("custom", {})
     streams = [custom.get("stream") or 0 for custom in customs]
     operands = {node_stream(viewed(value)) for value in node.all_input_nodes if value.op == "call_function"}
@@ -122,6 +124,8 @@ def _place(node: Node, customs: Sequence[Custom]) -> None:
     for key in (AFTER, BEFORE):
         if key in made:
             made[key] = tuple(sorted({*made[key], *(f"s{s}" for s in streams)} - {f"s{stream}"}))
+    if not reads or {*streams} != {stream}:
+        made.pop(READS, None)
     if made:
         node.meta["custom"] = made
 

@@ -13,6 +13,7 @@ copy to the host, `.item()`) runs on its stream.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from torch_overlay._functorch.streams.fx import (
     LEAVE,
     MEMORY,
     OWNED,
+    READS,
     REQUIRES,
     RESULTS,
 )
@@ -232,7 +234,9 @@ class RegionReader:
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
-        self.recorded: dict[str, set[int]] = {}  # buffer -> streams that the user recorded on it
+        self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
+        self.handed_over: dict[int, Counter[str]] = {}  # and of how much of it eager hands to the caller
+        self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
         self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
@@ -300,6 +304,24 @@ class RegionReader:
         if found is None and any(key in origin.meta.get("custom", {}) for origin in _origins(node)):
             return set()
         return found
+
+    def note_reads(self, node: BaseSchedulerNode) -> None:
+        """The streams of whose memory the next operation reads only what eager gives back like that, or hands to the
+        caller. Nothing is noted where no pass kept it, or of what an operator realizes for itself: that is better not
+        known.
+        """
+        own, here = self.own_origins(node), len(self.ops)
+        known = [n.meta.get("custom", {}).get(READS) for n in own]
+        found = [set(tokens) for tokens in known if tokens is not None]
+        if not found:
+            if own and all(map(is_view, own)):  # a view that is made into memory of its own reads what eager doesn't
+                self.excused[here] = set()
+            return
+        tokens = set().union(*found)
+        handed_over = [t.split("=")[1] for t in tokens if t[0] == "="]
+        lives_on = {t[1:] for t in tokens if t[0] == "-"}
+        self.excused[here] = self.renumbered({*handed_over, *(t for t in tokens if t[0] == "s")} - lives_on)
+        self.handed_over[here] = Counter(number for token in handed_over for number in self.renumbered([token]))
 
     def collect_tokens(self) -> None:
         for node in self.nodes:
@@ -402,6 +424,8 @@ class RegionReader:
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
             # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
             self.inner.add(len(self.ops))
+        if gpu:
+            self.note_reads(node)
         if is_copy_stream(stream):
             self.loaded.update(writes)
         behind = frozenset(self.behind.get(node, ()))
@@ -447,10 +471,7 @@ class RegionReader:
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
         stream, blocking, waits, renews = HOST, False, False, ""
-        if kind == "record_stream":
-            recorded = self.storage(owner_of(node.node.inputs[0].get_name()))  # type: ignore[union-attr]
-            self.recorded.setdefault(recorded, set()).add(self.numbers.get(arguments[0], arguments[0]))
-        elif kind == "record_event":
+        if kind == "record_event":
             renews = f"e{arguments[0]}"
             stream = self.numbers.get(arguments[1], arguments[1])
         elif kind == "synchronize_stream":
@@ -487,11 +508,9 @@ class RegionReader:
         views: dict[str, set[str]] = {}
         for view, owner in self.owners.items():
             views.setdefault(owner, set()).add(view)
-        users: dict[str, set[int]] = {}  # buffer -> streams that touch it
-        for op in self.ops:
-            if op.stream is not None and op.stream != HOST:
-                for name in op.reads | op.writes:
-                    users.setdefault(self.owners.get(name, name), set()).add(op.stream)
+        for i in self.excused:
+            for name in {self.owners.get(n, n) for n in self.ops[i].reads | self.ops[i].writes}:
+                self.users.setdefault(name, []).append(i)
         results = eager_memory_of_results()
         for name in self.fresh:
             streams = [s for s in self.writer_streams.get(name, ()) if s != HOST]
@@ -504,19 +523,13 @@ class RegionReader:
                     # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
                     (stream,) = (self.numbers.get(s, s) or shared for s in known)
                 leaves = name in self.output_memory
-                settles = bool(users.get(name, set()) - self.recorded.get(name, set()) - {stream})
-                # The caller frees a result, by the stream whose memory it is. What a forward saves is freed with its
-                # results if there is no backward. The autograd engine records the streams that read a gradient.
-                if leaves:
-                    settles &= not V.graph.is_backward and (name not in results or stream == shared)
-                else:
-                    settles &= not V.graph.is_backward or stream != shared
+                settles = not self.enclosed and self.settles(name, stream, shared, leaves, name in results)
                 found.append(
                     Buffer(
                         name,
                         stream,
                         views=frozenset(views.get(name, ())),
-                        settles=settles and not self.enclosed,
+                        settles=settles,
                         size=self.size_of(name),
                         leaves=leaves,
                     )
@@ -544,6 +557,31 @@ class RegionReader:
                     )
                 )
         return found
+
+    def settles(self, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
+        """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
+
+        The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
+        is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
+        stream's, on which it may overwrite them; and of saved values, which are dropped with the results if there is no
+        backward. What eager hands to the caller, or saves, is no such thing if it is handed over.
+        """
+        if V.graph.is_backward:
+            return stream != shared and not leaves
+        if is_result and leaves and stream != shared:
+            return False
+        owner = f"s{stream}"
+        return any(
+            self.ops[i].stream != stream
+            and (owner not in self.excused[i] or (not leaves and self.reads_handed_over(i, stream)))
+            for i in self.users.get(name, ())
+        )
+
+    def reads_handed_over(self, i: int, stream: int) -> bool:
+        """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
+        count = self.handed_over.get(i, Counter())[f"s{stream}"]
+        reads = {self.owners.get(n, n) for n in self.ops[i].reads} if count else set()
+        return count > sum(n in self.output_memory and stream in self.writer_streams.get(n, ()) for n in reads)
 
     def drop_inner_promises(self, buffers: list[Buffer]) -> None:
         """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
