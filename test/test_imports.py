@@ -27,6 +27,34 @@ KNOWN = (
 )
 
 
+# From the bottom to the top: a module may import what stands in its own layer or below. A name stands for a module, or
+# for all of a folder that no longer name stands for.
+LAYERS = (
+    ("errors", "version", "csrc"),
+    ("config", "_options", "_logging", "seams", "hooks", "_functorch.offload.settings"),
+    ("_functorch.streams.ids", "_functorch.streams.fx"),  # the words of FX graphs
+    ("_dynamo",),
+    ("_functorch.offload",),
+    ("_functorch.streams",),
+    ("upstream_fixes",),
+    ("_inductor.scheduler_nodes",),
+    ("_inductor.offload",),
+    ("_inductor.streams",),
+    ("_inductor.relaunch.refusals", "_inductor.relaunch.keys"),
+    ("_inductor.relaunch.proof",),
+    ("_inductor.relaunch.graph",),
+    ("_inductor.relaunch.memory",),
+    ("_inductor.relaunch.launch",),
+    ("_inductor.relaunch.prepare",),
+    ("_inductor.relaunch.capture",),
+    ("_inductor.relaunch",),
+    ("_inductor",),
+    ("testing", "analysis"),
+    ("_engine", "seam_table", "_skip_files"),
+    ("_cli", "", "__main__"),
+)
+
+
 def modules() -> dict[str, Path]:
     """Name of each module below the package -> its file; the package itself is ''."""
     root = form.ROOT / PACKAGE
@@ -83,6 +111,16 @@ def circles(edges: Mapping[str, AbstractSet[str]]) -> list[set[str]]:
     return found
 
 
+def layer_of(module: str) -> int:
+    """Raises KeyError for a module that no layer names."""
+    layers = {name: number for number, names in enumerate(LAYERS) for name in names}
+    while module and module not in layers:
+        module = module.rpartition(".")[0]
+        if not module:
+            raise KeyError
+    return layers[module]
+
+
 @form.overlay_only
 class TestImports(common.TestCase):
     def test_no_circle_when_modules_are_loaded(self) -> None:
@@ -91,6 +129,16 @@ class TestImports(common.TestCase):
     def test_no_new_circle_with_what_functions_import(self) -> None:
         found = circles(graph(modules(), inside=True))
         self.assertEqual(sorted(map(sorted, found)), sorted(map(sorted, KNOWN)))
+
+    def test_no_import_from_a_layer_above(self) -> None:
+        edges = graph(modules(), inside=True)
+        upward = [(a, b) for a, bs in edges.items() for b in bs if b in edges and layer_of(a) < layer_of(b)]
+        self.assertEqual(upward, [("_engine.late_import", "")])  # which enables the package when it is asked to
+
+    def test_each_module_has_a_layer(self) -> None:
+        self.assertEqual([layer_of(module) for module in ("_dynamo.ops", "_inductor.cache_key", "")], [3, 18, 21])
+        with self.assertRaises(KeyError):
+            layer_of("new_folder.module")
 
     def test_a_circle_is_found(self) -> None:
         self.assertEqual(circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}), [{"a", "b", "c"}])

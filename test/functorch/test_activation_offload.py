@@ -41,11 +41,11 @@ from torch_overlay._functorch.offload import (
     log,
     profile_cache,
     rewrite,
+    runtime as offload_runtime,
     settings as offload_config,
 )
+from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
-from torch_overlay._inductor.offload import runtime as offload_runtime
-from torch_overlay._inductor.offload.placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
@@ -462,9 +462,7 @@ class TestSlabs(TestCase):
         with host_slabs(), mock.patch.object(offload_runtime, "_pin", lambda *args: 2):
             with self.assertRaisesRegex(offload_runtime.OffloadError, r"could not be pinned \(CUDA error 2\)"):
                 offload_runtime.take_slab(64, 0)
-            with self.assertLogs(
-                "torch_overlay._inductor.offload.runtime".replace("torch_overlay", _package()), "WARNING"
-            ):
+            with self.assertLogs(offload_runtime.__name__, "WARNING"):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
 
@@ -498,10 +496,6 @@ class TestSlabs(TestCase):
                 target = torch.empty_strided(source.shape, source.stride(), dtype=dtype)
                 offload_runtime.copy_in(target, slab, 1024)
                 self.assertEqual(target, source)
-
-
-def _package() -> str:
-    return offload_runtime.__name__.partition("._inductor")[0]
 
 
 # ---- programs

@@ -161,8 +161,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
     import torch
     from torch._dynamo.utils import counters
 
-    from torch_overlay._functorch.offload import profile_cache
-    from torch_overlay._inductor.offload import runtime
+    from torch_overlay._functorch.offload import profile_cache, runtime
     from torch_overlay._inductor.relaunch import refusals
 
     profile_cache.PATIENCE = 1e9

@@ -36,8 +36,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import restart_without_streams
-from torch_overlay._functorch.streams.eager_memory import updates_in_place
-from torch_overlay._functorch.streams.fx import annotate, is_stream_op, node_stream, STORAGE, TARGET
+from torch_overlay._functorch.streams.fx import annotate, is_stream_op, node_stream, STORAGE, TARGET, updates_in_place
 
 
 if TYPE_CHECKING:

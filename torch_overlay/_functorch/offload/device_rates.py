@@ -8,6 +8,7 @@ multiprocessors, and a PCIe 5 link.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._functorch.offload import profile_cache
 from torch_overlay._functorch.offload.plan import Link
-from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us
 
 
 if TYPE_CHECKING:
@@ -29,6 +29,25 @@ LINK = Link(out=45e3, back=45e3)
 SIZE = 1 << 26  # bytes of a measured copy
 SIDE = 4096  # of a measured matmul
 OUT, BACK, MEMORY, FLOPS = "bytes/us to the host", "bytes/us from the host", "bytes/us of memory", "flops/us of bf16"
+
+
+@functools.cache
+def bytes_per_us(device_index: int) -> float:
+    """Memory bandwidth of the device by its clock and bus width."""
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    if clock and width:
+        return 2 * clock * 1e3 * width / 8 / 1e6
+    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and stays
+
+
+@functools.cache
+def flops_per_us(device_index: int, element_size: int) -> float:
+    """Floating-point operations of the device's matrix units, at most; what the oldest supported ones do per clock."""
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    clock = getattr(properties, "clock_rate", 0) or 1e6  # kHz
+    per_clock = {1: 2048, 2: 1024, 4: 256}.get(element_size, 64)
+    return properties.multi_processor_count * per_clock * clock / 1e3
 
 
 @dataclass(frozen=True)

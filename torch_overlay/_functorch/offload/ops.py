@@ -30,7 +30,7 @@ VALUE = "offload_value"  # ... the name of the forward's node
 def slab(nbytes: int, device_index: int, strict: bool) -> torch.Tensor:
     """Pinned host memory of `nbytes` bytes, as uint8, for the saved activations of one call. Without `strict`, memory
     that can't be pinned will do."""
-    from torch_overlay._inductor.offload.runtime import take_slab
+    from torch_overlay._functorch.offload.runtime import take_slab
 
     return take_slab(nbytes, device_index, strict)
 
@@ -43,7 +43,7 @@ def _(nbytes: int, device_index: int, strict: bool) -> torch.Tensor:
 @custom_op("streams_offload::store", mutates_args=("slab",))
 def store(slab: torch.Tensor, source: torch.Tensor, offset: int) -> None:
     """Copies a dense tensor into the slab, `offset` bytes from its start, in the order of the current stream."""
-    from torch_overlay._inductor.offload.runtime import copy_out
+    from torch_overlay._functorch.offload.runtime import copy_out
 
     copy_out(slab, source, offset)
 
@@ -56,7 +56,7 @@ def _(slab: torch.Tensor, source: torch.Tensor, offset: int) -> None:
 @custom_op("streams_offload::in_use", mutates_args=())
 def in_use(slab: torch.Tensor) -> None:
     """The slab is about to be read on the current stream, and on streams that join it."""
-    from torch_overlay._inductor.offload.runtime import note_use
+    from torch_overlay._functorch.offload.runtime import note_use
 
     note_use(slab)
 
@@ -71,7 +71,7 @@ def load(
     slab: torch.Tensor, offset: int, size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A tensor of the device with what `store` put there, in the order of the current stream."""
-    from torch_overlay._inductor.offload.runtime import copy_in
+    from torch_overlay._functorch.offload.runtime import copy_in
 
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
     copy_in(made, slab, offset)

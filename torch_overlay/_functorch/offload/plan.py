@@ -23,7 +23,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_overlay._inductor.offload.placement import (
+from torch_overlay._functorch.offload.copy_placement import (
     held_from,
     held_until,
     just_in_time,

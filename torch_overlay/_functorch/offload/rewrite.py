@@ -182,7 +182,7 @@ class Pair:
 
     def rewrite(self, choice: Choice, budget: int, strict: bool) -> int:
         """Bytes of the slab. `strict` says whether it must be pinned."""
-        from torch_overlay._inductor.offload.runtime import ALIGNMENT
+        from torch_overlay._functorch.offload.runtime import ALIGNMENT
 
         by_name = {owner.name: saved for owner, saved in self.saved.items()}
         picked = [by_name[name] for name in choice.chosen]
@@ -348,7 +348,7 @@ def offload(forward: GraphModule, backward: GraphModule, count: int, wanted: Set
         return
     if not choice.chosen:
         return
-    from torch_overlay._inductor.offload.runtime import check_host_memory, OffloadError
+    from torch_overlay._functorch.offload.runtime import check_host_memory, OffloadError
 
     try:
         check_host_memory(choice.nbytes)
@@ -389,7 +389,7 @@ def free_bytes(device: torch.device | None, reserve: int) -> int:
 
 def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> bool:
     """True to offload what can be, though it is not enough."""
-    from torch_overlay._inductor.offload.runtime import OffloadError, size_text
+    from torch_overlay._functorch.offload.runtime import OffloadError, size_text
 
     reasons = sorted({why for why in pair.refused.values()})
     rest = f" Not offloaded: {len(pair.refused)} saved tensors ({'; '.join(reasons)})." if reasons else ""

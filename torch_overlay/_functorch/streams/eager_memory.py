@@ -35,6 +35,7 @@ from torch_overlay._functorch.streams.fx import (
     node_stream,
     STORAGE,
     TARGET,
+    updates_in_place,
     viewed,
     written_arguments,
 )
@@ -44,14 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
-
-_IN_PLACE = frozenset(
-    (
-        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
-        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor),
-        *(operator.ilshift, operator.irshift, operator.setitem),
-    )
-)
 
 Storage = tuple[str, "int | None"]  # a name, and the stream whose memory it is; None: the caller's
 
@@ -71,14 +64,6 @@ def _updates(node: Node) -> bool:
     if node.target in _PUTS_BACK:  # which the user may call, too, for a new tensor
         return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
     return updates_in_place(written)
-
-
-def updates_in_place(written: Any) -> bool:
-    """Of a function or a method's name that the user wrote."""
-    if isinstance(written, str):
-        return written.endswith("_") and not written.endswith("__")
-    name = getattr(written, "__name__", "")
-    return written in _IN_PLACE or name.endswith("_") and not name.endswith("__")
 
 
 def memory_stream(node: Node) -> int | None:
@@ -291,5 +276,4 @@ __all__ = [
     "results_made",
     "returned_storages",
     "saved_in_eager",
-    "updates_in_place",
 ]

@@ -190,6 +190,23 @@ def add_tokens(node: Node, key: str, tokens: Iterable[str]) -> None:
     annotate(node, **{key: tuple(sorted({*known, *tokens} - {f"s{node_stream(node)}"}))})
 
 
+_IN_PLACE = frozenset(
+    (
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
+        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor),
+        *(operator.ilshift, operator.irshift, operator.setitem),
+    )
+)
+
+
+def updates_in_place(written: Any) -> bool:
+    """Of a function or a method's name that the user wrote."""
+    if isinstance(written, str):
+        return written.endswith("_") and not written.endswith("__")
+    name = getattr(written, "__name__", "")
+    return written in _IN_PLACE or name.endswith("_") and not name.endswith("__")
+
+
 def is_backward(node: Node) -> bool:
     """True for a node of a joint graph, once marked, or of a backward graph that autograd traced as backward."""
     return node.meta.get(BACKWARD) or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")

@@ -19,7 +19,7 @@ from torch_overlay._functorch.offload import ops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RUNTIME = "from torch_overlay._inductor.offload.runtime import copy_in, copy_out, note_use, take_slab"
+RUNTIME = "from torch_overlay._functorch.offload.runtime import copy_in, copy_out, note_use, take_slab"
 
 
 class LoadKernel(ir.ExternKernelOut):

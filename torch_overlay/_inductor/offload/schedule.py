@@ -17,12 +17,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload import log, ops
-from torch_overlay._functorch.offload.kernel_times import known_us
-from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
-from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
-from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
-from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
-from torch_overlay._inductor.offload.placement import (
+from torch_overlay._functorch.offload.copy_placement import (
     held_from,
     held_until,
     just_in_time,
@@ -32,7 +27,12 @@ from torch_overlay._inductor.offload.placement import (
     place_waits,
     Store,
 )
-from torch_overlay._inductor.streams.single_stream import _device_us
+from torch_overlay._functorch.offload.kernel_times import known_us
+from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
+from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
+from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
+from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.scheduler_nodes import device_us
 
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Schedule:
 
     def launches(self, node: BaseSchedulerNode) -> bool:
         """A kernel on the ambient stream: it can wait."""
-        from torch_overlay._inductor.streams.reader import user_stream
+        from torch_overlay._inductor.scheduler_nodes import user_stream
 
         device = node.get_device()
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
@@ -234,7 +234,7 @@ def _step_us(node: BaseSchedulerNode, known: Rates, device_index: int) -> float:
     if len(origins) == 1:
         time = known_us(origins[0], device_index)
         return estimated_us(origins[0], known, device_index) if time is None else time
-    return _device_us(node) or 0.0
+    return device_us(node) or 0.0
 
 
 def _output(load: BaseSchedulerNode) -> str:

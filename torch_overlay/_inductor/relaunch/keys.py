@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.offload import runtime
+from torch_overlay._functorch.offload import runtime
 
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device
-from torch_overlay._inductor.streams.reader import stream_operation
+from torch_overlay._inductor.scheduler_nodes import stream_operation
 
 
 if TYPE_CHECKING:

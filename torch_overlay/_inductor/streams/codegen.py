@@ -30,17 +30,11 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream, COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor.offload import codegen as offload_codegen
+from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of, stream_operation
 from torch_overlay._inductor.streams import plan_log, ranges
 from torch_overlay._inductor.streams.alignment import AlignedInputs
+from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
 from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.reader import (
-    eager_memory_of_results,
-    kernel_of,
-    owner_of,
-    Region,
-    stream_devices,
-    stream_operation,
-)
 from torch_overlay._inductor.streams.reuse import IfSpread, share_when_following
 from torch_overlay._inductor.streams.saved_memory import settle_owners
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
@@ -51,6 +45,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from torch._inductor.utils import IndentedBuffer
+
+    from torch_overlay._inductor.streams.reader import Region
 
 
 RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"

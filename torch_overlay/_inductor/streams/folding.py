@@ -13,12 +13,12 @@ result is memory of its stream, which the caller may use there and drop while th
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._functorch.offload.device_rates import bytes_per_us
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream
 from torch_overlay._functorch.streams.ids import is_copy_stream
 
@@ -72,25 +72,6 @@ def _bytes(node: Node) -> int | None:
             return None
         count *= hint
     return count
-
-
-@functools.cache
-def bytes_per_us(device_index: int) -> float:
-    """Memory bandwidth of the device by its clock and bus width."""
-    properties: Any = torch.cuda.get_device_properties(device_index)
-    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    if clock and width:
-        return 2 * clock * 1e3 * width / 8 / 1e6
-    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and stays
-
-
-@functools.cache
-def flops_per_us(device_index: int, element_size: int) -> float:
-    """Floating-point operations of the device's matrix units, at most; what the oldest supported ones do per clock."""
-    properties: Any = torch.cuda.get_device_properties(device_index)
-    clock = getattr(properties, "clock_rate", 0) or 1e6  # kHz
-    per_clock = {1: 2048, 2: 1024, 4: 256}.get(element_size, 64)
-    return properties.multi_processor_count * per_clock * clock / 1e3
 
 
 def handed_out(graph: Graph, is_backward: bool) -> set[int]:

@@ -38,12 +38,13 @@ from torch_overlay._functorch.streams.fx import (
     viewed,
 )
 from torch_overlay._inductor.offload import codegen
+from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation
 from torch_overlay._inductor.streams import copy_log, ranges as stream_ranges
 from torch_overlay._inductor.streams.copies_in_place import IN_PLACE, make_copies_in_place
 from torch_overlay._inductor.streams.folding import fold_branches
+from torch_overlay._inductor.streams.graph_facts import required
 from torch_overlay._inductor.streams.host_copies import fix_layout, upload_returned_memory_at_once
 from torch_overlay._inductor.streams.partial_writes import assume_unaligned, computed_in_place, inputs_in_parts
-from torch_overlay._inductor.streams.reader import _origins, required, stream_operation
 
 
 if TYPE_CHECKING:
@@ -283,20 +284,20 @@ def order_stream_operations(scheduler: Any) -> None:
             needed = list(earlier)
             for token in required(node):
                 needed += carriers.get(token, ())
-            for place in (stream_ranges.number(n) for n in _origins(node) if stream_ranges.is_range(n)):
+            for place in (stream_ranges.number(n) for n in fx_origins(node) if stream_ranges.is_range(n)):
                 needed += [name for name, known in launched.items() if place is not None and known <= place]
                 ranges[place or 0] = own
             dependencies.update(n for n in needed if n not in own)
             earlier = [*earlier, *own]
-            awaited |= own if any(map(is_synchronization, _origins(node))) else set()
-            barriers |= own if any(map(is_device_synchronization, _origins(node))) else set()
+            awaited |= own if any(map(is_synchronization, fx_origins(node))) else set()
+            barriers |= own if any(map(is_device_synchronization, fx_origins(node))) else set()
         else:
-            dependencies.update(awaited if any(map(_touches_host_memory, _origins(node))) else ())
-            dependencies.update(barriers if any(map(_touches_callers_memory, _origins(node))) else ())
-            if (place := stream_ranges.largest(_origins(node))) is not None:
+            dependencies.update(awaited if any(map(_touches_host_memory, fx_origins(node))) else ())
+            dependencies.update(barriers if any(map(_touches_callers_memory, fx_origins(node))) else ())
+            if (place := stream_ranges.largest(fx_origins(node))) is not None:
                 launched.update(dict.fromkeys(own, place))
                 dependencies.update(ranges.get(place - 1, ()))
-        for origin in _origins(node):
+        for origin in fx_origins(node):
             for token in origin.meta.get("custom", {}).get(BEFORE) or ():
                 carriers.setdefault(token, []).extend(own)
 
@@ -315,7 +316,7 @@ def order_blocking_operations(scheduler: Any) -> None:
     launched: list[tuple[int, int, Any, set[str]]] = []  # place of its last operation, stream, node, promises
     blocking: list[tuple[int, int, Any, str | None]] = []
     for node in scheduler.nodes:
-        origins = sorted(_origins(node), key=place.__getitem__)
+        origins = sorted(fx_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
             promises = {t for n in origins for t in n.meta.get("custom", {}).get(BEFORE) or ()}
             launched.append((place[origins[-1]], node_stream(origins[-1]), node, promises))

@@ -17,7 +17,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
-import torch
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
@@ -30,13 +29,29 @@ from torch_overlay._functorch.streams.fx import (
     is_view,
     KEPT,
     LEAVE,
-    MEMORY,
     OWNED,
     READS,
-    REQUIRES,
-    RESULTS,
 )
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, ambient_stream, is_copy_stream
+from torch_overlay._inductor.scheduler_nodes import (
+    fx_origins,
+    is_gpu,
+    is_part,
+    kernel_of,
+    owner_of,
+    parts_of,
+    stream_operation,
+    user_stream,
+    viewed_by_call,
+)
+from torch_overlay._inductor.streams.graph_facts import (
+    eager_memory_of_results,
+    leaving,
+    private_streams,
+    required,
+    saved_on_streams,
+    stream_devices,
+)
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
 from torch_overlay._inductor.streams.parts import Access, accesses, parts
 from torch_overlay._inductor.streams.planner import Buffer, HOST, Op, Plan, plan_streams
@@ -45,142 +60,8 @@ from torch_overlay._inductor.streams.planner import Buffer, HOST, Op, Plan, plan
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-
-
-def stream_devices() -> dict[int, int]:
-    """Device index of each stream that the frame uses, as far as it is known, by registry index."""
-    return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
-
-
-def private_streams() -> set[int]:
-    """Registry indices of the streams that the frame makes and nobody else sees."""
-    return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
-
-
-def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
-    """Registry index of the stream that a node was placed on; 0 without a placement."""
-    return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), AMBIENT)
-
-
-def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
-    """The operation of the user's stream program that a node carries out on the host, if it is one."""
-    overload = getattr(node.node, "op_overload", None)
-    if isinstance(overload, torch._ops.OpOverload) and overload.namespace in ("streams", "streams_overlay"):
-        return overload
-    return None
-
-
-def is_part(output: sched.SchedulerBuffer) -> bool:
-    """True for a buffer that is one slice of a concatenation, beside which the others are written."""
-    layout = getattr(output.node, "layout", None)
-    if not isinstance(layout, ir.NonOwningLayout):
-        return False
-    return isinstance(V.graph.try_get_buffer(layout.view.get_name()), ir.ConcatKernel)
-
-
-def _own_origins(kernel: Any) -> Iterable[torch.fx.Node]:
-    graph = V.graph.module.graph  # type: ignore[union-attr]
-    return (n for n in kernel.get_origins() if n.op == "call_function" and n.graph is graph)
-
-
-def _origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
-    """FX nodes of this graph that a scheduler node computes; in a subgraph, without the node that calls it."""
-    for part in node.get_nodes():
-        if part.node is not None:
-            yield from _own_origins(part.node)
-
-
-def _noted(key: str) -> tuple[Any, ...]:
-    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
-    computed is dropped or is a view; those of a backward carry what the backward promises.
-    """
-    for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
-        found = node.meta.get("custom", {}).get(key)
-        if found:
-            return found
-    return ()
-
-
-def leaving() -> tuple[tuple[int, tuple[str, ...], str], ...]:
-    """What the graph promises its caller about each stream at its end, and the copy that sees to it if it is left."""
-    return _noted(LEAVE)
-
-
-def saved_on_streams() -> dict[str, int]:
-    """The saved values of a backward whose memory may be a side stream's, and that stream."""
-    inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
-    streams = {str(n.target): (n.meta.get("custom") or {}).get(MEMORY) for n in inputs}
-    return {name: stream for name, stream in streams.items() if stream is not None}
-
-
-def eager_memory_of_results() -> dict[str, set[int]]:
-    """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
-    in eager, as far as that is known.
-    """
-    streams = dict(_noted(RESULTS))
-    if V.graph.is_backward or not streams:
-        return {}
-    found: dict[str, set[int]] = {}
-    real = V.graph.scheduler.mutation_real_name
-    output = V.graph.module.graph.output_node()  # type: ignore[union-attr]
-    for what, value in zip(output.meta.get("desc") or (), V.graph.graph_outputs):
-        known = streams.get(what.expr())
-        if known is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
-            continue
-        name = value.get_name()
-        if not _is_gpu(value.get_device()):
-            continue
-        if (name := real.get(name, name)) in V.graph.name_to_buffer and name not in V.graph.graph_inputs:
-            found.setdefault(name, set()).update(known)
-    return found
-
-
-def kernel_of(output: Any) -> str | None:
-    """The name of the kernel of which a buffer is one of several outputs."""
-    if isinstance(output, ir.TensorBox | ir.StorageBox):
-        output = output.data
-    return output.inputs[0].get_name() if isinstance(output, ir.MultiOutput) else None  # type: ignore[union-attr]
-
-
-def _viewed_by_call(kernel: Any) -> set[str]:
-    """What the kernel returns a view of, if it is a call that launches nothing, as `view_as_real`."""
-    is_view_call = isinstance(kernel, ir.FallbackKernel) and all(map(is_view, _own_origins(kernel)))
-    return set(kernel.get_inputs_that_alias_output()) if is_view_call else set()
-
-
-def owner_of(name: str) -> str:
-    """The buffer whose memory a buffer lies in: a concatenation, of its parts; what a call returns a view of."""
-    while True:
-        buffer = V.graph.try_get_buffer(name)
-        if isinstance(layout := getattr(buffer, "layout", None), ir.NonOwningLayout):
-            name = layout.view.get_name()
-        elif len(viewed := _viewed_by_call(buffer)) == 1:
-            (name,) = viewed
-        else:
-            return name
-
-
-def parts_of(buffer: Any) -> set[str]:
-    """Other names under which operations write a buffer's memory: of the kernel of which it is one of several outputs,
-    and of the slices of a concatenation.
-    """
-    kernel = kernel_of(buffer)
-    found = {kernel} if kernel else set()
-    if isinstance(buffer, ir.ConcatKernel):
-        for part in buffer.inputs:
-            found |= {part.get_name()} | parts_of(part)  # type: ignore[union-attr]
-    return found
-
-
-def _is_gpu(device: torch.device | None) -> bool:
-    return device is not None and device.type not in ("cpu", "meta")
-
-
-def required(node: BaseSchedulerNode) -> set[str]:
-    """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
-    tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in _origins(node)}
-    return tokens - {None}
 
 
 @dataclass
@@ -286,7 +167,7 @@ class RegionReader:
         inherited = set().union(*(self.origins.get(name, set()) for name in reads))
         return [
             n
-            for n in _origins(node)
+            for n in fx_origins(node)
             if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
         ]
 
@@ -295,13 +176,13 @@ class RegionReader:
         found: set[str] | None = None
         # What an operator realizes for itself, and the first half of a reduction in two, name it as their origin, too:
         # both promise, then.
-        own = self.own_origins(node) or list(_origins(node))
+        own = self.own_origins(node) or list(fx_origins(node))
         # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
         for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
             tokens = origin.meta.get("custom", {}).get(key)
             if tokens is not None:
                 found = (found or set()) | self.renumbered(tokens)
-        if found is None and any(key in origin.meta.get("custom", {}) for origin in _origins(node)):
+        if found is None and any(key in origin.meta.get("custom", {}) for origin in fx_origins(node)):
             return set()
         return found
 
@@ -374,7 +255,7 @@ class RegionReader:
                 for mutated in map(self.storage, output.get_mutations()):
                     if mutated in self.fresh:  # a user's kernel writes what `torch.empty` made
                         self.writer_streams.setdefault(mutated, [stream])
-            if output.get_mutations() or buffer is None or not _is_gpu(buffer.get_device()):
+            if output.get_mutations() or buffer is None or not is_gpu(buffer.get_device()):
                 continue
             layout = buffer.layout if hasattr(buffer, "layout") else None
             if isinstance(layout, ir.NoneLayout):
@@ -397,24 +278,24 @@ class RegionReader:
         name, device = node.get_name(), node.get_device()
         if isinstance(node, sched.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
             return Op(name, None, frozenset(reads), frozenset(writes))
-        if viewed := _viewed_by_call(node.node):
+        if viewed := viewed_by_call(node.node):
             return Op(name, None, frozenset(reads).union(map(self.storage, viewed)), frozenset(writes))
         aliases = {self.storage(a) for o in node.get_outputs() if not is_part(o) for a in o.get_aliases()}
         if aliases and node.is_extern():
             self.ops.append(Op(f"{name}.alias", None, frozenset(aliases), frozenset(writes)))
-        gpu_reads = any(_is_gpu(self.device_of(r)) for r in reads)
-        gpu = _is_gpu(device) or gpu_reads
+        gpu_reads = any(is_gpu(self.device_of(r)) for r in reads)
+        gpu = is_gpu(device) or gpu_reads
         blocking = False
         if not gpu:
             stream = HOST
         else:
-            if not _is_gpu(device):
-                device = next(d for r in sorted(reads) if _is_gpu(d := self.device_of(r)))
+            if not is_gpu(device):
+                device = next(d for r in sorted(reads) if is_gpu(d := self.device_of(r)))
             stream = self.stream_of(node, device)
             self.devices[len(self.ops)] = (device.index if device is not None else None) or 0
             if isinstance(node.node, ir.DeviceCopy):
                 blocking = not node.node.constant_args[0] and self.blocks_host(node)
-            elif not _is_gpu(node.get_device()):
+            elif not is_gpu(node.get_device()):
                 blocking = isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if self.enclosed and not gpu and self.reads_download(node):
@@ -437,9 +318,9 @@ class RegionReader:
     def blocks_host(self, copy: BaseSchedulerNode) -> bool:
         """It is between host and device, and not of a number, which may be given to a kernel as an argument."""
         source: Any = copy.node.inputs[0]  # type: ignore[union-attr]
-        if not _is_gpu(copy.get_device()):
+        if not is_gpu(copy.get_device()):
             return True
-        return not _is_gpu(source.get_device()) and bool(source.get_size())
+        return not is_gpu(source.get_device()) and bool(source.get_size())
 
     def reads_download(self, node: BaseSchedulerNode) -> bool:
         """The host reads what a copy of another region brings from the device, and the user's program hasn't waited for
@@ -451,7 +332,7 @@ class RegionReader:
             if made is None or self.scheduler.name_to_fused_node[made.get_name()] in self.index:
                 continue
             blocking = isinstance(made.node, ir.DeviceCopy) and not made.node.constant_args[0]
-            if blocking or not any(_is_gpu(self.device_of(r.name)) for r in made.read_writes.reads):
+            if blocking or not any(is_gpu(self.device_of(r.name)) for r in made.read_writes.reads):
                 continue
             if not self.host_has_waited(made, node):
                 return True
@@ -541,7 +422,7 @@ class RegionReader:
         touched = {self.owners.get(n, n) for op in self.ops for n in op.reads | op.writes}
         for name in sorted(touched - local):
             device = self.device_of(name)
-            if _is_gpu(device) and device is not None:
+            if is_gpu(device) and device is not None:
                 lender = self.lenders.get(name, elsewhere.get(name))
                 settles = lender is not None and not self.enclosed
                 found.append(
@@ -614,7 +495,7 @@ class RegionReader:
                     self.kernels.update(dict.fromkeys(node.get_buffer_names(), op.stream))
             self.index[node] = len(self.ops)
             self.ops.append(op)
-            origins = set(_origins(node))
+            origins = set(fx_origins(node))
             self.origins.update((name, origins) for name in node.get_buffer_names())
         self.name_parts()
 
@@ -683,7 +564,7 @@ def needs_plan(scheduler: Scheduler) -> bool:
 def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
     if user_stream(scheduler, node) or stream_operation(node) is not None:
         return True
-    for origin in _origins(node):
+    for origin in fx_origins(node):
         custom = origin.meta.get("custom")
         if custom and (custom.get(AFTER) or custom.get(BEFORE) or custom.get(LEAVE)):
             return True

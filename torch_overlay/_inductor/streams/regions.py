@@ -19,6 +19,7 @@ from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, is_copy_stream
 from torch_overlay._inductor.offload.schedule import is_copy
+from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
 from torch_overlay._inductor.streams.codegen import (
     _root,
     active,
@@ -29,19 +30,14 @@ from torch_overlay._inductor.streams.codegen import (
     RegionEmitter,
     StreamLine,
 )
-from torch_overlay._inductor.streams.reader import (
-    _origins,
+from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
     leaving,
-    needs_plan,
-    plan_region,
     private_streams,
-    Region,
     saved_on_streams,
     stream_devices,
-    stream_operation,
-    user_stream,
 )
+from torch_overlay._inductor.streams.reader import needs_plan, plan_region, Region
 
 
 if TYPE_CHECKING:
@@ -133,7 +129,7 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
         named = overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream"))
         if named and (stream := node.node.constant_args[-1]):
             streams[stream] = None
-        for origin in _origins(node):
+        for origin in fx_origins(node):
             custom = origin.meta.get("custom", {})
             for token in (*(custom.get(AFTER) or ()), *(custom.get(BEFORE) or ())):
                 if token[0] == "e" and "." not in token:

@@ -25,8 +25,8 @@ from torch._C._dynamo.guards import copy_if_misaligned
 
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
+from torch_overlay._functorch.offload.runtime import copy_stream
 from torch_overlay._functorch.streams.ids import is_copy_stream
-from torch_overlay._inductor.offload.runtime import copy_stream
 from torch_overlay._inductor.streams import native as stream_native
 from torch_overlay._inductor.streams.native import PythonEvent
 

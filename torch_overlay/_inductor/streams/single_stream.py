@@ -19,68 +19,26 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch._dynamo.utils import counters
-from torch._inductor import ir, scheduler as sched
+from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 from torch_overlay._functorch.streams.ids import ambient_device, is_copy_stream
-from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us, handed_out
+from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, stream_operation
+from torch_overlay._inductor.streams.folding import handed_out
 from torch_overlay._inductor.streams.planner import HOST
-from torch_overlay._inductor.streams.reader import _origins, Region, stream_operation
 
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-
-def _flops(node: BaseSchedulerNode) -> int | None:
-    """What library kernels and matmul templates compute; upstream counts each call for its own statistics."""
-    counted = counters["inductor"].get("flop_count")
-    try:
-        return node.estimate_flops()
-    finally:
-        if counted is None:
-            counters["inductor"].pop("flop_count", None)
-        else:
-            counters["inductor"]["flop_count"] = counted
-
-
-def _device_us(node: BaseSchedulerNode) -> float | None:
-    """The least device time of a node's kernel, by what it reads, writes and computes; None if that isn't known."""
-    device = node.get_device()
-    if isinstance(node, sched.NopKernelSchedulerNode):
-        return 0.0
-    if device is None or device.type == "cpu":
-        return None
-    if any(s.free_symbols for s in _sizes(node)):
-        return None
-    time = node.get_read_write_buffers_sizes() / bytes_per_us(device.index or 0)
-    if node.is_extern() or node.is_template():
-        flops = _flops(node)
-        if flops is None:
-            return None
-        time = max(time, flops / flops_per_us(device.index or 0, _element_size(node)))
-    return time
-
-
-def _sizes(node: BaseSchedulerNode) -> list[Any]:
-    found: list[Any] = []
-    for output in node.get_outputs():
-        layout = getattr(output.node, "layout", None)
-        found += getattr(layout, "size", ())
-    return [s for s in found if hasattr(s, "free_symbols")]
-
-
-def _element_size(node: BaseSchedulerNode) -> int:
-    sizes = [o.node.get_dtype().itemsize for o in node.get_outputs() if o.node is not None and o.node.get_size()]
-    return max(sizes, default=4)
+    from torch_overlay._inductor.streams.reader import Region
 
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
     """The user forked what this node computes from the ambient stream, and joined it again."""
-    tokens = [n.meta["custom"] for n in _origins(node) if node_stream(n)]
+    tokens = [n.meta["custom"] for n in fx_origins(node) if node_stream(n)]
     known = [c for c in tokens if AFTER in c and BEFORE in c]
     return bool(known) and all("s0" in c[AFTER] and "s0" in c[BEFORE] for c in known)
 
@@ -117,7 +75,7 @@ def follows_one_stream_when_idle(region: Region) -> bool:
         stream = plan.ops[here].stream
         if stream_operation(node) is not None:
             return False
-        time = _device_us(node)
+        time = device_us(node)
         if time is None or time >= limit:
             return False
         if stream is not None and ambient_device(stream) is None and not _is_forked_and_joined(node):

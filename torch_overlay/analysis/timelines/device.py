@@ -12,8 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from torch_overlay._functorch.offload.device_rates import LINK, Rates
-from torch_overlay._inductor.streams.folding import bytes_per_us, flops_per_us
+from torch_overlay._functorch.offload.device_rates import bytes_per_us, flops_per_us, LINK, Rates
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines.clock import Cost
@@ -137,10 +136,10 @@ class TimedDevice(SimulatedDevice):
 
 def _scheduled(node: Any) -> tuple[int, int, int]:
     """Bytes, operations, and the size of an element, of a node of the scheduler."""
-    from torch_overlay._inductor.streams.single_stream import _element_size, _flops
+    from torch_overlay._inductor.scheduler_nodes import element_size, flops_of
 
-    flops = _flops(node) if node.is_template() else 0
-    return int(node.get_read_write_buffers_sizes()), int(flops or 0), _element_size(node)
+    flops = flops_of(node) if node.is_template() else 0
+    return int(node.get_read_write_buffers_sizes()), int(flops or 0), element_size(node)
 
 
 def traffic(view: View) -> int:

@@ -14,7 +14,7 @@ import os
 from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.offload.runtime import ALIGNMENT
+from torch_overlay._functorch.offload.runtime import ALIGNMENT
 from torch_overlay.analysis.race_check.trace import HOST, Launch
 from torch_overlay.analysis.timelines.model import FROM_HOST, TO_HOST
 from torch_overlay.testing._text import innermost_frame

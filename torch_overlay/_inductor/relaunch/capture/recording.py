@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay import config
 from torch_overlay._dynamo import objects
-from torch_overlay._inductor.offload import runtime
+from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError

@@ -20,7 +20,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.offload import runtime
+from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
 from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels

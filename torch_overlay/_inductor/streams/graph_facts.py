@@ -1,0 +1,77 @@
+"""What is known of the whole graph that Inductor compiles: its streams, its promises, the memory of its results."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.fx import LEAVE, MEMORY, REQUIRES, RESULTS
+from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
+
+
+if TYPE_CHECKING:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+def stream_devices() -> dict[int, int]:
+    """Device index of each stream that the frame uses, as far as it is known, by registry index."""
+    return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
+
+
+def private_streams() -> set[int]:
+    """Registry indices of the streams that the frame makes and nobody else sees."""
+    return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
+
+
+def _noted(key: str) -> tuple[Any, ...]:
+    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
+    computed is dropped or is a view; those of a backward carry what the backward promises.
+    """
+    for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
+        found = node.meta.get("custom", {}).get(key)
+        if found:
+            return found
+    return ()
+
+
+def leaving() -> tuple[tuple[int, tuple[str, ...], str], ...]:
+    """What the graph promises its caller about each stream at its end, and the copy that sees to it if it is left."""
+    return _noted(LEAVE)
+
+
+def saved_on_streams() -> dict[str, int]:
+    """The saved values of a backward whose memory may be a side stream's, and that stream."""
+    inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
+    streams = {str(n.target): (n.meta.get("custom") or {}).get(MEMORY) for n in inputs}
+    return {name: stream for name, stream in streams.items() if stream is not None}
+
+
+def eager_memory_of_results() -> dict[str, set[int]]:
+    """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
+    in eager, as far as that is known.
+    """
+    streams = dict(_noted(RESULTS))
+    if V.graph.is_backward or not streams:
+        return {}
+    found: dict[str, set[int]] = {}
+    real = V.graph.scheduler.mutation_real_name
+    output = V.graph.module.graph.output_node()  # type: ignore[union-attr]
+    for what, value in zip(output.meta.get("desc") or (), V.graph.graph_outputs):
+        known = streams.get(what.expr())
+        if known is None or not isinstance(value, ir.TensorBox | ir.StorageBox | ir.BaseView):
+            continue
+        name = value.get_name()
+        if not is_gpu(value.get_device()):
+            continue
+        if (name := real.get(name, name)) in V.graph.name_to_buffer and name not in V.graph.graph_inputs:
+            found.setdefault(name, set()).update(known)
+    return found
+
+
+def required(node: BaseSchedulerNode) -> set[str]:
+    """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
+    tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in fx_origins(node)}
+    return tokens - {None}
