@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A bar chart of what `tools/bench/relaunch.py` measured, as SVG.
 
-    python tools/bench/plot.py docs/relaunch.jsonl --rows "llama,gpt2 training,experts" --out docs/relaunch.svg
+    python tools/bench/plot.py docs/relaunch.jsonl --rows llama --out docs/relaunch.svg
 
 A group of bars is a row of the benchmark, a bar a side: its median µs a call. The lengths compare within a group.
 Colours follow the reader's light or dark theme.
@@ -74,7 +74,7 @@ def draw(rows: list[dict[str, Any]], note: str) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, help="relaunch.jsonl of a run")
-    parser.add_argument("--rows", default="llama,gpt2 training,experts")
+    parser.add_argument("--rows", default="llama")
     parser.add_argument("--note", default="", help="what stands below; default: device and versions of the run")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
