@@ -10,7 +10,8 @@ graph says itself what the engine would do, in terms of eager code, before Dynam
 - The side streams wait for the current one at the beginning and at the end, and the current one for them at the end.
   At the beginning it waits for those alone whose memory holds saved values.
 - A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd
-  drops it at its last use. (Generated code records the streams that read gradients: `streams.codegen.lend_gradients`.)
+  drops it at its last use. (Generated code records the streams that read gradients:
+  `RegionEmitter.lend_gradients` in `streams.emitter`.)
 
 Which stream that is, is known at each call only: the same graph serves all calls of the same functions. At each
 backward autograd asks every node for its cache key, in the order in which the nodes run. There each function's table

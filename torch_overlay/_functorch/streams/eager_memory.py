@@ -12,7 +12,7 @@ not be given back while somebody reads it.
 
 What the graph returns is given back by the caller, who goes by the stream whose memory it is in eager. Where generated
 code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of
-`streams.codegen`).
+`streams.emitter`).
 
 So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
 from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.streams.codegen import RegionEmitter
+    from torch_overlay._inductor.streams.emitter import RegionEmitter
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"

@@ -20,16 +20,8 @@ from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, is_copy_stream
 from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
-from torch_overlay._inductor.streams.codegen import (
-    _root,
-    active,
-    declare_runtime,
-    define_region,
-    lend_text,
-    Operation,
-    RegionEmitter,
-    StreamLine,
-)
+from torch_overlay._inductor.streams.codegen import active
+from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
     leaving,
@@ -38,6 +30,14 @@ from torch_overlay._inductor.streams.graph_facts import (
     stream_devices,
 )
 from torch_overlay._inductor.streams.reader import needs_plan, plan_region, Region
+from torch_overlay._inductor.streams.wrapper_lines import (
+    declare_runtime,
+    define_region,
+    lend_text,
+    Operation,
+    root_of,
+    StreamLine,
+)
 
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     if not (streams or events or left):
         return original(scheduler)
     wrapper: Any = V.graph.wrapper_code
-    root: Any = _root(wrapper)
+    root: Any = root_of(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by streams that are current there, which nobody need have named.
     lent = _lent_results()

@@ -1,0 +1,385 @@
+"""Puts one plan into the lines of the wrapper that is being generated: events, waits, delayed frees.
+
+While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks
+which stream each node's lines belong to; `switching` goes over the finished lines. A region costs its caller, per call:
+one native call at the entry and one at the exit, which look streams up, record and wait (`streams.runtime.region`), the
+records and waits between, and the switches. There is no context manager and no operator of the dispatcher in it.
+
+Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
+current, as in eager, so the caching allocator and Inductor's own reuse hand a block from one operation of a stream to
+the next with no event. A free is delayed until the block's stream is ordered behind the last access of any other
+stream (`Plan.release`). Where that is never the case before the exit, the block is given back there, as eager gives
+it back when the function returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch._inductor.config as inductor_config
+from torch._dynamo import compiled_autograd
+from torch._inductor.virtualized import V
+
+from torch_overlay import config
+from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream, COPY_STREAMS, is_copy_stream
+from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of
+from torch_overlay._inductor.streams import plan_log
+from torch_overlay._inductor.streams.alignment import AlignedInputs
+from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
+from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
+from torch_overlay._inductor.streams.saved_memory import settle_owners
+from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
+from torch_overlay._inductor.streams.wrapper_lines import (
+    BeginRegion,
+    declare_runtime,
+    define_region,
+    EndRegion,
+    lend_text,
+    OnStream,
+    Operation,
+    root_of,
+    StreamLine,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+    from torch_overlay._inductor.streams.reader import Region
+
+
+class RegionEmitter:
+    """Puts one plan into the lines of the wrapper that is being generated."""
+
+    def __init__(self, scheduler: Scheduler, region: Region) -> None:
+        self.scheduler, self.region, self.plan = scheduler, region, region.plan
+        self.wrapper: Any = V.graph.wrapper_code
+        self.root: Any = root_of(self.wrapper)
+        self.number: int = getattr(self.root, "_overlay_regions", 0)
+        self.root._overlay_regions = self.number + 1
+        declare_runtime(self.root)
+        self.suffix = f"_{self.number}" if self.number else ""
+        self.streams: dict[int, None] = {}  # in use, in order of first use
+        self.objects: dict[int, None] = {}  # events of the caller
+        self.returned: dict[str, None] = {}  # what the lines of the region use
+        self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
+        self.entry: list[Operation] = []
+        self.exit: list[Operation] = []
+        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
+        known = stream_devices()
+        devices |= {known[s] for s in self.plan.streams if s in known and ambient_device(s) is None}
+        # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
+        self.device: int | None = devices.pop() if len(devices) == 1 else None
+        if self.device is not None:
+            self.named(ambient_stream(self.device))
+        self.may_alias: list[int] = []
+        self.follows: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
+        if self.device is not None and follows_one_stream_when_idle(region):
+            self.follows = [s for s in self.plan.streams if ambient_device(s) is None]
+            self.use(self.spread)
+        self.done = ENTRY
+        self.pending: list[tuple[int, Callable[[], None]]] = []
+        self.is_defined = False
+        self.node: BaseSchedulerNode | None = None  # whose lines are being written
+        self.aligned = AlignedInputs(self)
+
+    # -- names
+
+    def named(self, stream: int) -> str:
+        self.streams[stream] = None
+        device = ambient_device(stream)
+        if is_copy_stream(stream):
+            kind = "in" if (stream - COPY_STREAMS) % 2 else "out"
+            return f"stream_{kind}{(stream - COPY_STREAMS) // 2 or ''}{self.suffix}"
+        if device is None:
+            return f"stream{stream}{self.suffix}"
+        return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
+
+    def use(self, name: str) -> str:
+        """A name that `enter` has to return, since the region's lines use it."""
+        self.returned[name] = None
+        return name
+
+    def stream(self, stream: int) -> str:
+        return self.use(self.named(stream))
+
+    def raw_stream(self, stream: int) -> str:
+        return self.use(f"{self.named(stream)}_raw")
+
+    def handle(self, stream: int) -> str:
+        """What an event of this region is recorded on and waited for by."""
+        return self.stream(stream) if self.device is None else self.raw_stream(stream)
+
+    def event(self, index: int) -> str:
+        return f"ev{index}{self.suffix}"
+
+    @property
+    def spread(self) -> str:
+        return f"spread{self.suffix}"
+
+    def if_spread(self, text: str) -> str:
+        """What only a call that uses the side streams does."""
+        return f"if {self.spread}: {text}" if self.follows else text
+
+    def object(self, index: int) -> str:
+        self.objects[index] = None
+        return f"event{index}{self.suffix}"
+
+    # -- records and waits
+
+    def write(self, text: str) -> None:
+        self.wrapper.writeline(StreamLine(text))
+
+    def write_operation(self, operation: tuple[str, Event, int]) -> None:
+        kind, event, stream = operation
+        name = self.use(self.event(event.index))
+        if stream == HOST:
+            self.write(f"{name}.synchronize()")
+        else:
+            self.write(self.if_spread(f"{name}.{kind}({self.handle(stream)})"))
+
+    def at_boundary(self, operation: tuple[str, Event, int]) -> Operation:
+        kind, event, stream = operation
+        return kind, self.event(event.index), self.named(stream)
+
+    def is_callers_state(self, event: Event) -> bool:
+        """What a side stream held when the region was entered: Note [Boundary events under the caller's capture]."""
+        return event.after == ENTRY and ambient_device(event.stream) is None and self.device is not None
+
+    def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
+        return [(self.kind_of_record(e), e, e.stream) for e in self.plan.events if first <= e.after <= last]
+
+    def kind_of_record(self, event: Event) -> str:
+        if event.after != ENTRY or self.device is None:
+            return "record"
+        if self.is_callers_state(event):
+            return "record_entry"
+        # Note [Streams that hold nothing]. A captured stream can't be asked.
+        return "record_busy" if len(event.waits) > 2 and not self.region.enclosed else "record"
+
+    def waits(self, position: int) -> list[tuple[str, Event, int]]:
+        found = []
+        for event, stream in self.plan.waits_before(position):
+            kind = "wait"
+            if self.is_callers_state(event):
+                kind = "wait_entry"
+            elif position == len(self.plan.ops) and self.device is not None and ambient_device(stream) is None:
+                kind = "wait_exit"
+            found.append((kind, event, stream))
+        return found
+
+    def is_wait_at_entry(self, event: Event, stream: int, position: int) -> bool:
+        """A wait before the first operation. Later ones stay where they are: by the time the host is there, the work
+        that they wait for is often done, and the driver has nothing to do for them.
+        """
+        return event.after == ENTRY and stream != HOST and position == 0
+
+    def write_boundary_waits(self, position: int) -> None:
+        for wait in self.plan.boundary_waits:
+            if wait.before == position:
+                self.write(f"{self.use(self.object(int(wait.token[1:])))}.wait({self.stream(wait.stream)})")
+
+    # -- the region's lines
+
+    def begin(self) -> None:
+        plan_log.publish(self.plan)
+        self.wrapper.writeline(BeginRegion(self))
+        self.entry += map(self.at_boundary, self.records(ENTRY, ENTRY))
+        self.entry += [self.at_boundary(wait) for wait in self.waits(0) if self.is_wait_at_entry(wait[1], wait[2], 0)]
+
+    def before(self, node: BaseSchedulerNode) -> None:
+        """What stands between the previous node's lines and this one's."""
+        self.write_back()
+        self.node = node
+        here = self.region.index[node]
+        operations = self.records(max(self.done, 0), here - 1) if here else []
+        operations += [w for w in self.waits(here) if not self.is_wait_at_entry(w[1], w[2], here)]
+        if operations or any(wait.before == here for wait in self.plan.boundary_waits):
+            self.scheduler.flush()
+        for operation in operations:
+            self.write_operation(operation)
+        self.write_boundary_waits(here)
+        self.done = here
+        self.release(here)
+        op = self.plan.ops[here]
+        if op.stream is not None:
+            if op.stream == HOST:
+                self.scheduler.flush()
+                self.wrapper.writeline(OnStream(self, None, None))
+            else:
+                self.wrapper.writeline(
+                    OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream)))
+                )
+
+    def write_back(self) -> None:
+        """Note [Aligned copies and the caller's memory] of `streams.alignment`."""
+        if self.aligned.due:
+            self.scheduler.flush()
+            self.aligned.write_back()
+
+    def end(self) -> None:
+        self.write_back()
+        last = len(self.plan.ops)
+        waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
+        self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
+        self.write_boundary_waits(last)
+        self.lend_results()
+        if not (self.region.enclosed or self.follows):
+            settle_owners(self.plan, self.scheduler.mutation_real_name)
+        self.may_alias = self.find_aliases()
+        self.aligned.leave(goes_on=self.region.enclosed)
+        self.wrapper.writeline(EndRegion(self))
+
+    def lend_results(self) -> None:
+        """Tell the allocator of the streams that may use what is returned when its memory is given back, beside the one
+        whose memory it is.
+
+        A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
+        when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
+        stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of another
+        stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it knows.
+        What is to be captured is also run as it is: the first time, and whenever no graph is to be had.
+        """
+        if V.graph.name is not None:
+            return
+        if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
+            return self.lend_gradients()
+        for name, known in eager_memory_of_results().items():
+            stream = self.plan.memory.get(owner_of(name))
+            for other in sorted(known) if stream is not None else ():
+                other = self.region.numbers.get(other, other) or self.ambient_of(name)
+                if other != stream and f"s{other}" not in self.region.private:
+                    self.lend(name, other)
+
+    def lend_gradients(self) -> None:
+        real = self.scheduler.mutation_real_name
+        names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
+        for name in names:
+            stream = self.plan.memory.get(owner_of(name))
+            if stream is not None and name not in V.graph.graph_inputs and ambient_device(stream) is None:
+                self.lend(name, self.ambient_of(name))
+
+    def ambient_of(self, name: str) -> int:
+        device: Any = V.graph.get_buffer(name).get_device()
+        return ambient_stream(device.index or 0)
+
+    def lend(self, name: str, stream: int) -> None:
+        """Tell the allocator that the stream uses a block."""
+        self.write(lend_text(name, self.stream(stream)))
+
+    def release(self, here: int) -> None:
+        due = [free for at, free in self.pending if at <= here]
+        self.pending = [(at, free) for at, free in self.pending if at > here]
+        for free in due:
+            free()
+
+    def free(self, name: str, free: Callable[[], None]) -> None:
+        """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's
+        locals.
+        """
+        if name in getattr(self.scheduler, "_overlay_slabs", ()):
+            return
+        at = self.plan.release.get(name, ENTRY)
+        if at <= self.done:
+            free()
+        elif at < len(self.plan.ops):
+            self.pending.append((at, free))
+
+    def find_aliases(self) -> list[int]:
+        """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
+        if self.region.enclosed or self.device is None:
+            return []
+        theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
+        theirs = [s for s in theirs if not is_copy_stream(s)]
+        return [ambient_stream(self.device), *theirs] if theirs else []
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is looked up, recorded or waited for."""
+        return not (self.returned or self.entry or self.exit or self.may_alias)
+
+    def define(self) -> None:
+        """Write the region's definition into the module's header. All lines of the region are known by now."""
+        self.is_defined = True
+        streams: dict[str, int | str] = {}
+        for stream in self.streams:
+            device = ambient_device(stream)
+            streams[self.named(stream)] = stream if device is None else f"cuda:{device}"
+        define_region(
+            self.root,
+            f"_region{self.number}",
+            device=self.device,
+            streams=streams,
+            events=max(len(self.plan.events), 1 if self.follows else 0),
+            entry=tuple(self.entry),
+            exit=tuple(self.exit),
+            returns=tuple(self.returned),
+            objects={self.object(index): index for index in self.objects},
+            distinct=tuple(map(self.named, self.may_alias)),
+            waits_again=tuple(self.object(int(w.token[1:])) for w in self.plan.boundary_waits if self.may_alias),
+            records_again=tuple(self.recorded if self.may_alias else ()),
+            follows=tuple(self.named(s) for s in self.follows if f"s{s}" not in self.region.private)
+            if self.follows
+            else None,
+        )
+
+    def prologue(self) -> list[str]:
+        if self.is_idle:
+            return []
+        if not self.is_defined:
+            self.define()
+        names = ", ".join([f"frame{self.number}", *self.returned])
+        return [f"{names}, = _region{self.number}.enter()"]
+
+    def epilogue(self) -> list[str]:
+        return [] if self.is_idle else [f"frame{self.number}.leave()"]
+
+    # -- questions of the code generator
+
+    def may_write_in_place(self, name: str, node: BaseSchedulerNode) -> bool:
+        if node not in self.region.index or name in self.plan.release:
+            return False
+        # Another region may have allocated it on a side stream, as one of the outputs of an operator.
+        known = getattr(self.scheduler, "_overlay_memory", {})
+        kernel = kernel_of(V.graph.try_get_buffer(name))
+        memory = {self.plan.memory.get(name), known.get(name), known.get(kernel, known.get(name))}
+        return memory == {self.plan.ops[self.region.index[node]].stream}
+
+    def write_stream_operation(self, node: Any) -> bool:
+        """The user's records, synchronisations and `record_stream`, as direct calls. False: use the operator."""
+        kind, arguments = stream_operation_kind(node.op_overload), node.constant_args
+        if kind is None:
+            return False
+        stream = self.region.numbers.get(arguments[-1], arguments[-1]) if arguments else 0
+        if kind == "record_event":
+            event = self.use(self.object(arguments[0]))
+            self.recorded[event, self.stream(stream)] = None
+            self.write(f"{event}.record({self.stream(stream)})")
+        elif kind == "wait_event":
+            self.write(f"{self.use(self.object(arguments[0]))}.wait({self.stream(stream)})")
+        elif kind == "wait_stream":
+            waiting = self.region.numbers.get(arguments[0], arguments[0])
+            self.write(f"{self.stream(waiting)}.wait_stream({self.stream(stream)})")
+        elif kind == "synchronize_event":
+            self.write(f"{self.use(self.object(arguments[0]))}.synchronize()")
+        elif kind == "synchronize_stream":
+            self.write(f"{self.stream(stream)}.synchronize()")
+        elif kind == "record_stream":
+            tensor = node.codegen_args()[0]
+            is_input = tensor in V.graph.graph_inputs
+            if not is_input and inductor_config.triton.cudagraphs and config.cudagraphs == "trees":
+                return True  # memory of the trees' pool, which the allocator doesn't hand to others
+            if tensor in self.wrapper._alignment_orig_saved:
+                tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
+            self.lend(tensor, stream)
+        else:
+            return False
+        return True
+
+
+def stream_operation_kind(overload: Any) -> str | None:
+    schema = getattr(overload, "_schema", None)
+    namespace, _, kind = schema.name.partition("::") if schema is not None else ("", "", "")
+    return kind if namespace == "streams" else None
