@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inductor"))
 from test_stream_planner import happens_before, missing
 
 import form  # noqa: F401
-from torch_overlay._inductor.streams import planner, reader
+from torch_overlay._inductor.streams import planned_region, planner
 from torch_overlay._inductor.streams.planner import Buffer, HOST, Plan
 
 
@@ -47,7 +47,7 @@ def requests() -> Iterator[list[Request]]:
         found.append(Request(plan, tuple(buffers), promised or {}))
         return plan
 
-    with mock.patch.object(reader, "plan_streams", plan_streams):
+    with mock.patch.object(planned_region, "plan_streams", plan_streams):
         yield found
 
 

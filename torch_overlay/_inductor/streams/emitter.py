@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.streams.reader import Region
+    from torch_overlay._inductor.streams.planned_region import Region
 
 
 class RegionEmitter:

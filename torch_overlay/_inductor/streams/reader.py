@@ -28,7 +28,6 @@ from torch_overlay._functorch.streams.fx import (
     DROPPED,
     is_view,
     KEPT,
-    LEAVE,
     OWNED,
     READS,
 )
@@ -45,20 +44,18 @@ from torch_overlay._inductor.scheduler_nodes import (
     viewed_by_call,
 )
 from torch_overlay._inductor.streams.graph_facts import (
-    eager_memory_of_results,
     leaving,
     private_streams,
     required,
     saved_on_streams,
     stream_devices,
 )
-from torch_overlay._inductor.streams.host_copies import AsyncCopy
 from torch_overlay._inductor.streams.parts import Access, accesses, parts
-from torch_overlay._inductor.streams.planner import Buffer, HOST, Op, Plan, plan_streams
+from torch_overlay._inductor.streams.planner import HOST, Op
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
@@ -375,111 +372,6 @@ class RegionReader:
             renews=renews,
         )
 
-    def size_of(self, name: str) -> int:
-        """Bytes of the memory that a buffer is allocated with."""
-        buffer: Any = V.graph.try_get_buffer(name)
-        layout = getattr(buffer, "layout", None)
-        if not isinstance(layout, ir.Layout):
-            return 0
-        count = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
-        return int(count) * layout.dtype.itemsize
-
-    def buffers(self) -> list[Buffer]:
-        found: list[Buffer] = []
-        views: dict[str, set[str]] = {}
-        for view, owner in self.owners.items():
-            views.setdefault(owner, set()).add(view)
-        for i in self.excused:
-            for name in {self.owners.get(n, n) for n in self.ops[i].reads | self.ops[i].writes}:
-                self.users.setdefault(name, []).append(i)
-        results = eager_memory_of_results()
-        for name in self.fresh:
-            streams = [s for s in self.writer_streams.get(name, ()) if s != HOST]
-            if streams:
-                device = self.device_of(name)
-                shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
-                stream = streams[0] if len(set(streams)) == 1 and name not in self.loaded else shared
-                known = results.get(name, set())
-                if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
-                    # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
-                    (stream,) = (self.numbers.get(s, s) or shared for s in known)
-                leaves = name in self.output_memory
-                settles = not self.enclosed and self.settles(name, stream, shared, leaves, name in results)
-                found.append(
-                    Buffer(
-                        name,
-                        stream,
-                        views=frozenset(views.get(name, ())),
-                        settles=settles,
-                        size=self.size_of(name),
-                        leaves=leaves,
-                    )
-                )
-        local = {b.name for b in found}
-        # What another region allocated on a side stream, unless a graph was launched there.
-        memory = getattr(self.scheduler, "_overlay_memory", None) or {}
-        elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
-        touched = {self.owners.get(n, n) for op in self.ops for n in op.reads | op.writes}
-        for name in sorted(touched - local):
-            device = self.device_of(name)
-            if is_gpu(device) and device is not None:
-                lender = self.lenders.get(name, elsewhere.get(name))
-                settles = lender is not None and not self.enclosed
-                found.append(
-                    Buffer(
-                        name,
-                        lender if lender is not None and name in self.owned else ambient_stream(device.index or 0),
-                        fresh=False,
-                        views=frozenset(views.get(name, ())),
-                        lender=lender,
-                        settles=settles,
-                        size=self.size_of(name) if name in self.kept else 0,
-                        leaves=name in self.output_memory,
-                    )
-                )
-        return found
-
-    def settles(self, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
-        """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
-
-        The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
-        is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
-        stream's, on which it may overwrite them; and of saved values, which are dropped with the results if there is no
-        backward. What eager hands to the caller, or saves, is no such thing if it is handed over.
-        """
-        if V.graph.is_backward:
-            return stream != shared and not leaves
-        if is_result and leaves and stream != shared:
-            return False
-        owner = f"s{stream}"
-        return any(
-            self.ops[i].stream != stream
-            and (owner not in self.excused[i] or (not leaves and self.reads_handed_over(i, stream)))
-            for i in self.users.get(name, ())
-        )
-
-    def reads_handed_over(self, i: int, stream: int) -> bool:
-        """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
-        count = self.handed_over.get(i, Counter())[f"s{stream}"]
-        reads = {self.owners.get(n, n) for n in self.ops[i].reads} if count else set()
-        return count > sum(n in self.output_memory and stream in self.writer_streams.get(n, ()) for n in reads)
-
-    def drop_inner_promises(self, buffers: list[Buffer]) -> None:
-        """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
-        memory nor a block of that stream. Where a block's own stream is promised nothing, it comes behind the operation
-        by what the caller does next, if at all, and all promises count.
-        """
-        blocks = {view: b for b in buffers for view in (b.name, *b.views)}
-        for i in self.inner:
-            op = self.ops[i]
-            touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
-            if any(b.stream != op.stream and not b.settles and f"s{b.stream}" not in op.before for b in touched):
-                continue
-            streams = {f"s{b.stream}" for b in touched}
-            kept = frozenset(t for t in op.before if t[0] not in "sc" or t in streams)
-            if kept != op.before:
-                self.ops[i] = replace(op, before=kept)
-
     def read(self) -> None:
         self.collect_tokens()
         for node in self.nodes:
@@ -532,57 +424,3 @@ class RegionReader:
                 reads = op.reads - {name} | names if name in op.reads else op.reads
                 writes = op.writes - {name} | names if name in op.writes else op.writes
                 self.ops[i] = replace(op, reads=reads, writes=writes)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A planned list of scheduler nodes: its plan, and the plan's operation of each node."""
-
-    plan: Plan
-    index: dict[BaseSchedulerNode, int]
-    devices: dict[int, int]
-    numbers: dict[int, int]
-    private: frozenset[str]
-    enclosed: bool
-    concerned: frozenset[int]  # streams of the user whose order, or whose memory, it has to do with
-
-
-def needs_plan(scheduler: Scheduler) -> bool:
-    """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
-    program, if an input that the graph frees may be a side stream's memory, or if the host computes beside copies for
-    which it doesn't wait.
-    """
-    known = getattr(scheduler, "_overlay_needs_plan", None)
-    if known is None:
-        known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
-        if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
-            known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
-        scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
-    return known
-
-
-def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
-    if user_stream(scheduler, node) or stream_operation(node) is not None:
-        return True
-    for origin in fx_origins(node):
-        custom = origin.meta.get("custom")
-        if custom and (custom.get(AFTER) or custom.get(BEFORE) or custom.get(LEAVE)):
-            return True
-    return False
-
-
-def plan_region(
-    scheduler: Scheduler,
-    nodes: Sequence[BaseSchedulerNode],
-    enclosed: bool,
-    known: Mapping[int, frozenset[str]] | None = None,
-) -> Region:
-    """Plan the given nodes, in their order. `known`: see `plan_streams`."""
-    reader = RegionReader(scheduler, nodes, enclosed)
-    reader.read()
-    buffers = reader.buffers()
-    reader.drop_inner_promises(buffers)
-    plan = plan_streams(reader.ops, buffers, reader.promised(), known)
-    private = frozenset(reader.private)
-    concerned = reader.concerned.union(*({b.stream, b.lender or b.stream} for b in buffers))
-    return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, frozenset(concerned))

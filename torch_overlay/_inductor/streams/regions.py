@@ -29,7 +29,7 @@ from torch_overlay._inductor.streams.graph_facts import (
     saved_on_streams,
     stream_devices,
 )
-from torch_overlay._inductor.streams.reader import needs_plan, plan_region, Region
+from torch_overlay._inductor.streams.planned_region import needs_plan, plan_region, Region
 from torch_overlay._inductor.streams.wrapper_lines import (
     declare_runtime,
     define_region,

@@ -33,7 +33,7 @@ from torch_overlay._inductor.streams.planner import HOST
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
-    from torch_overlay._inductor.streams.reader import Region
+    from torch_overlay._inductor.streams.planned_region import Region
 
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:

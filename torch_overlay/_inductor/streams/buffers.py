@@ -1,0 +1,133 @@
+"""The memory that a region touches, as the planner's input: whose it is, and what is owed to it at the exit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor import ir
+from torch._inductor.virtualized import V
+
+from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream
+from torch_overlay._inductor.scheduler_nodes import (
+    is_gpu,
+)
+from torch_overlay._inductor.streams.graph_facts import (
+    eager_memory_of_results,
+)
+from torch_overlay._inductor.streams.planner import Buffer, HOST
+
+
+if TYPE_CHECKING:
+    from torch_overlay._inductor.streams.reader import RegionReader
+
+
+def _size_of(name: str) -> int:
+    """Bytes of the memory that a buffer is allocated with."""
+    buffer: Any = V.graph.try_get_buffer(name)
+    layout = getattr(buffer, "layout", None)
+    if not isinstance(layout, ir.Layout):
+        return 0
+    count = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
+    return int(count) * layout.dtype.itemsize
+
+
+def read_buffers(reader: RegionReader) -> list[Buffer]:
+    found: list[Buffer] = []
+    views: dict[str, set[str]] = {}
+    for view, owner in reader.owners.items():
+        views.setdefault(owner, set()).add(view)
+    for i in reader.excused:
+        for name in {reader.owners.get(n, n) for n in reader.ops[i].reads | reader.ops[i].writes}:
+            reader.users.setdefault(name, []).append(i)
+    results = eager_memory_of_results()
+    for name in reader.fresh:
+        streams = [s for s in reader.writer_streams.get(name, ()) if s != HOST]
+        if streams:
+            device = reader.device_of(name)
+            shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
+            stream = streams[0] if len(set(streams)) == 1 and name not in reader.loaded else shared
+            known = results.get(name, set())
+            if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
+                # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
+                (stream,) = (reader.numbers.get(s, s) or shared for s in known)
+            leaves = name in reader.output_memory
+            settles = not reader.enclosed and _settles(reader, name, stream, shared, leaves, name in results)
+            found.append(
+                Buffer(
+                    name,
+                    stream,
+                    views=frozenset(views.get(name, ())),
+                    settles=settles,
+                    size=_size_of(name),
+                    leaves=leaves,
+                )
+            )
+    local = {b.name for b in found}
+    # What another region allocated on a side stream, unless a graph was launched there.
+    memory = getattr(reader.scheduler, "_overlay_memory", None) or {}
+    elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
+    touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
+    for name in sorted(touched - local):
+        device = reader.device_of(name)
+        if is_gpu(device) and device is not None:
+            lender = reader.lenders.get(name, elsewhere.get(name))
+            settles = lender is not None and not reader.enclosed
+            found.append(
+                Buffer(
+                    name,
+                    lender if lender is not None and name in reader.owned else ambient_stream(device.index or 0),
+                    fresh=False,
+                    views=frozenset(views.get(name, ())),
+                    lender=lender,
+                    settles=settles,
+                    size=_size_of(name) if name in reader.kept else 0,
+                    leaves=name in reader.output_memory,
+                )
+            )
+    return found
+
+
+def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
+    """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
+
+    The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
+    is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
+    stream's, on which it may overwrite them; and of saved values, which are dropped with the results if there is no
+    backward. What eager hands to the caller, or saves, is no such thing if it is handed over.
+    """
+    if V.graph.is_backward:
+        return stream != shared and not leaves
+    if is_result and leaves and stream != shared:
+        return False
+    owner = f"s{stream}"
+    return any(
+        reader.ops[i].stream != stream
+        and (owner not in reader.excused[i] or (not leaves and _reads_handed_over(reader, i, stream)))
+        for i in reader.users.get(name, ())
+    )
+
+
+def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
+    """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
+    count = reader.handed_over.get(i, Counter())[f"s{stream}"]
+    reads = {reader.owners.get(n, n) for n in reader.ops[i].reads} if count else set()
+    return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
+
+
+def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
+    """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
+    memory nor a block of that stream. Where a block's own stream is promised nothing, it comes behind the operation
+    by what the caller does next, if at all, and all promises count.
+    """
+    blocks = {view: b for b in buffers for view in (b.name, *b.views)}
+    for i in reader.inner:
+        op = reader.ops[i]
+        touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
+        if any(b.stream != op.stream and not b.settles and f"s{b.stream}" not in op.before for b in touched):
+            continue
+        streams = {f"s{b.stream}" for b in touched}
+        kept = frozenset(t for t in op.before if t[0] not in "sc" or t in streams)
+        if kept != op.before:
+            reader.ops[i] = replace(op, before=kept)

@@ -1,0 +1,85 @@
+"""Regions of a schedule with their plans, and which graphs have any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch_overlay._functorch.streams.fx import (
+    AFTER,
+    BEFORE,
+    LEAVE,
+)
+from torch_overlay._inductor.scheduler_nodes import (
+    fx_origins,
+    stream_operation,
+    user_stream,
+)
+from torch_overlay._inductor.streams.buffers import drop_inner_promises, read_buffers
+from torch_overlay._inductor.streams.graph_facts import (
+    leaving,
+    saved_on_streams,
+)
+from torch_overlay._inductor.streams.host_copies import AsyncCopy
+from torch_overlay._inductor.streams.planner import Plan, plan_streams
+from torch_overlay._inductor.streams.reader import RegionReader
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+
+@dataclass(frozen=True)
+class Region:
+    """A planned list of scheduler nodes: its plan, and the plan's operation of each node."""
+
+    plan: Plan
+    index: dict[BaseSchedulerNode, int]
+    devices: dict[int, int]
+    numbers: dict[int, int]
+    private: frozenset[str]
+    enclosed: bool
+    concerned: frozenset[int]  # streams of the user whose order, or whose memory, it has to do with
+
+
+def needs_plan(scheduler: Scheduler) -> bool:
+    """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
+    program, if an input that the graph frees may be a side stream's memory, or if the host computes beside copies for
+    which it doesn't wait.
+    """
+    known = getattr(scheduler, "_overlay_needs_plan", None)
+    if known is None:
+        known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
+        if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
+            known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
+        scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
+    return known
+
+
+def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
+    if user_stream(scheduler, node) or stream_operation(node) is not None:
+        return True
+    for origin in fx_origins(node):
+        custom = origin.meta.get("custom")
+        if custom and (custom.get(AFTER) or custom.get(BEFORE) or custom.get(LEAVE)):
+            return True
+    return False
+
+
+def plan_region(
+    scheduler: Scheduler,
+    nodes: Sequence[BaseSchedulerNode],
+    enclosed: bool,
+    known: Mapping[int, frozenset[str]] | None = None,
+) -> Region:
+    """Plan the given nodes, in their order. `known`: see `plan_streams`."""
+    reader = RegionReader(scheduler, nodes, enclosed)
+    reader.read()
+    buffers = read_buffers(reader)
+    drop_inner_promises(reader, buffers)
+    plan = plan_streams(reader.ops, buffers, reader.promised(), known)
+    private = frozenset(reader.private)
+    concerned = reader.concerned.union(*({b.stream, b.lender or b.stream} for b in buffers))
+    return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, frozenset(concerned))
