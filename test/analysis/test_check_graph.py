@@ -12,7 +12,7 @@ from torch._inductor.test_case import run_tests, TestCase
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.proof.prove import (
+from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
     EmptyNode,

@@ -49,7 +49,7 @@ from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, cho
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, Template, Word
 from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
-from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, KernelNode, prove
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
+from torch_overlay._inductor.relaunch.proof.prove import prove
 
 
 ARENA = 1 << 20

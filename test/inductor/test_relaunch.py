@@ -1262,7 +1262,7 @@ def region(args):
         self.assertEqual(self.device.generator.offset, 0)
 
     def test_words_of_a_generator_are_fixed(self):
-        from torch_overlay._inductor.relaunch.proof.prove import FIXED
+        from torch_overlay._inductor.relaunch.proof.nodes import FIXED
 
         recording = self.device.record(1)
         recording.fixed = [64, 128]

@@ -29,7 +29,7 @@ from torch_overlay._inductor.relaunch.graph.concurrency import (
     Use,
     uses_of,
 )
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FIXED, KernelNode, Segment, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, KernelNode, Segment, Template, Word
 from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -23,7 +23,7 @@ import form  # noqa: F401
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, Template, Word
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000

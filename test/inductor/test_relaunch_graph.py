@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs
-from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, FillNode, KernelNode, prove, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Refusal, Segment
+from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.proof.signatures import signatures_of
 
 

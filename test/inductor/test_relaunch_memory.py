@@ -26,7 +26,8 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.backward import donated_buffers
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
-from torch_overlay._inductor.relaunch.capture.recording import Cuda, Recording
+from torch_overlay._inductor.relaunch.capture.device import Cuda
+from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.memory import arrange, outputs, packing
 from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, place, Repeated, View
 from torch_overlay._inductor.relaunch.memory.packing import Life

@@ -28,7 +28,7 @@ import form  # noqa: F401
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, KernelNode, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Word
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

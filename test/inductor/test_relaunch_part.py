@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
-from torch_overlay._inductor.relaunch.proof.prove import EmptyNode, Template
+from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
 
 
 class Api:

@@ -25,8 +25,8 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.capture.recording import check_libraries
-from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.capture.device import check_libraries
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu

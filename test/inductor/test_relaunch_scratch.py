@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import runner
-from torch_overlay._inductor.relaunch.capture.recording import Cuda
+from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.launch import native
 
 

@@ -18,19 +18,18 @@ from hypothesis import given, settings, strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.proof.prove import (
+from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
     EmptyNode,
     FillNode,
     FIXED,
     KernelNode,
-    prove,
-    REACH,
     Refusal,
     Segment,
     Word,
 )
+from torch_overlay._inductor.relaunch.proof.prove import prove, REACH
 
 
 GRANULE = 2 << 20

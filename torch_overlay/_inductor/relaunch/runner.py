@@ -32,10 +32,10 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native, relaunch, staged
+from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, native, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
-from torch_overlay._inductor.relaunch.proof.prove import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.verify import Verified
 
 
@@ -69,7 +69,7 @@ class State:
 class Runner:
     def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any = None) -> None:
         if device is None:
-            from torch_overlay._inductor.relaunch.capture.recording import Cuda
+            from torch_overlay._inductor.relaunch.capture.device import Cuda
 
             device = Cuda(code.device)
         self.model, self.code, self.device = model, code, device
@@ -399,7 +399,7 @@ def live() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(live_runners)),
         "templates": len(relaunch.live),
-        "execs": len(recording.live_launchers),
+        "execs": len(launcher.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
         "kept scratch": native.kept(),
     }

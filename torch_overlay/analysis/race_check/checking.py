@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
-import os
-import re
 import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -30,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._inductor.streams import lowering
-from torch_overlay.analysis.race_check.happens_before import analyse, Findings, Race, Reliance
-from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
+from torch_overlay.analysis.race_check.context import _ALIGNED_COPY, assemble, Context, Promises
+from torch_overlay.analysis.race_check.happens_before import analyse, Race
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import (
     Boundary,
@@ -47,11 +44,10 @@ from torch_overlay.testing import observe, simulated_gpu
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch_overlay.analysis.race_check.trace import Operation
+    from torch_overlay.analysis.race_check.race_report import Report
     from torch_overlay.testing import Compiled
-Promises = dict[str, dict[str, Reliance]]
 CALLER = "the caller"
 
 
@@ -365,116 +361,6 @@ class Caller:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a run is judged by: eager's promises, to the streams and events that the caller has."""
-
-    promises: Promises | None
-    current: str
-    public: frozenset[str]
-    events: frozenset[str]
-    pools: frozenset[str] = frozenset()  # streams of the caller's, whose memory others allocate after the call
-    about: dict[str, str] = field(default_factory=dict)  # of captured tensors
-
-    @classmethod
-    def of(cls, device: SimulatedDevice, current: str, promises: Promises | None, events: frozenset[str]) -> Context:
-        # A backward promises its caller's stream, and no other one.
-        return cls(
-            promises,
-            current,
-            frozenset({HOST, current, *(() if device.ran_backward else device.public)}),
-            events,
-            frozenset(device.public),
-            dict(device.described),
-        )
-
-    def boundary(self, found: Findings) -> Iterator[Promise]:
-        """Each promise, kept or not."""
-        for call, rows in found.boundaries.items():
-            for name, now in rows.items():
-                if self.promises is None:
-                    yield from self._presumed(call, name, now)
-                elif (before := self.promises.get(call, {}).get(name)) is not None:
-                    yield from self._compared(call, name, before, now)
-                elif (pool := name.removeprefix("free memory of ")) != name and pool in self.pools:
-                    row = "reuse", pool, True, pool in now.readable
-                    yield Promise(call, name, *row, "freeing nothing there", _in_the_way(now, pool))
-
-    def is_public(self, who: str) -> bool:
-        return who in self.public or who in self.events or who.endswith(" of the output")
-
-    def _presumed(self, call: str, name: str, now: Reliance) -> Iterator[Promise]:
-        if name.startswith(("output", "gradient")) and HOST not in now.known:
-            yield Promise(call, name, "read", self.current, True, self.current in now.readable)
-            if name.startswith("gradient"):
-                yield Promise(call, name, "drop", self.current, True, self.current in now.known)
-
-    def _compared(self, call: str, name: str, before: Reliance, now: Reliance) -> Iterator[Promise]:
-        if name.startswith("gradient"):
-            known = not before.known.isdisjoint(now.known) or self.current in now.known
-            yield Promise(call, name, "drop", self.current, True, known)
-        elif name.startswith("output"):
-            for who in filter(self.is_public, sorted(before.known - {HOST})):
-                yield Promise(call, name, "drop", who, True, who in now.known)
-        is_pool = name.startswith("free memory")
-        for what, eager, compiled in (
-            ("reuse" if is_pool else "read", before.readable, now.readable),
-            ("overwrite", before.writable, now.writable),
-        ):
-            done = HOST in compiled  # what the host need not wait for, nobody whom it launches later has to
-            for who in filter(self.pools.__contains__ if is_pool else self.is_public, sorted(eager | compiled)):
-                yield Promise(
-                    call,
-                    name,
-                    what,
-                    who,
-                    who in eager,
-                    done or who in compiled,
-                    _statement(before.because.get(who, "")),
-                    _in_the_way(now, who),
-                    self.about.get(name, ""),
-                )
-
-    def judge(self, operations: Iterable[Operation]) -> Report:
-        """The report of one run, or of a variation of it."""
-        found = analyse(operations)
-        redundant = [r for r in found.redundant if _COMPILERS_EVENT.search(r.site)]
-        return Report(found.races, redundant, list(self.boundary(found)), needed=found.needed)
-
-
-def _statement(site: str) -> str:
-    """A statement of the user's with its text."""
-    path, _, line = site.rpartition(":")
-    if not line.isdigit():
-        return site
-    return f"{os.path.basename(path)}:{line}: {linecache.getline(path, int(line)).strip()}"
-
-
-def _in_the_way(found: Reliance, who: str) -> str:
-    return accessed(found.unordered[who]) if who in found.unordered else ""
-
-
-def assemble(
-    reports: Sequence[Report], seen: Compiled, traces: list[Trace], notes: list[str], context: Context
-) -> Report:
-    """One report of several runs of the same code. Of events only those count that the compiler made."""
-    races = {race.key: race for report in reports for race in report.races}
-    boundary = dict.fromkeys(row for report in reports for row in report.boundary)
-    # Redundant is what none of the runs needs; a run that doesn't come to it doesn't need it.
-    needed = {site for report in reports for site in report.needed}
-    redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
-    frames = {(f.name, f.file, f.line) for region in seen.regions if (f := region.frame) is not None}
-    if len(frames) > 1:  # none of them knows what lies between them
-        redundant = [r for r in redundant if not _BOUNDARY.search(r.site)]
-    plan = "\n\n".join(p.table() for p in seen.plans)
-    return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)
-
-
-_ALIGNED_COPY = re.compile(r"= (copy_if_misaligned|aligned)\(")
-_BOUNDARY = re.compile(r": wait_(entry|exit) ")
-_COMPILERS_EVENT = re.compile(r"^wrapper .*\bev\d")
 
 
 __all__ = ["check", "Context"]

@@ -22,15 +22,8 @@ import dataclasses
 import re
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.proof.prove import (
-    AddressMap,
-    CapturedGraph,
-    CopyNode,
-    FillNode,
-    FIXED,
-    KernelNode,
-    Segment,
-)
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, CopyNode, FillNode, FIXED, KernelNode, Segment
+from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 from torch_overlay.analysis.race_check.happens_before import analyse
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.trace import Access, Alloc, Launch, Memory, Record, Span, Trace, View, Wait
@@ -39,7 +32,7 @@ from torch_overlay.analysis.race_check.trace import Access, Alloc, Launch, Memor
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from torch_overlay._inductor.relaunch.proof.prove import Node
+    from torch_overlay._inductor.relaunch.proof.nodes import Node
 
 READ, WRITE, UPDATE = "r", "w", "u"
 

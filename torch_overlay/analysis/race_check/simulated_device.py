@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import re
-import sys
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -25,8 +22,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
+from torch_overlay.analysis.race_check.operators import Identical, Operator
+from torch_overlay.analysis.race_check.source_lines import _is_compiling, assigned_name, site, user_line
 from torch_overlay.analysis.race_check.trace import (
     Access,
     Alloc,
@@ -44,12 +42,10 @@ from torch_overlay.analysis.race_check.trace import (
     Wait,
 )
 from torch_overlay.testing import _stub_module
-from torch_overlay.testing._text import OURS, TORCH
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import FrameType
 
     from torch_overlay.testing import Simulation
 
@@ -495,132 +491,7 @@ class SimulatedDevice:
             self.trace.add(Wait(f"event {self.event_count}", second, "a copy between devices"))
 
 
-class Identical:
-    """Membership by identity: tensors compare element by element."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.ids = {id(t) for t in tensors}
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self.ids
-
-
-class Operator:
-    """The tensors of one call of an operator, by what its schema says about them."""
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.reads: list[torch.Tensor] = []
-        self.writes: list[torch.Tensor] = []
-        self.no_wait = False
-        undeclared = _undeclared(func, args, kwargs)
-        takes_layout = bool(_LAYOUT_ONLY.fullmatch(func._schema.name))
-        aliases = False
-        for index, argument in enumerate(func._schema.arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if argument.name == "non_blocking":
-                self.no_wait = bool(value)
-            tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-            written = argument.name in undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
-            aliases |= bool(tensors and argument.alias_info and not written)
-            if written or not takes_layout:
-                (self.writes if written else self.reads).extend(tensors)
-            if written and not argument.is_out:  # updated in place
-                self.reads.extend(tensors if not func._schema.name.endswith(_OVERWRITE) else ())
-        # The schema of _unsafe_view doesn't say so. What changes a tensor in place, but not what is in its memory, says
-        # that it writes; to make memory larger is to copy it.
-        names_memory = torch.Tag.inplace_view in func.tags and func._schema.name != "aten::resize_"
-        self.is_view = (aliases and not self.writes) or names_memory or func is aten._unsafe_view.default
-        known = {t.untyped_storage()._cdata for t in (*self.reads, *self.writes)}
-        found = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.results = [t for t in found if t.untyped_storage()._cdata not in known]
-
-    @property
-    def touched(self) -> list[torch.Tensor]:
-        return [*self.reads, *self.writes, *self.results]
-
-
-def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
-    """Arguments that an operator writes although its schema doesn't say so."""
-    if func._schema.name not in ("aten::native_batch_norm", "aten::cudnn_batch_norm"):
-        return ()
-    names = [argument.name for argument in func._schema.arguments]
-    training = {**dict(zip(names, args)), **kwargs}.get("training")
-    return ("running_mean", "running_var") if training else ()
-
-
-_LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # of the tensor that they are given
-_OVERWRITE = ("::copy_", "::_foreach_copy_", "::zero_", "::fill_")
-
-
-def _is_compiling() -> bool:
-    """A graph of compiled autograd runs inside of a context of its own, in which no frame is compiled."""
-    context = torch._guards.CompileContext.try_get()
-    if context is None:
-        return False
-    is_running = torch._dynamo.compiled_autograd.in_compiled_autograd_region
-    return not (is_running and context.compile_id is not None and context.compile_id.frame_id is None)
-
-
 # ---- where in the program
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_generated(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith("<wrapper")
-
-
-def _is_users(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return not name.startswith((TORCH, OURS, "<")) and not name.endswith("contextlib.py")
-
-
-def site() -> str:
-    """The statement that is being executed: of generated code, or of the user's."""
-    operation = ""
-    for frame in _frames():
-        if frame.f_code.co_name == "run" and "operations" in frame.f_locals and "kind" in frame.f_locals:
-            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "name", "stream"))
-        if _is_generated(frame):
-            at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
-            return at + (operation or f": {_statement(frame)}")
-        if _is_users(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return ""
-
-
-def _statement(frame: FrameType) -> str:
-    lines = frame.f_globals.get("_lines", ())
-    return lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else ""
-
-
-def user_line() -> str:
-    """The user's source line behind the statement that is being executed."""
-    for frame in _frames():
-        if _is_generated(frame):
-            return frame.f_globals["_module"].user_line(frame.f_lineno)
-        if _is_users(frame):
-            import linecache
-
-            path, number = frame.f_code.co_filename, frame.f_lineno
-            return f"{os.path.basename(path)}:{number}: {linecache.getline(path, number).strip()}"
-    return ""
-
-
-def assigned_name() -> str:
-    """The variable of generated code that the statement assigns."""
-    for frame in _frames():
-        if _is_generated(frame):
-            left = _statement(frame).removeprefix("if spread: ").partition(" = ")[0]
-            return left if left.isidentifier() else ""
-        if _is_users(frame):
-            return ""
-    return ""
 
 
 __all__ = ["SimulatedDevice"]

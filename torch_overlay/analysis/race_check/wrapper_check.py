@@ -16,7 +16,8 @@ import torch
 
 from torch_overlay._dynamo import objects
 from torch_overlay._inductor.streams.runtime import Region
-from torch_overlay.analysis.race_check.checking import Caller, Context, Eager
+from torch_overlay.analysis.race_check.checking import Caller, Eager
+from torch_overlay.analysis.race_check.context import Context
 from torch_overlay.analysis.race_check.race_report import Report
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.simulated_module import CheckError, Module

@@ -55,7 +55,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     view_of,
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
-from torch_overlay._inductor.relaunch.proof.prove import FIXED, Refusal, Segment, Template
+from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment, Template
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
 from torch_overlay._inductor.streams.runtime import Spec
 

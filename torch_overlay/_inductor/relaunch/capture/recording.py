@@ -1,15 +1,4 @@
-"""Captures and executables on a real device; `capture` and `runner` know devices only by what is here.
-
-    device = Cuda(index)
-    recording = device.record(gap)          # an address space, and a graph that is captured in it
-    with recording:
-        x = recording.place(view)           # a tensor at an address of its own
-        with recording.capturing(inputs, random):
-            ...                             # runs no kernel; what it allocates lies in the space
-            with recording.apart(None) as apart:
-                ...                         # what it allocates has segments of its own: apart.segments
-    arrangement, launchers = device.finish(first, second, namespace, arrange)
-    recording.close()
+"""A capture into an address space of its own, on streams of its own, that leaves no trace in the process.
 
 Note [Memory pools of a capture]
 A graph retains the pool that it is captured into, with every segment in it, and the books of the allocator would show
@@ -33,249 +22,29 @@ for the time of the capture, and so are the copy streams of saved activations.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
-import logging
 import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_overlay import config
-from torch_overlay._dynamo import objects
-from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
-from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
-from torch_overlay._inductor.relaunch.graph.subgraph import Part
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
-from torch_overlay._inductor.relaunch.prepare import prepare
-from torch_overlay._inductor.relaunch.proof.prove import CapturedGraph, KernelNode, prove, Refusal, Template
-from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
+from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
+from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.capture import Captured
-    from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
+    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.memory.outputs import View
-
-log = logging.getLogger(__name__)
 
 # Blocks: fewer than a snapshot of everything lists in the time that one of a pool takes with nothing in it, 0.13 ms.
 AS_LONG = 64
 
-live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
-
-
-class Launcher:
-    """An executable graph, and what it takes to point it at other memory."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
-        self.graph = graph
-        self.template = template
-        self.direct = direct  # it draws no random numbers: what launches it need not know the generators
-        self.patcher: memcpy_nodes.Patcher | None = None
-        if memcpy_nodes.moving(template):
-            self.patcher = memcpy_nodes.Patcher(graph, template, upload=_upload, synchronize=torch.cuda.synchronize)
-            self.exec = None  # the patcher's changes
-            self.patch: Callable[..., int] = self.patcher.patch
-        else:
-            self.exec = native.implementation().Exec(
-                graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
-            )
-            self.patch = self.exec.patch
-        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class launches, and advances the generators.
-        self.replay: Callable[[], None] = (
-            graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
-        )
-        live_launchers.add(self)
-
-    @property
-    def nodes(self) -> int:
-        return len(self.template.nodes)
-
-
-class Cuda:
-    """One device."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.device = torch.device("cuda", index)
-        self.concurrent = config.cudagraph_concurrency
-        self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
-        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-        self.current: Callable[[], int] = torch._C._cuda_getDevice
-        self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
-        self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
-        self.functions = native.torch_functions()
-
-    def allocated(self) -> tuple[int, int]:
-        """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
-        stats = torch._C._cuda_memoryStats(self.index)
-        return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
-
-    def blocks(self) -> int:
-        """How many blocks the device's allocator has, but for segments that are free as a whole."""
-        stats = torch._C._cuda_memoryStats(self.index)
-        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
-
-    def holes(self) -> list[int]:
-        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given, but for
-        segments larger than a chunk that are free as a whole. Note [Chunks] of `memory.outputs`"""
-        mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
-        found = []
-        for segment in torch.cuda.memory_snapshot(include_traces=False):
-            if segment["segment_type"] == "large" and mine.items() <= segment.items():
-                most = CHUNK if len(segment["blocks"]) == 1 else segment["total_size"]
-                free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-                found += [size for size in free if size <= most]
-        return found
-
-    def is_ordinary(self, address: int) -> bool:
-        """Is this memory of the allocator in no pool of the caller's?"""
-        return any(
-            segment["segment_pool_id"] == (0, 0)
-            for segment in torch.cuda.memory_snapshot(include_traces=False)
-            if segment["device"] == self.index and 0 <= address - segment["address"] < segment["total_size"]
-        )
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.device(self.index)
-
-    def record(self, gap: int) -> Recording:
-        if (backend := torch.cuda.get_allocator_backend()) != "native":
-            raise Refusal("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
-        return Recording(self, gap)
-
-    def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
-        """Those that a region with these inputs can draw from."""
-        given = [v for v in inputs if isinstance(v, torch.Generator) and v.device == self.device]
-        return [torch.cuda.default_generators[self.index], *given]
-
-    def random_state(self) -> Any:
-        return torch.cuda.get_rng_state(self.device)
-
-    def set_random_state(self, state: Any) -> None:
-        torch.cuda.set_rng_state(state, self.device)
-
-    def prepare(self) -> None:
-        """What the first capture would have to wait for."""
-        with self.guard():
-            prepare(self.index)
-
-    def finish(
-        self,
-        first: Captured,
-        second: Captured,
-        namespace: Mapping[str, Any],
-        arrange: Callable[[Template, tuple[tuple[int, int], ...]], Arrangement],
-    ) -> tuple[Arrangement, list[Launcher]]:
-        """Proves the first capture by the second, and makes it executable as it is then arranged."""
-        graph = first.recording.graph
-        read = []
-        with _no_collection():
-            for captured in (first, second):
-                for kept in graphs.tidy(captured.recording.graph).kept:
-                    log.info("stays in the graph as it is: %s", kept)
-                space = captured.recording.space
-                read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
-            check_libraries(read[0])
-            snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-            template = prove(
-                *read,
-                foreign=graphs.freed_memory(snapshot),
-                on_device=graphs.is_device_memory,
-                signatures=signatures_of(namespace),
-            )
-            second.recording.discard()
-            edges = self._run_side_by_side(graph, read[0], first, template, namespace)
-            arrangement = arrange(template, edges)
-            _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # until the executables are made
-            if arrangement.stages:
-                try:
-                    launchers = self._parts(graph, arrangement)
-                except graphs.DriverError as error:  # it takes more memory as a whole, and works
-                    log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
-                    arrangement = dataclasses.replace(arrangement, stages=())
-                else:
-                    graph.reset()
-                    return arrangement, launchers
-            graph.instantiate()
-            _upload(graph)
-            return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
-
-    def _run_side_by_side(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        read: CapturedGraph,
-        captured: Captured,
-        template: Template,
-        namespace: Mapping[str, Any],
-    ) -> tuple[tuple[int, int], ...]:
-        """The edges of the graph, some of which are taken away."""
-        if captured.products is None:
-            return read.edges
-        driver = Driver()
-        edges = concurrency.relaxed(
-            template,
-            read.edges,
-            segments=captured.segments,
-            inputs=len(captured.layout.inputs),
-            letters=parameters_of(namespace) | fill_copy_kernels.letters,
-            products=captured.products,
-            results=captured.results,
-            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=driver)),
-            room=self._room(driver),
-            extent=fill_copy_kernels.extent,
-        )
-        if edges is None or not graphs.set_edges(graph, [node.handle for node in read.nodes], edges, driver=driver):
-            return read.edges
-        return tuple(edges)
-
-    def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
-        """How many blocks of a kernel this device runs at once."""
-        multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
-        at_once = functools.cache(driver.blocks_at_once)
-
-        def room(node: KernelNode) -> int:
-            x, y, z = node.block
-            try:
-                return multiprocessors * max(at_once(node.func, x * y * z, node.shared_bytes), 1)
-            except DriverError:
-                return multiprocessors
-
-        return room
-
-    def _bytes(self, count: int) -> torch.Tensor:
-        return self.empty((count,), (1,), torch.uint8)
-
-    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
-        launchers = []
-        for stage in arrangement.stages:
-            part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
-            _upload(part)
-            launchers.append(Launcher(part, part.renamed(stage.template), direct=True))
-        return launchers
-
-
-def _upload(graph: Any) -> None:
-    graphs.upload(graph, torch.cuda.current_stream().cuda_stream)
-
-
-def check_libraries(graph: CapturedGraph) -> None:
-    """Note [Collectives] of `policy`: an operator of the user's may contain one."""
-    for node in graph.nodes:
-        if "nccl" in (name := getattr(node, "name", "")):
-            message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"
-            advice = "name the operator in torch._inductor.config.custom_should_partition_ops, which splits it off"
-            raise Refusal("collective", f"{message}; {advice}")
 
 
 class Apart:
@@ -361,7 +130,7 @@ class Recording:
         """How many nodes the graph has by now."""
         if self._capturing is None:
             driver = Driver()
-            self._capturing = driver, driver.captured_into(_streams(self.device.index).get(0).cuda_stream)
+            self._capturing = driver, driver.captured_into(streams_of(self.device.index).get(0).cuda_stream)
         driver, graph = self._capturing
         return driver.count(graph)
 
@@ -411,7 +180,7 @@ class Recording:
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
         """What this thread launches goes into the graph."""
-        streams = _streams(self.device.index)
+        streams = streams_of(self.device.index)
         main = streams.get(0)
         main.wait_stream(torch.cuda.current_stream(self.device))
         with contextlib.ExitStack() as stack:
@@ -420,9 +189,9 @@ class Recording:
             torch._C._cuda_clearCublasWorkspaces()
             # Workspaces that the capture took must not be used after it.
             stack.callback(torch._C._cuda_clearCublasWorkspaces)
-            stack.enter_context(_no_collection())
+            stack.enter_context(no_collection())
             stack.enter_context(torch.cuda.stream(main))
-            stack.enter_context(_exchanged_streams(streams))
+            stack.enter_context(exchanged_streams(streams))
             stack.enter_context(self._graph_begun())
             if random:
                 self._hold_generators(inputs)
@@ -489,8 +258,13 @@ class Recording:
             self.space = None
 
 
+def _no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Without the modes that see operators; most often there are none, and one look tells."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """The collector could destroy things whose destruction a capture forbids."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -499,63 +273,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _no_modes() -> contextlib.AbstractContextManager[Any]:
-    """Without the modes that see operators; most often there are none, and one look tells."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-
-
-class _Streams:
-    """Streams of a device that captures alone use; made at need, and kept."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.made: list[torch.cuda.Stream] = []
-
-    def get(self, number: int) -> torch.cuda.Stream:
-        while len(self.made) <= number:
-            from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
-
-            with torch.cuda.device(self.index):
-                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            if int(code):
-                raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
-            self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
-        return self.made[number]
-
-
-@functools.cache
-def _streams(index: int) -> _Streams:
-    return _Streams(index)
-
-
-@contextlib.contextmanager
-def _exchanged_streams(streams: _Streams) -> Iterator[None]:
-    """Note [Streams of a capture]."""
-    names: dict[tuple[int, int], int] = {(-1, 0): 0}
-    memcpy_nodes = runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
-    with memcpy_nodes, _exchanged_table(streams, names):
-        yield
-
-
-@contextlib.contextmanager
-def _exchanged_table(streams: _Streams, names: dict[tuple[int, int], int]) -> Iterator[None]:
-    table = objects.current()
-    if table is None:
-        yield
-        return
-    exchanged = []
-    for index, found in enumerate(table):
-        if type(found) is objects.Owned:
-            # An owned stream is made when it is first looked up; an owned event stays.
-            found = found.resolve()
-        if isinstance(found, torch.Stream):
-            key = (found.device_index, found.stream_id) if index else (-1, 0)
-            found = streams.get(names.setdefault(key, len(names)))
-        exchanged.append(found)
-    objects.install(exchanged)
-    try:
-        yield
-    finally:
-        objects.install(table)

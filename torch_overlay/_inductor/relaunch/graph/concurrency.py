@@ -44,13 +44,13 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torch_overlay._inductor.relaunch.proof.prove import KernelNode
+from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.prove import Segment, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
 
 READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, as `signatures.parameters_of` has them
 CALLER, OUTSIDE = -2, -3  # all inputs, and all memory that is no region

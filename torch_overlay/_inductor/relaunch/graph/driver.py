@@ -15,7 +15,7 @@ from torch_overlay._inductor.relaunch.graph import native_read
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.prove import CopyNode
+    from torch_overlay._inductor.relaunch.proof.nodes import CopyNode
 
 
 UNKNOWN = -1

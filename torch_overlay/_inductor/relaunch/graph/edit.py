@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.graph.driver import DriverError
-from torch_overlay._inductor.relaunch.proof.prove import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch_overlay._inductor.relaunch.graph.edit import Launch
 
 
 if TYPE_CHECKING:
-    from torch_overlay._inductor.relaunch.proof.prove import KernelNode
+    from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 
 
 BLOCK = 1024

@@ -24,7 +24,7 @@ from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
 from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
-from torch_overlay._inductor.relaunch.proof.prove import (
+from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
     EmptyNode,

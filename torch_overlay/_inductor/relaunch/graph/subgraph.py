@@ -19,7 +19,7 @@ from torch_overlay._inductor.relaunch.graph.driver import Driver
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay._inductor.relaunch.proof.prove import Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 
 class Part:

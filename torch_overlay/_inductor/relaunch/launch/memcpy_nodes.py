@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.graph.driver import Driver
 from torch_overlay._inductor.relaunch.launch import native
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FIXED, Template
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, Template
 
 
 if TYPE_CHECKING:

@@ -58,13 +58,13 @@ import torch
 
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs, native_fallback
-from torch_overlay._inductor.relaunch.proof.prove import CopyNode, FillNode, KernelNode
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay._inductor.relaunch.proof.prove import Node, Word
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, Word
 
 log = logging.getLogger(__name__)
 

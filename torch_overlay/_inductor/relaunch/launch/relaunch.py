@@ -45,7 +45,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.prove import Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 MOVES = 2  # a static input that moved so often is none
 NOWHERE = 1  # the address of no tensor

@@ -31,13 +31,13 @@ import torch
 
 from torch_overlay._inductor.relaunch.memory.outputs import Layout, OfStorage, Recipe, Repeated, Storage, View
 from torch_overlay._inductor.relaunch.memory.packing import aligned, cuts, Held, Life, need_of, Order
-from torch_overlay._inductor.relaunch.proof.prove import FIXED, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Template, Word
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.prove import Node
+    from torch_overlay._inductor.relaunch.proof.nodes import Node
 
 MOST_STAGES = 8
 GAIN = 16 << 20  # bytes that stages must save

@@ -55,154 +55,31 @@ import dataclasses
 import struct
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CapturedGraph,
+    CopyNode,
+    EmptyNode,
+    FillNode,
+    FIXED,
+    KernelNode,
+    Node,
+    Refusal,
+    Template,
+    Word,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-# The region of a segment whose memory outlives the capture where it is: words that point there are left as they are.
-FIXED = -1
 ADDRESS = (1 << 48) - 1  # the bits of an address
 # Note [What a word can hide].
 LOWEST = 1 << 32
 OVERWRITTEN = (1 << 24) - 1
 SMALL = 1 << 16  # below it there is no address, nor one that is shifted
 REACH = 1 << 39
-
-
-class Refusal(Exception):
-    """This capture can't become a template. `reason` is a short code; the text says which node and which word."""
-
-    def __init__(
-        self, reason: str, message: str, *, node: str = "", parameter: int | None = None, offset: int | None = None
-    ) -> None:
-        where = f"node {node}" if node else ""
-        if parameter is not None:
-            where += f", parameter {parameter}"
-        if offset is not None:
-            where += f", offset {offset}"
-        super().__init__(f"{where}: {message}" if where else message)
-        self.reason = reason
-        self.node = node
-        self.parameter = parameter
-        self.offset = offset
-
-
-@dataclass(frozen=True)
-class Segment:
-    """[address, address + size) stands for the bytes [delta, delta + size) of a region."""
-
-    address: int
-    size: int
-    region: int
-    delta: int = 0
-
-
-@dataclass(frozen=True)
-class KernelNode:
-    index: int
-    handle: int
-    name: str
-    func: int
-    kern: int
-    ctx: int
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    parameters: tuple[tuple[int, bytes], ...]  # (offset in the packed block, value), one per parameter
-
-
-@dataclass(frozen=True)
-class FillNode:
-    """A memset node. Its only address, `dst`, counts as parameter 0."""
-
-    index: int
-    handle: int
-    dst: int
-    value: int
-    element_size: int
-    width: int  # elements in a row
-    height: int
-    pitch: int
-    name: str = "memset"
-
-    @property
-    def parameters(self) -> tuple[tuple[int, bytes], ...]:
-        return ((0, self.dst.to_bytes(8, "little")),)
-
-
-@dataclass(frozen=True)
-class CopyNode:
-    """A memcpy node from device to device. `dst` counts as parameter 0, `src` as parameter 1."""
-
-    index: int
-    handle: int
-    dst: int
-    src: int
-    width: int  # bytes in a row
-    height: int
-    depth: int
-    dst_pitch: int
-    dst_height: int
-    src_pitch: int
-    src_height: int
-    name: str = "memcpy"
-    dst_on_host: bool = False  # pinned memory that stays where it is
-    src_on_host: bool = False
-
-    @property
-    def parameters(self) -> tuple[tuple[int, bytes], ...]:
-        return (0, self.dst.to_bytes(8, "little")), (8, self.src.to_bytes(8, "little"))
-
-
-@dataclass(frozen=True)
-class EmptyNode:
-    """A node that only joins others."""
-
-    index: int
-    handle: int
-    name: str = "empty"
-    parameters: tuple[tuple[int, bytes], ...] = ()
-
-
-Node: TypeAlias = KernelNode | FillNode | CopyNode | EmptyNode
-
-
-@dataclass(frozen=True)
-class CapturedGraph:
-    nodes: tuple[Node, ...]
-    edges: tuple[tuple[int, int], ...]  # indices of nodes
-    segments: tuple[Segment, ...]
-    low: int
-    high: int  # [low, high) is the capture's own address range
-
-
-class Word(NamedTuple):
-    """8 bytes of a node's parameter, at `offset` in it: the base of the region + delta."""
-
-    node: int
-    parameter: int
-    offset: int
-    region: int
-    delta: int
-
-
-@dataclass(frozen=True)
-class Template:
-    regions: int
-    nodes: tuple[Node, ...]
-    words: tuple[Word, ...]
-
-    def table(self, names: Mapping[int, str] | None = None) -> str:
-        """Every word in a line, by region."""
-        rows = [("region", "node", "kernel", "parameter", "offset", "delta")]
-        for word in sorted(self.words, key=lambda w: (w.region, w.node, w.parameter, w.offset)):
-            region = (names or {}).get(word.region, str(word.region))
-            kernel = self.nodes[word.node].name
-            rows.append((region, str(word.node), kernel, str(word.parameter), str(word.offset), str(word.delta)))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
 
 
 class AddressMap:

@@ -1,0 +1,218 @@
+"""Captures and executables on a real device; `capture` and `runner` know devices only by what is here.
+
+    device = Cuda(index)
+    recording = device.record(gap)          # an address space, and a graph that is captured in it
+    with recording:
+        x = recording.place(view)           # a tensor at an address of its own
+        with recording.capturing(inputs, random):
+            ...                             # runs no kernel; what it allocates lies in the space
+            with recording.apart(None) as apart:
+                ...                         # what it allocates has segments of its own: apart.segments
+    arrangement, launchers = device.finish(first, second, namespace, arrange)
+    recording.close()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch.capture.recording import no_collection, Recording
+from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
+from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
+from torch_overlay._inductor.relaunch.graph.subgraph import Part
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
+from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
+from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
+from torch_overlay._inductor.relaunch.prepare import prepare
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
+from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
+
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
+
+log = logging.getLogger(__name__)
+
+
+class Cuda:
+    """One device."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.device = torch.device("cuda", index)
+        self.concurrent = config.cudagraph_concurrency
+        self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
+        self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self.current: Callable[[], int] = torch._C._cuda_getDevice
+        self.stream_of: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.raw_alloc: Callable[[int, int], int] = torch._C._cuda_cudaCachingAllocator_raw_alloc
+        self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
+        self.functions = native.torch_functions()
+
+    def allocated(self) -> tuple[int, int]:
+        """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
+        stats = torch._C._cuda_memoryStats(self.index)
+        return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
+
+    def blocks(self) -> int:
+        """How many blocks the device's allocator has, but for segments that are free as a whole."""
+        stats = torch._C._cuda_memoryStats(self.index)
+        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
+
+    def holes(self) -> list[int]:
+        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given, but for
+        segments larger than a chunk that are free as a whole. Note [Chunks] of `memory.outputs`"""
+        mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
+        found = []
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["segment_type"] == "large" and mine.items() <= segment.items():
+                most = CHUNK if len(segment["blocks"]) == 1 else segment["total_size"]
+                free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+                found += [size for size in free if size <= most]
+        return found
+
+    def is_ordinary(self, address: int) -> bool:
+        """Is this memory of the allocator in no pool of the caller's?"""
+        return any(
+            segment["segment_pool_id"] == (0, 0)
+            for segment in torch.cuda.memory_snapshot(include_traces=False)
+            if segment["device"] == self.index and 0 <= address - segment["address"] < segment["total_size"]
+        )
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.device(self.index)
+
+    def record(self, gap: int) -> Recording:
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            raise Refusal("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
+        return Recording(self, gap)
+
+    def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
+        """Those that a region with these inputs can draw from."""
+        given = [v for v in inputs if isinstance(v, torch.Generator) and v.device == self.device]
+        return [torch.cuda.default_generators[self.index], *given]
+
+    def random_state(self) -> Any:
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: Any) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+    def prepare(self) -> None:
+        """What the first capture would have to wait for."""
+        with self.guard():
+            prepare(self.index)
+
+    def finish(
+        self,
+        first: Captured,
+        second: Captured,
+        namespace: Mapping[str, Any],
+        arrange: Callable[[Template, tuple[tuple[int, int], ...]], Arrangement],
+    ) -> tuple[Arrangement, list[Launcher]]:
+        """Proves the first capture by the second, and makes it executable as it is then arranged."""
+        graph = first.recording.graph
+        read = []
+        with no_collection():
+            for captured in (first, second):
+                for kept in graphs.tidy(captured.recording.graph).kept:
+                    log.info("stays in the graph as it is: %s", kept)
+                space = captured.recording.space
+                read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
+            check_libraries(read[0])
+            snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
+            template = prove(
+                *read,
+                foreign=graphs.freed_memory(snapshot),
+                on_device=graphs.is_device_memory,
+                signatures=signatures_of(namespace),
+            )
+            second.recording.discard()
+            edges = self._run_side_by_side(graph, read[0], first, template, namespace)
+            arrangement = arrange(template, edges)
+            _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # until the executables are made
+            if arrangement.stages:
+                try:
+                    launchers = self._parts(graph, arrangement)
+                except graphs.DriverError as error:  # it takes more memory as a whole, and works
+                    log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
+                    arrangement = dataclasses.replace(arrangement, stages=())
+                else:
+                    graph.reset()
+                    return arrangement, launchers
+            graph.instantiate()
+            upload(graph)
+            return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
+
+    def _run_side_by_side(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        read: CapturedGraph,
+        captured: Captured,
+        template: Template,
+        namespace: Mapping[str, Any],
+    ) -> tuple[tuple[int, int], ...]:
+        """The edges of the graph, some of which are taken away."""
+        if captured.products is None:
+            return read.edges
+        driver = Driver()
+        edges = concurrency.relaxed(
+            template,
+            read.edges,
+            segments=captured.segments,
+            inputs=len(captured.layout.inputs),
+            letters=parameters_of(namespace) | fill_copy_kernels.letters,
+            products=captured.products,
+            results=captured.results,
+            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=driver)),
+            room=self._room(driver),
+            extent=fill_copy_kernels.extent,
+        )
+        if edges is None or not graphs.set_edges(graph, [node.handle for node in read.nodes], edges, driver=driver):
+            return read.edges
+        return tuple(edges)
+
+    def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
+        """How many blocks of a kernel this device runs at once."""
+        multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
+        at_once = functools.cache(driver.blocks_at_once)
+
+        def room(node: KernelNode) -> int:
+            x, y, z = node.block
+            try:
+                return multiprocessors * max(at_once(node.func, x * y * z, node.shared_bytes), 1)
+            except DriverError:
+                return multiprocessors
+
+        return room
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return self.empty((count,), (1,), torch.uint8)
+
+    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
+        launchers = []
+        for stage in arrangement.stages:
+            part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
+            upload(part)
+            launchers.append(Launcher(part, part.renamed(stage.template), direct=True))
+        return launchers
+
+
+def check_libraries(graph: CapturedGraph) -> None:
+    """Note [Collectives] of `policy`: an operator of the user's may contain one."""
+    for node in graph.nodes:
+        if "nccl" in (name := getattr(node, "name", "")):
+            message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"
+            advice = "name the operator in torch._inductor.config.custom_should_partition_ops, which splits it off"
+            raise Refusal("collective", f"{message}; {advice}")

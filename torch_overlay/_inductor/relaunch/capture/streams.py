@@ -1,0 +1,71 @@
+"""Streams that a capture uses in the place of the caller's: Note [Streams of a capture] in `capture.recording`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_overlay._dynamo import objects
+from torch_overlay._functorch.offload import runtime
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Streams:
+    """Streams of a device that captures alone use; made at need, and kept."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.made: list[torch.cuda.Stream] = []
+
+    def get(self, number: int) -> torch.cuda.Stream:
+        while len(self.made) <= number:
+            from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
+
+            with torch.cuda.device(self.index):
+                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            if int(code):
+                raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
+            self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
+        return self.made[number]
+
+
+@functools.cache
+def streams_of(index: int) -> Streams:
+    return Streams(index)
+
+
+@contextlib.contextmanager
+def exchanged_streams(streams: Streams) -> Iterator[None]:
+    """Note [Streams of a capture]."""
+    names: dict[tuple[int, int], int] = {(-1, 0): 0}
+    memcpy_nodes = runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
+    with memcpy_nodes, exchanged_table(streams, names):
+        yield
+
+
+@contextlib.contextmanager
+def exchanged_table(streams: Streams, names: dict[tuple[int, int], int]) -> Iterator[None]:
+    table = objects.current()
+    if table is None:
+        yield
+        return
+    exchanged = []
+    for index, found in enumerate(table):
+        if type(found) is objects.Owned:
+            # An owned stream is made when it is first looked up; an owned event stays.
+            found = found.resolve()
+        if isinstance(found, torch.Stream):
+            key = (found.device_index, found.stream_id) if index else (-1, 0)
+            found = streams.get(names.setdefault(key, len(names)))
+        exchanged.append(found)
+    objects.install(exchanged)
+    try:
+        yield
+    finally:
+        objects.install(table)

@@ -1,0 +1,85 @@
+"""Where a simulated operation stands: the line of generated code, and that of the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+import torch._dynamo.compiled_autograd
+
+from torch_overlay.testing._text import OURS, TORCH
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+
+def _is_compiling() -> bool:
+    """A graph of compiled autograd runs inside of a context of its own, in which no frame is compiled."""
+    context = torch._guards.CompileContext.try_get()
+    if context is None:
+        return False
+    is_running = torch._dynamo.compiled_autograd.in_compiled_autograd_region
+    return not (is_running and context.compile_id is not None and context.compile_id.frame_id is None)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_generated(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith("<wrapper")
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith((TORCH, OURS, "<")) and not name.endswith("contextlib.py")
+
+
+def site() -> str:
+    """The statement that is being executed: of generated code, or of the user's."""
+    operation = ""
+    for frame in _frames():
+        if frame.f_code.co_name == "run" and "operations" in frame.f_locals and "kind" in frame.f_locals:
+            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "name", "stream"))
+        if _is_generated(frame):
+            at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
+            return at + (operation or f": {_statement(frame)}")
+        if _is_users(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
+
+
+def _statement(frame: FrameType) -> str:
+    lines = frame.f_globals.get("_lines", ())
+    return lines[frame.f_lineno - 1].strip() if frame.f_lineno <= len(lines) else ""
+
+
+def user_line() -> str:
+    """The user's source line behind the statement that is being executed."""
+    for frame in _frames():
+        if _is_generated(frame):
+            return frame.f_globals["_module"].user_line(frame.f_lineno)
+        if _is_users(frame):
+            import linecache
+
+            path, number = frame.f_code.co_filename, frame.f_lineno
+            return f"{os.path.basename(path)}:{number}: {linecache.getline(path, number).strip()}"
+    return ""
+
+
+def assigned_name() -> str:
+    """The variable of generated code that the statement assigns."""
+    for frame in _frames():
+        if _is_generated(frame):
+            left = _statement(frame).removeprefix("if spread: ").partition(" = ")[0]
+            return left if left.isidentifier() else ""
+        if _is_users(frame):
+            return ""
+    return ""
