@@ -19,7 +19,7 @@ from stream_programs.drawn.unwritten import pieces, unwritten
 from torch_overlay import config
 from torch_overlay.analysis.race_check.checking import CALLER, check
 from torch_overlay.analysis.race_check.race_report import describe
-from torch_overlay.analysis.race_check.trace import Boundary, HOST
+from torch_overlay.analysis.race_check.trace import Boundary, ENGINE, HOST
 from torch_overlay.testing import placement_checked, simulated_gpu
 
 
@@ -56,13 +56,16 @@ def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) ->
         return check(fn, *inputs, compile=False, calls=calls, **{"misaligned": False, **kwargs})
 
 
-def _by_the_way(promise: Promise, trains: bool) -> bool:
+def _by_the_way(promise: Promise, trains: bool, breaks: bool) -> bool:
     """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
     caller happened to have there. And what eager saves a function of, a compiled backward may read itself to compute
     that again: behind an event or a synchronisation of the forward nothing is free of it, as nothing is that eager
     saves. Nor is a result free behind an event of the function: a copy is the value that it was made from, where that
-    is not written to, and others read it.
+    is not written to, and others read it. Nor does a view that nobody uses make the engine join its stream if the
+    leaf that it shows is read in another frame.
     """
+    if breaks and trains and promise.what == "reuse" and promise.because == ENGINE:
+        return True
     if promise.what == "overwrite" and promise.who.startswith("event") and promise.value.startswith("output"):
         return True
     read_again = promise.what == "overwrite" and (promise.who == HOST or promise.who.startswith("event"))
@@ -101,7 +104,9 @@ def _is_eagers(race: Race, found: Report) -> bool:
     )
 
 
-def findings(found: Report, host_waits: bool = False, trains: bool = False) -> list[tuple[str, str]]:
+def findings(
+    found: Report, host_waits: bool = False, trains: bool = False, breaks: bool = False
+) -> list[tuple[str, str]]:
     """(kind, text) of all that is wrong.
 
     With `host_waits`, promises to the host count: it is told to wait. A copy between host and device makes it wait,
@@ -114,7 +119,7 @@ def findings(found: Report, host_waits: bool = False, trains: bool = False) -> l
     lost = [
         ("lost", str(p))
         for p in found.lost
-        if (host_waits or p.who != HOST) and not _by_the_way(p, trains)
+        if (host_waits or p.who != HOST) and not _by_the_way(p, trains, breaks)
         if (p.call, p.value) not in parts or not (p.what == "overwrite" or p.who.startswith("event"))
     ]
     blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]
@@ -134,7 +139,9 @@ def check_compiled(
     found = report(program, mode, misaligned=misaligned)
     if reasons := [*found.notes, *map(describe, found.eager_races)]:
         raise Invalid("\n".join(reasons))
-    wrong = [f for f in findings(found, host_waits, trains) if minimal or f[0] != "redundant"]
+    wrong = [
+        f for f in findings(found, host_waits, trains, breaks=not program.fullgraph) if minimal or f[0] != "redundant"
+    ]
     if wrong:
         raise Wrong(wrong[0][0], "\n".join(text for _, text in wrong))
     return found
