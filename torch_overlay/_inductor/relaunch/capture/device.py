@@ -1,15 +1,17 @@
 """Captures and executables on a real device; `capture` and `runner` know devices only by what is here.
 
-device = Cuda(index)
-recording = device.record(gap)          # an address space, and a graph that is captured in it
-with recording:
-    x = recording.place(view)           # a tensor at an address of its own
-    with recording.capturing(inputs, random):
-        ...                             # runs no kernel; what it allocates lies in the space
-        with recording.apart(None) as apart:
-            ...                         # what it allocates has segments of its own: apart.segments
-arrangement, launchers = device.finish(first, second, namespace, arrange)
-recording.close()
+    device = Cuda(index)
+    recording = device.record(gap)          # an address space, and a graph that is captured in it
+    with recording:
+        x = recording.place(view)           # a tensor at an address of its own
+        with recording.capturing(inputs, random):
+            ...                             # runs no kernel; what it allocates lies in the space
+            with recording.apart(None) as apart:
+                ...                         # what it allocates has segments of its own: apart.segments
+    arrangement, launchers = device.finish(first, second, namespace, arrange)
+    recording.close()
+
+A recording is `capture.recording`, and what launches it `launch.launcher`.
 """
 
 from __future__ import annotations
