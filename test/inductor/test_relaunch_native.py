@@ -915,7 +915,7 @@ class TestOnAGpu(TestCase):
                 self.assertIn(tensor.data_ptr(), [address for address, _ in segments])
             self.assertEqual(len(segments), 3)
             self.assertIsNone(space.error())
-            one[:4].fill_(7)  # the addresses can be used, though they all mean the same bytes
+            one[: 12 * MiB].fill_(7)  # the addresses can be used, though those of all blocks mean the same bytes
             self.assertEqual(three.view(torch.uint8)[:4].tolist(), [7] * 4)
             del one, two, three, tensor
             space.close()
