@@ -315,7 +315,7 @@ static void free_memory(Call *self, Handle stream, Memory *memory) {
     Py_CLEAR(memory->slab);
 }
 
-/* Where there is no memory, scratch that stays for other launches is given back, and then there may be. */
+/* Where there is no memory, scratch that is cached for other launches is freed, and then there may be. */
 static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     PyObject *type, *value, *trace;
     if (!allocate_memory(self, stream, memory, base)) return 0;

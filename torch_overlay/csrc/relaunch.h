@@ -109,7 +109,7 @@ typedef struct {
 
 typedef struct Kept {
     long device;
-    Handle stream, address; /* address: NULL once the memory is given back */
+    Handle stream, address; /* address: NULL once the memory is freed */
     size_t size;
     int (*release)(Handle);
     PyObject *raw_delete;

@@ -71,6 +71,13 @@ class Written:
     loads: bool = False  # the caller fills inputs on a side stream
 
 
+def host_waits(text: str) -> tuple[bool, bool]:
+    """`host_waits` and `host_blocks` of a program's text."""
+    copies = any(call in text for call in (".cpu()", '.to("cuda")', ".item()"))
+    synchronizes = "synchronize(" in text
+    return synchronizes and not copies, synchronizes or copies
+
+
 class Writer:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.order = spec, Order(spec.streams)
@@ -608,7 +615,6 @@ class Writer:
         inputs = tuple(name for name in ARGUMENTS if name in self.used)
         host = self.copies_to_host
         text = self.assemble(body, inputs, outputs)
-        copies = any(call in text for call in (".cpu()", '.to("cuda")', ".item()"))
         return Written(
             text,
             inputs,
@@ -617,8 +623,7 @@ class Writer:
             self.spec.unjoined and not self.spec.train,
             host,
             not self.graph_breaks,
-            "synchronize(" in text and not copies,
-            "synchronize(" in text or copies,
+            *host_waits(text),
             self.spec.misaligned and not self.random,  # a kernel draws other numbers for a misaligned operand
             "loads=" in text,
         )
@@ -672,4 +677,4 @@ def write(spec: Spec) -> Written:
     return Writer(spec).write()
 
 
-__all__ = ["write", "Written"]
+__all__ = ["host_waits", "write", "Written"]

@@ -32,7 +32,7 @@ from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
 from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
 from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
-from torch_overlay._inductor.scheduler_nodes import device_us
+from torch_overlay._inductor.scheduler_nodes import device_us, user_stream
 
 
 if TYPE_CHECKING:
@@ -184,8 +184,6 @@ class Schedule:
 
     def launches(self, node: BaseSchedulerNode) -> bool:
         """A kernel on the ambient stream: it can wait."""
-        from torch_overlay._inductor.scheduler_nodes import user_stream
-
         device = node.get_device()
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
         return is_kernel and not isinstance(node.node, ir.MultiOutput) and not user_stream(self.scheduler, node)

@@ -90,7 +90,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
 
 
 def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
-    """Whether memory of a stream has to be ordered behind the other streams that use it before it is given back.
+    """Whether memory of a stream has to be ordered after the other streams that use it before it is freed.
 
     The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
     is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own

@@ -7,9 +7,9 @@ records and waits between, and the switches. There is no context manager and no 
 
 Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
 current, as in eager, so the caching allocator and Inductor's own reuse hand a block from one operation of a stream to
-the next with no event. A free is delayed until the block's stream is ordered behind the last access of any other
-stream (`Plan.release`). Where that is never the case before the exit, the block is given back there, as eager gives
-it back when the function returns.
+the next with no event. A free is delayed until the block's stream is ordered after the last access of any other
+stream (`Plan.release`). Where that is never the case before the exit, the block is freed there, as eager frees it when
+the function returns.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class RegionEmitter:
         self.wrapper.writeline(EndRegion(self))
 
     def lend_results(self) -> None:
-        """Tell the allocator of the streams that may use what is returned when its memory is given back, beside the one
+        """Tell the allocator of the streams that may use what is returned when its memory is freed, beside the one
         whose memory it is.
 
         A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe

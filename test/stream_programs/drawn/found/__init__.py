@@ -6,13 +6,13 @@ import importlib
 import inspect
 import pkgutil
 
-from stream_programs.drawn.writer import Written
+from stream_programs.drawn.writer import host_waits, Written
 
 
 def _read(name: str) -> Written:
     module = importlib.import_module(f"{__name__}.{name}")
     text = inspect.getsource(module.build)
-    copies = any(call in text for call in (".cpu()", '.to("cuda")', ".item()"))
+    waits, blocks = host_waits(text)
     return Written(
         text,
         tuple(module.INPUTS.split()),
@@ -21,8 +21,8 @@ def _read(name: str) -> Written:
         unjoined="# unjoined" in text,
         host="cpu" in text or "out" in module.INPUTS,
         fullgraph="graph_break" not in text and ".item()" not in text,
-        host_waits="synchronize(" in text and not copies,
-        host_blocks="synchronize(" in text or copies,
+        host_waits=waits,
+        host_blocks=blocks,
         misaligned="loads=" in text,
         loads="loads=" in text,
     )

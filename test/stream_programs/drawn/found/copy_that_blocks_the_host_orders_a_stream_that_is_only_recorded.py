@@ -1,4 +1,4 @@
-"""Copy that blocks the host orders a stream that is only lent to."""
+"""Copy that blocks the host orders a stream that is only recorded."""
 
 from stream_programs.drawn.kit import calls
 

@@ -1,4 +1,4 @@
-"""Returned view becomes memory of its own and its base is given back."""
+"""Returned view becomes memory of its own and its base is freed."""
 
 from stream_programs.drawn.kit import calls, torch
 
