@@ -131,22 +131,7 @@ def _note_end(output: OutputGraph) -> None:
     if any(node_stream(node) or is_stream_op(node) for node in nodes):
         _note_targets(nodes)
         _note_storages(nodes)
-        registry.current().first_readers = _first_readers(nodes)
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
-
-
-def _first_readers(nodes: Iterable[Node]) -> dict[int, int]:
-    """Position of an input -> the stream of the first operation that reads it, for which autograd makes the node that
-    accumulates its gradient. It may be a view that nobody uses, which functionalization leaves out.
-    """
-    inputs = {node: position for position, node in enumerate(n for n in nodes if n.op == "placeholder")}
-    found: dict[int, int] = {}
-    for node in nodes:
-        if node.op in ("call_function", "call_method") and not is_stream_op(node) and node.target != "detach":
-            for value in node.all_input_nodes:
-                if value in inputs:
-                    found.setdefault(inputs[value], node_stream(node))
-    return found
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:

@@ -74,8 +74,6 @@ class _Frame:
         self.set_streams: dict[torch.device, int] = {}
         # The frame reads a stream's raw handle: what is launched on it can't be part of a captured graph.
         self.handle_is_read = False
-        # Position of an input of the graph -> the stream of the first operation that reads it.
-        self.first_readers: dict[int, int] = {}
         # The graph ends at a graph break: what it made and nobody needs any more may be a local variable of the caller.
         self.goes_on = False
         # The frame goes on behind a graph break of its function.

@@ -19,11 +19,10 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo import objects, registry
+from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT
 
@@ -40,11 +39,6 @@ _FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of t
 
 def note(graph: Graph) -> None:
     """Called before placement, which says of a view where its memory is filled, and not where the program made it."""
-    known = registry.current().first_readers
-    for value in graph.find_nodes(op="placeholder"):
-        what = value.meta.get("desc")
-        if isinstance(what, PlainAOTInput) and what.idx in known:
-            value.meta[_FIRST_READER] = known[what.idx]
     for node in graph.nodes:
         if node.op == "call_function" and not is_stream_op(node) and node.target is not torch.ops.aten.detach.default:
             for value in node.all_input_nodes:
