@@ -18,6 +18,7 @@ to read it on the stream of the block: the contexts are entered around it as wel
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -131,7 +132,21 @@ def _note_end(output: OutputGraph) -> None:
     if any(node_stream(node) or is_stream_op(node) for node in nodes):
         _note_targets(nodes)
         _note_storages(nodes)
+        registry.current().first_readers = _first_readers(nodes)
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
+
+
+def _first_readers(nodes: Iterable[Node]) -> weakref.WeakKeyDictionary[Node, int]:
+    """Input -> the stream of the first operation that reads it, for which autograd makes the node that accumulates its
+    gradient. It may be a view that nobody uses, which functionalization leaves out.
+    """
+    found: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
+    for node in nodes:
+        if node.op in ("call_function", "call_method") and not is_stream_op(node) and node.target != "detach":
+            for value in node.all_input_nodes:
+                if value.op == "placeholder":
+                    found.setdefault(value, node_stream(node))
+    return found
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:

@@ -13,6 +13,7 @@ inner frame kept alive.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, Literal, TYPE_CHECKING
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.source import Source
+    from torch.fx import Node
 
 AMBIENT_INDEX = upstream.CURRENT_STREAM_INDEX
 
@@ -74,6 +76,8 @@ class _Frame:
         self.set_streams: dict[torch.device, int] = {}
         # The frame reads a stream's raw handle: what is launched on it can't be part of a captured graph.
         self.handle_is_read = False
+        # Input of Dynamo's graph -> the stream of the first operation that reads it.
+        self.first_readers: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
         # The graph ends at a graph break: what it made and nobody needs any more may be a local variable of the caller.
         self.goes_on = False
         # The frame goes on behind a graph break of its function.

@@ -19,10 +19,11 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from torch_overlay._dynamo import objects
+from torch_overlay._dynamo import objects, registry
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT
 
@@ -39,6 +40,11 @@ _FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of t
 
 def note(graph: Graph) -> None:
     """Called before placement, which says of a view where its memory is filled, and not where the program made it."""
+    known = _first_readers_in_dynamo()
+    for value in graph.find_nodes(op="placeholder"):
+        what = value.meta.get("desc")
+        if isinstance(what, PlainAOTInput) and what.idx in known:
+            value.meta[_FIRST_READER] = known[what.idx]
     for node in graph.nodes:
         if node.op == "call_function" and not is_stream_op(node) and node.target is not torch.ops.aten.detach.default:
             for value in node.all_input_nodes:
@@ -46,6 +52,16 @@ def note(graph: Graph) -> None:
                     value.meta.setdefault(_FIRST_READER, node_stream(node))
     output = graph.output_node()
     output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
+
+
+def _first_readers_in_dynamo() -> dict[int, int]:
+    """Position of an input -> the stream of its first reader. Dynamo's graph says it by node, because its inputs may be
+    sorted after it was read (`canonicalize_output_graph_node_order`).
+    """
+    known = registry.current().first_readers
+    graph = next((node.graph for node in known), None)
+    inputs = graph.find_nodes(op="placeholder") if graph else ()
+    return {position: known[node] for position, node in enumerate(inputs) if node in known}
 
 
 def first_reader(value: Node) -> int:
