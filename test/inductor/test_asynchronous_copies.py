@@ -90,6 +90,27 @@ class TestCode(TestCase):
         report = corpus.check_program(by_name("staged_on_the_host"))
         self.assertIn(f"{source} = empty_strided_cpu_pinned(", report.compiled.wrappers[0])
 
+    def test_copy_of_what_a_users_kernel_fills_does_not_block(self) -> None:
+        """Memory that is made from nothing is no constant when a kernel has filled it, whatever the kernel reads."""
+        from user_kernels import scaled_into
+
+        with simulated_gpu():
+            side = torch.cuda.Stream()
+
+            def fn(x):  # type: ignore[no-untyped-def]
+                made = [torch.empty(8, 8, device="cuda"), torch.empty(8, 8, device="cuda")]
+                host = [torch.empty(8, 8, pin_memory=True), torch.empty(8, 8, pin_memory=True)]
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for given, target, out in zip((x, torch.ones(8, 8, device="cuda")), made, host):
+                        scaled_into(target, given, 2)
+                        out.copy_(target, non_blocking=True)
+                return host
+
+            text = compile_only(fn, torch.randn(8, 8, device="cuda")).wrappers[0]
+        copies = re.findall(r"copy_\(buf\d+, (True|False)\)", text)
+        self.assertEqual(copies, ["True", "True"], text)
+
     def test_host_waits_where_the_user_waits(self) -> None:
         """For the row's own event, and not for copies into other rows."""
         for name, waits in (("ring_of_two_streams", 3), ("host_writes_beside_copy", 1)):
