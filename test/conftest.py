@@ -1,13 +1,7 @@
-"""Makes `import form` work in every test, whatever folder it lies in; a run draws the same examples as the last one.
+"""Registers the form that is tested (`form.py`); a run draws the same examples as the last one.
 
 `tools/fuzz` draws others, and so does `pytest --hypothesis-profile default`.
 """
-
-import sys
-from pathlib import Path
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import hypothesis
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import sys
 import weakref
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 import torch._inductor.config
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch._inductor import pattern_matcher
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import form  # noqa: F401
 from torch_overlay.upstream_fixes import pattern_traceback
@@ -90,7 +85,3 @@ class TestCompileGarbage(TestCase):
         self.assertEqual(str(found), "no match")
         self.assertIsNone(found.__traceback__)
         self.assertEqual(pattern_traceback.match(lambda pattern, node: (pattern, node), 1, 2), (1, 2))
-
-
-if __name__ == "__main__":
-    run_tests()

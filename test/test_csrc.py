@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import form  # noqa: F401
 from torch_overlay import csrc
 
@@ -48,7 +45,3 @@ class TestSources(TestCase):
 
 
 instantiate_parametrized_tests(TestSources)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import unittest
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.streams.planner import Plan
 
-sys.path.insert(0, str(form.ROOT / "examples"))
 import moe_experts
 import offloaded_transformer
 import prefetch_loop
@@ -244,7 +242,3 @@ class TestOffloadedTransformer(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr[-3000:])
         self.assertRegex(result.stdout, r"\d+ saved tensors, [\d.]+ MB, wait on the host")
         self.assertRegex(result.stdout, r"mm +\d+\.\d MB   out \d+ / \d+ of \d+ +back \d+ / \d+ of \d+")
-
-
-if __name__ == "__main__":
-    unittest.main()

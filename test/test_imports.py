@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import unittest
 from typing import TYPE_CHECKING
 
 import torch.testing._internal.common_utils as common
@@ -32,12 +31,13 @@ KNOWN = (
 LAYERS = (
     ("errors", "version", "csrc"),
     ("config", "_options", "_logging", "seams", "hooks", "_functorch.offload.settings"),
-    ("_functorch.streams.ids", "_functorch.streams.fx"),  # the words of FX graphs
+    # The words of FX graphs, and what is said of a node.
+    tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
     ("_dynamo",),
     ("_functorch.offload",),
     ("_functorch.streams",),
     ("upstream_fixes",),
-    ("_inductor.scheduler_nodes",),
+    ("_inductor.scheduler_nodes", "_inductor.schedule_notes"),
     ("_inductor.offload",),
     ("_inductor.streams",),
     ("_inductor.relaunch.refusals", "_inductor.relaunch.keys"),
@@ -143,7 +143,3 @@ class TestImports(common.TestCase):
     def test_a_circle_is_found(self) -> None:
         self.assertEqual(circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}), [{"a", "b", "c"}])
         self.assertEqual(circles({"a": {"b"}, "b": {"c"}, "c": set()}), [])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -15,11 +15,9 @@ import form
 
 
 if not form.PATCHED:
+    import fingerprint
     from torch_overlay.hooks import resolve
     from torch_overlay.seam_table import PATCHES, SEAMS
-
-    sys.path.insert(0, str(form.ROOT / "tools"))
-    import fingerprint
 
 # Imports all modules of the compile stack that can be imported here.
 IMPORT_ALL = """
@@ -257,7 +255,3 @@ class TestHooks(unittest.TestCase):
 
 def double(original, *args, **kwargs):
     return 2 * original(*args, **kwargs)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,7 +2,7 @@
 
     tools/fuzz --planner -n 10000 --seed 1
 
-The schedules, and the independent reading of a plan by reachability, are those of test/inductor/test_stream_planner.py;
+The schedules, and the independent reading of a plan by reachability, are those of test/inductor/plan_closure.py;
 hypothesis draws the schedules, and shrinks one that fails.
 """
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "test" / "induct
 
 
 def run(count: int, seed: int) -> int:
-    import test_stream_planner as planner  # pyrefly: ignore[missing-import]
+    import plan_closure as planner  # pyrefly: ignore[missing-import]
     from hypothesis import given, HealthCheck, Phase, seed as seeded, settings
 
     from run_fuzz import Progress

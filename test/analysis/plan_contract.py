@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "inductor"))
-from test_stream_planner import happens_before, missing
+from plan_closure import happens_before, missing
 
 import form  # noqa: F401
 from torch_overlay._inductor.streams import planned_region, planner
@@ -27,6 +23,8 @@ from torch_overlay._inductor.streams.planner import Buffer, HOST, Plan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch_overlay._functorch.streams.tokens import Token
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -34,7 +32,7 @@ class Request:
 
     plan: Plan
     buffers: tuple[Buffer, ...]
-    promised: Mapping[int, frozenset[str]]
+    promised: Mapping[int, frozenset[Token]]
 
 
 @contextlib.contextmanager
@@ -62,7 +60,7 @@ def unordered(request: Request, plan: Plan) -> set[Any]:
         found |= {(point, here) for point in wanted if point not in known and plan.ops[point[1]].stream != HOST}
     for stream, tokens in request.promised.items():
         known = done.get(("exit", stream), frozenset())
-        points = {("entry", int(t[1:])) if t[0] == "s" else ("token", t) for t in tokens} - {("entry", stream)}
+        points = {("entry", t.stream) if t.stream is not None else ("token", t) for t in tokens} - {("entry", stream)}
         found |= {(point, ("exit", stream)) for point in points if point not in known}
     for buffer in request.buffers:
         if buffer.settles:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import corpus
 import torch
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import corpus
+from torch._inductor.test_case import TestCase
 
 import form
 from stream_programs import by_name
@@ -741,7 +736,3 @@ class TestCommandLine(TestCase):
             done = self.run_check(*arguments)
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(text, done.stderr)
-
-
-if __name__ == "__main__":
-    run_tests()

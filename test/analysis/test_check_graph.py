@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import struct
-import sys
-from pathlib import Path
 from typing import Any
 
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
@@ -216,7 +212,3 @@ def triton_poi_fused_add_0(in_out_ptr0, in_ptr0, out_ptr1, xnumel, XBLOCK : tl.c
     tl.store(in_out_ptr0 + (x0), tmp2, None)
 """
         self.assertEqual(kernel_modes(source), {"triton_poi_fused_add_0": "urw-"})
-
-
-if __name__ == "__main__":
-    run_tests()

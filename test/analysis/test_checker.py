@@ -5,13 +5,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from torch._inductor.test_case import TestCase
 
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.analysis import check_trace, RaceError, Report, Trace
 from torch_overlay.analysis.race_check.trace import HOST, Memory, Span, View
@@ -795,7 +790,3 @@ class TestSpan(TestCase):
         even = Span(0, (1 << 20,), (8,), 4)
         self.assertFalse(even.overlaps(Span(4, (1 << 20,), (8,), 4)))
         self.assertTrue(even.overlaps(Span(6, (1 << 20,), (8,), 4)))
-
-
-if __name__ == "__main__":
-    run_tests()

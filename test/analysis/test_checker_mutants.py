@@ -8,20 +8,14 @@ programs and as many small ones as one wants.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
-from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import brute_force
 import corpus
 import mutants
 import plan_contract
 from mutants import Tally
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 from stream_programs import by_name, PROGRAMS
@@ -151,6 +145,3 @@ class TestOracle(TestCase):
 
 instantiate_parametrized_tests(TestSmallPrograms)
 instantiate_parametrized_tests(TestCompiledPrograms)
-
-if __name__ == "__main__":
-    run_tests()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
-from pathlib import Path
 
 import torch
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.analysis import check
 from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
@@ -195,7 +191,3 @@ def triton_red_0(in_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr, R0_
             report = check(fn, *(torch.randn(32, 32, device="cuda") for _ in "xy"), row, fullgraph=True)
             self.assertTrue(report.ok, str(report))
             self.assertEqual("after call 1, stream 1 may read output 0" in map(str, report.boundary), may)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -11,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch import runner
@@ -152,7 +148,3 @@ class TestGpu(TestCase):
     def test_output_of_a_graph_is_the_graphs(self) -> None:
         _, (found,) = self.blocks("reduce-overhead")
         self.assertEqual(found.kind, "CUDA graph")
-
-
-if __name__ == "__main__":
-    run_tests()

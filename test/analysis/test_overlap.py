@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import unittest
-from pathlib import Path
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay.analysis.overlap import Overlap, overlap, Work
@@ -36,7 +31,3 @@ class TestOverlap(unittest.TestCase):
     def test_text(self) -> None:
         self.assertEqual(str(Overlap(20, 6, 2)), "30% of 20 µs, 2 streams")
         self.assertEqual(str(Overlap(20, 0, 1)), "0% of 20 µs, 1 stream")
-
-
-if __name__ == "__main__":
-    unittest.main()

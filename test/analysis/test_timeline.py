@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import re
-import sys
 import tempfile
 import unittest
 import xml.etree.ElementTree as ET
@@ -17,10 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -929,7 +925,3 @@ class TestGpu(TestCase):
         self.assertEqual({s.kind for s in found.copies}, {TO_HOST, FROM_HOST})
         self.assertGreater(found.hidden or 0.0, 0.2)
         self.assertTrue(all("x = layer(x).relu()" in s.line for s in found.copies), found.copies)
-
-
-if __name__ == "__main__":
-    run_tests()

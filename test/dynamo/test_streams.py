@@ -11,10 +11,8 @@ import contextlib
 import functools
 import gc
 import re
-import sys
 import threading
 import weakref
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -24,9 +22,6 @@ import torch._dynamo.test_case
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._dynamo import objects, registry
@@ -2283,9 +2278,3 @@ class TestSwitch(StreamTestCase):
 
         torch.compile(fn, backend=counter, fullgraph=True)(self.x)
         self.assertEqual((counter.frame_count, counter.op_count), (1, 1))
-
-
-if __name__ == "__main__":
-    from torch._dynamo.test_case import run_tests
-
-    run_tests()

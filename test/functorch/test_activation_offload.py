@@ -13,11 +13,9 @@ import functools
 import gc
 import os
 import re
-import sys
 import tempfile
 import threading
 import unittest
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -26,13 +24,10 @@ import torch._dynamo.variables.streams
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch.offload import (
@@ -46,6 +41,7 @@ from torch_overlay._functorch.offload import (
 )
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
 from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
+from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
@@ -287,7 +283,7 @@ class TestPlacement(TestCase):
     def test_planner_orders_an_operation_behind_a_copy_and_frees_there(self) -> None:
         ops = [
             Op("make", 0, writes=frozenset({"x"})),
-            Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), before=frozenset({"s0"})),
+            Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), before=frozenset({CALLER})),
             Op("next", 0, writes=frozenset({"y"})),
             Op("last", 0, writes=frozenset({"z"}), behind=frozenset({"copy"})),
         ]
@@ -1237,7 +1233,3 @@ class TestGpu(TestCase):
 instantiate_parametrized_tests(TestSlabs)
 instantiate_parametrized_tests(TestRaces)
 instantiate_parametrized_tests(TestGpu)
-
-
-if __name__ == "__main__":
-    run_tests()

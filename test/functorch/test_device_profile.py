@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,9 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._functorch.offload import device_rates, kernel_times, profile_cache
@@ -239,7 +235,3 @@ class TestKernelTimes(TestCase):
         ):
             found = kernel_times.measure(self.nodes(), 0)
         self.assertEqual(set(found.values()), {5.0})
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import operator
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch.fx import Graph, Node
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from stream_programs import _ops  # noqa: F401  (registers the operators)
 from torch_overlay._functorch.streams.eager_memory import foreign_reads, memory_stream
+from torch_overlay._functorch.streams.facts import ForeignRead, note_fact
+from torch_overlay._functorch.streams.fx import place_on
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -28,10 +26,11 @@ class TestMemory(TestCase):
         self.graph = Graph()
         self.x = self.graph.placeholder("x")
 
-    def node(self, target: Any, *args: Any, stream: int = 0, written: Any = None, **custom: Any) -> Node:
+    def node(self, target: Any, *args: Any, stream: int = 0, written: Any = None, **fact: Any) -> Node:
         """An operation on a stream; `written` is what the user called."""
         node = self.graph.call_function(target, args)
-        node.meta["custom"] = {"stream": stream, **custom}
+        place_on(node, stream)
+        note_fact(node, **fact)
         if written is not None:
             node.meta["source_fn_stack"] = [("call", written)]
         return node
@@ -63,29 +62,31 @@ class TestMemory(TestCase):
         self.assertEqual(memory_stream(self.node(aten.where.self, mask, self.x, made, **known)), 0)
         self.assertIsNone(memory_stream(self.node(aten.where.self, mask, made, self.x, **known)))
         storage = (("mm", 2),)
-        updated = self.node(aten.where.self, mask, self.x, made, stream_storage=storage, **known)
+        updated = self.node(aten.where.self, mask, self.x, made, eager_storage=storage, **known)
         self.assertEqual(memory_stream(updated), 2)
 
     def test_of_updates_that_become_several_operations(self) -> None:
-        made = self.node(aten.mm.default, self.x, self.x, stream_storage=(("mm", 0),))
-        known = {"stream": 1, "written": "lerp_", "stream_storage": (("mm", 0),)}
+        made = self.node(aten.mm.default, self.x, self.x, eager_storage=(("mm", 0),))
+        known = {"stream": 1, "written": "lerp_", "eager_storage": (("mm", 0),)}
         difference = self.node(aten.sub.Tensor, self.node(aten.mm.default, self.x, self.x, stream=1), made, **known)
         updated = self.node(aten.add.Tensor, self.node(aten.mul.Tensor, difference, 2, **known), made, **known)
         self.assertEqual(memory_stream(updated), 0)
-        self.assertEqual(foreign_reads(updated, {}), ("-s0",))
+        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"),))
 
     def test_of_updates_of_lists(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (0, 2))
         updated = self.node(aten._foreach_add.Scalar, [made, other, self.x], 1, stream=1, written="_foreach_add_")
         parts = [self.node(operator.getitem, updated, i, stream=1, written="_foreach_add_") for i in range(3)]
         self.assertEqual([memory_stream(part) for part in parts], [0, 2, None])
-        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
+        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"), ForeignRead(2, "other")))
         made = self.node(aten._foreach_add.Scalar, [made, other], 1, stream=1, written="_foreach_add")
         part = self.node(operator.getitem, made, 0, stream=1)
         self.assertEqual(memory_stream(part), 1)
         mask = self.node(aten.gt.Scalar, part, 0)
-        known = {"written": "masked_fill_", "stream_storage": (("getitem", 1),)}
-        self.assertEqual(foreign_reads(self.node(aten.where.self, mask, self.x, part, **known), {}), ("-s1",))
+        known = {"written": "masked_fill_", "eager_storage": (("getitem", 1),)}
+        self.assertEqual(
+            foreign_reads(self.node(aten.where.self, mask, self.x, part, **known), {}), (ForeignRead(1, "other"),)
+        )
         lists = [self.x], [other], [other], [self.x], [other]
         updated = self.node(aten._fused_adam.default, *lists, [self.x], stream=1, written=torch._fused_adam_)
         for k, stream in ((0, None), (1, 2), (4, 2)):
@@ -96,13 +97,13 @@ class TestMemory(TestCase):
 
     def test_of_lists_whose_storages_are_known(self) -> None:
         """The list that is read first need not be the one that is updated."""
-        made = self.node(aten.mm.default, self.x, self.x, stream_storage=(("mm", 0),))
-        other = self.node(aten.mm.default, self.x, self.x, stream=2, stream_storage=(("mm_1", 2),))
-        known = {"stream": 1, "written": torch._foreach_lerp_, "stream_storage": (("mm", 0), ("mm_1", 2))}
+        made = self.node(aten.mm.default, self.x, self.x, eager_storage=(("mm", 0),))
+        other = self.node(aten.mm.default, self.x, self.x, stream=2, eager_storage=(("mm_1", 2),))
+        known = {"stream": 1, "written": torch._foreach_lerp_, "eager_storage": (("mm", 0), ("mm_1", 2))}
         updated = self.node(aten._foreach_add.List, [self.x, self.x], [made, other], **known)
         parts = [self.node(operator.getitem, updated, i, **known) for i in range(2)]
         self.assertEqual([memory_stream(part) for part in parts], [0, 2])
-        self.assertEqual(foreign_reads(updated, {}), ("-s0", "-s2"))
+        self.assertEqual(foreign_reads(updated, {}), (ForeignRead(0, "other"), ForeignRead(2, "other")))
 
     def test_of_scatters_that_the_user_calls(self) -> None:
         for written in ("slice_scatter", torch.slice_scatter):
@@ -112,7 +113,7 @@ class TestMemory(TestCase):
 
     def call(self, target: Any, /, *args: Any, stream: int, **kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta["custom"] = {"stream": stream}
+        place_on(node, stream)
         return node
 
     def test_of_updates_by_operators_and_kernels_of_the_user(self) -> None:
@@ -128,18 +129,23 @@ class TestMemory(TestCase):
         ):
             updated = self.node(operator.getitem, call, index, stream=1)
             self.assertEqual(memory_stream(updated), 0)
-            self.assertEqual(foreign_reads(call, {}), ("-s0", "s2"))
+            self.assertEqual(foreign_reads(call, {}), (ForeignRead(0, "other"), ForeignRead(2, "freed")))
             again = self.node(operator.getitem, self.node(aten.mul.Tensor, updated, 2, stream=1), 0, stream=1)
             self.assertEqual(memory_stream(again), 1)
 
     def test_of_targets(self) -> None:
-        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=2)), 2)
-        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, stream_target=-1)))
+        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_target=2)), 2)
+        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_target=-1)))
 
     def test_foreign_reads(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other, stream=1), {}), ("s2",))
-        self.assertEqual(foreign_reads(self.node(aten.add.Tensor, made, other), {}), ("s1", "s2"))
+        self.assertEqual(
+            foreign_reads(self.node(aten.add.Tensor, made, other, stream=1), {}), (ForeignRead(2, "freed"),)
+        )
+        self.assertEqual(
+            foreign_reads(self.node(aten.add.Tensor, made, other), {}),
+            (ForeignRead(1, "freed"), ForeignRead(2, "freed")),
+        )
         self.assertEqual(foreign_reads(self.node(aten.add.Tensor, self.x, self.x, stream=1), {}), ())
 
 
@@ -166,7 +172,3 @@ class TestPlans(TestCase):
 
     def test_side_memory_that_eager_never_allocates_is_settled(self) -> None:
         self.assertEqual([stream for _, stream in self.exit_waits(update=True)], [1])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import threading
 import unittest
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import corpus
+import torch
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
@@ -32,6 +25,8 @@ from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
 from torch_overlay._dynamo import compiled_backward, objects
+from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.planner import Buffer, ENTRY, Op, plan_streams
 from torch_overlay.analysis import check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
@@ -288,7 +283,7 @@ return (mm_4, mm_2, mm_5)
         (plan,) = region(seen, "backward").plans
         carriers = [op for op in plan.ops if op.stream == 1]
         self.assertTrue(carriers)
-        self.assertIn("s0", carriers[-1].before)
+        self.assertIn(CALLER, carriers[-1].before)
         self.assertTrue(any(at == len(plan.ops) for e in plan.events for at, _ in e.waits), plan.table())
 
     def test_waits_of_the_forward_stay_there(self) -> None:
@@ -352,7 +347,7 @@ class TestBoundary(TestCase):
         for name in values:
             nodes[name] = graph.placeholder(name)
             nodes[name].meta["val"] = values[name]
-        nodes["c"].meta["custom"] = {"stream_memory": 1}
+        note_fact(nodes["c"], memory=1)
         graph.output((nodes["x"],))
         backward = torch.fx.GraphModule({}, graph)
         from torch_overlay._functorch.streams.backward import donated_buffers
@@ -364,7 +359,9 @@ class TestBoundary(TestCase):
         """Written on stream 1 by the forward, read on the ambient stream: stream 1 must not get the block before."""
         ops = [
             Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
-            Op("next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({"s0"}), before=frozenset({"s0"})),
+            Op(
+                "next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({CALLER}), before=frozenset({CALLER})
+            ),
         ]
         saved = Buffer("saved", 0, fresh=False, lender=1)
         plan = plan_streams(ops, [saved, Buffer("a", 0), Buffer("b", 1)])
@@ -891,7 +888,3 @@ instantiate_parametrized_tests(TestPrograms)
 instantiate_parametrized_tests(TestPartition)
 instantiate_parametrized_tests(TestCompiledAutograd)
 instantiate_parametrized_tests(TestGpu)
-
-
-if __name__ == "__main__":
-    run_tests()

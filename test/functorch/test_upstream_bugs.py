@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from pathlib import Path
 
-from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import upstream_bugs
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 
@@ -112,7 +107,3 @@ class TestUpstreamBugs(TestCase):
 
 
 instantiate_parametrized_tests(TestUpstreamBugs)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._functorch.streams.view_sources import sources
@@ -131,7 +127,3 @@ class TestSources(TestCase):
         self.assertEqual(sources(column), {column})
         flat = values.apply(aten.view.default, new, [64])
         self.assertEqual(sources(values.apply(aten.slice.Tensor, flat, 0, 1, 2)), {base, update})
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -8,27 +8,22 @@ the kernels of another stream.
 from __future__ import annotations
 
 import re
-import sys
 import time
 import unittest
-from pathlib import Path
 from typing import Any
 
+import corpus
 import pytest
 import torch
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
-import corpus
 
 import form
 from stream_programs import by_name, gpu
 from stream_programs.asynchronous_copies import COPIES
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import annotate, BEFORE, ORDER, REQUIRES
+from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.tokens import synchronization
 from torch_overlay._inductor.streams.lowering import order_graph
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -152,8 +147,8 @@ class TestCode(TestCase):
         after = graph.call_function(aten.clamp_min.default, (buffer, -1))
         awaited = graph.call_function(aten.neg.default, (x,))
         graph.output((before, after, awaited))
-        annotate(wait, **{REQUIRES: "h0", ORDER: 0})
-        annotate(awaited, **{BEFORE: ("h0",)})
+        note_fact(wait, requires=synchronization(0), order=0)
+        note_fact(awaited, before=(synchronization(0),))
         order_graph(graph)
         order = [node for node in graph.nodes if node in (before, awaited, wait, update, after)]
         self.assertEqual(order, [before, awaited, wait, update, after])
@@ -325,7 +320,3 @@ def by_direction(name: str) -> str:
 
 instantiate_parametrized_tests(TestCode)
 instantiate_parametrized_tests(TestGpu)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-import sys
 import unittest
 import warnings
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -22,9 +20,6 @@ import torch._functorch.config as functorch_config
 import triton
 import triton.language as tl
 from torch import nn
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config as overlay_config
@@ -309,7 +304,3 @@ def gpt2(training: bool = False) -> Program:
     if training:
         return lambda ids: nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten()), (tokens(),)
     return lambda ids: model(ids).logits, (tokens(),)
-
-
-if __name__ == "__main__":
-    unittest.main()

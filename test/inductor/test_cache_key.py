@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -11,15 +10,14 @@ from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
 from torch._functorch._aot_autograd.schemas import AOTConfig
 from torch._guards import tracing, TracingContext
 from torch._inductor.codecache import compiled_fx_graph_hash
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
 from torch_overlay import config, version
+from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.cache_key import placement
 
 
@@ -84,9 +82,9 @@ class TestCacheKey(TestCase):
     def test_boundary_effects_of_a_node(self) -> None:
         def check(key) -> None:
             keys = set()
-            for notes in ({}, {"stream_after": ()}, {"stream_after": ("s1",)}, {"stream_before": ("s1",)}):
+            for known in ({}, {"after": ()}, {"after": (state(1),)}, {"before": (state(1),)}):
                 gm = graph({"mul": 0})
-                next(node for node in gm.graph.nodes if node.name == "mul").meta["custom"].update(notes)
+                note_fact(next(node for node in gm.graph.nodes if node.name == "mul"), **known)
                 keys.add(key(gm))
             self.assertEqual(len(keys), 4)
 
@@ -188,7 +186,3 @@ class TestCacheKey(TestCase):
         self.assertEqual([result.returncode for result in results], [0, 0], results[0].stderr)
         self.assertEqual(results[0].stdout, results[1].stdout)
         self.assertEqual(len(results[0].stdout.split()), len(KEYS))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -7,8 +7,6 @@ values read in between.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,12 +14,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
 from torch._inductor.fx_utils import FakeTensorUpdater
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay._inductor.streams import copies_in_place
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, MEMORY_LIKE
@@ -170,7 +166,3 @@ class TestCopiesInPlace(TestCase):
 
     def test_source_that_is_updated_afterwards(self) -> None:
         self.compare([("copy", 0, "all", 1, 1), ("add", 1, "rows", 0, 3), ("copy", 1, "row", 0, 2)], [0, 1])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from torch_overlay.testing import observe, simulated_gpu
 from user_kernels import scaled_into
@@ -36,7 +31,3 @@ class TestMutationOrder(TestCase):
         (wrapper,) = seen.wrappers
         call = wrapper[wrapper.index("def call(self, args)") :]
         self.assertLess(call.index("self.partitions[0]("), call.index(".copy_("), wrapper)
-
-
-if __name__ == "__main__":
-    run_tests()

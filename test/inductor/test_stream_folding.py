@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -111,7 +105,3 @@ class TestStreamFolding(TestCase):
             result = compile_only(fn, torch.randn(64, 64, device="cuda"))
         self.assertEqual(result.graph_breaks, [])
         self.assertIn("stream 1", result.graphs[0])
-
-
-if __name__ == "__main__":
-    run_tests()

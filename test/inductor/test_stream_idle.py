@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -233,7 +228,3 @@ class TestOnGpu(TestCase):
                 late.zero_()
             torch.cuda.current_stream().wait_stream(streams[call % 4])
             self.assertEqual(result, expected, atol=1e-2, rtol=1e-2)
-
-
-if __name__ == "__main__":
-    run_tests()

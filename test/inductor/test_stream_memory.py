@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
 from stream_programs import gpu
+from token_text import tokens
 from torch_overlay import config
 from torch_overlay._inductor.streams.memory_report import account, amount, describe
 from torch_overlay._inductor.streams.planner import Buffer, Op, Plan, plan_streams
@@ -24,7 +21,7 @@ MiB = 1 << 20
 
 
 def op(name: str, stream: int, reads: str = "", writes: str = "", before: str = "") -> Op:
-    return Op(name, stream, frozenset(reads.split()), frozenset(writes.split()), before=frozenset(before.split()))
+    return Op(name, stream, frozenset(reads.split()), frozenset(writes.split()), before=tokens(*before.split()))
 
 
 def planned(*ops: Op, **sizes: int) -> Plan:
@@ -184,7 +181,3 @@ class TestSnapshot(TestCase):
         _, step = self.make("reduce-overhead")
         blocks = self.blocks(step)
         self.assertTrue([names for _, names in blocks if "step_of_the_user" in names], blocks)
-
-
-if __name__ == "__main__":
-    run_tests()

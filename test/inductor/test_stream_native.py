@@ -12,11 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from triton.runtime.build import compile_so_from_file
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import driver_stand_in
 import form  # noqa: F401
@@ -477,7 +474,3 @@ class TestCallersCapture(TestCase):
     def test_with_the_python_region(self):
         with config.patch(native_events=False):
             self.check()
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
-
-import torch
-from hypothesis import given, settings, strategies as st
-from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
 
 import corpus
+import torch
+from hypothesis import given, settings, strategies as st
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form  # noqa: F401
 from stream_programs import by_name, PROGRAMS
@@ -122,7 +115,3 @@ class TestPlansOfParts(TestCase):
 
 
 instantiate_parametrized_tests(TestPlansOfParts)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -5,22 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import sys
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
+from corpus import check_program, findings
 from torch._inductor import compile_fx
 from torch._inductor.exc import InductorError
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import TestCase
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
-from corpus import check_program, findings
 
 import form
 import relaunch_programs
@@ -31,7 +25,9 @@ from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.steps import LARGEST, Spec
 from stream_programs.drawn.writer import write
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import AFTER, annotate, BEFORE, node_stream
+from torch_overlay._functorch.streams.facts import fact_of, note_fact
+from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.tokens import caller_event, synchronization
 from torch_overlay._inductor.streams.pass_log import PassLog
 from torch_overlay.testing import compile_only, observe, placement_checked, simulated_gpu
 
@@ -144,7 +140,8 @@ def graph_on_streams(*streams: int) -> GraphModule:
     for i, stream in enumerate(streams):
         value = graph.call_function(aten.relu.default, (value,), name=f"relu_{i}")
         value.meta["val"] = torch.empty(4, device="meta")
-        annotate(value, stream=stream or None, **{AFTER: (f"e{i}",), BEFORE: (f"h{i}",)})
+        place_on(value, stream)
+        note_fact(value, after=(caller_event(i),), before=(synchronization(i),))
         made.append(value)
     graph.output(tuple(made))
     return torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -159,8 +156,8 @@ def named(gm: GraphModule, name: str) -> Node:
 
 
 def placement(node: Node) -> tuple[int, Any, Any]:
-    custom = node.meta.get("custom", {})
-    return node_stream(node), custom.get(AFTER), custom.get(BEFORE)
+    fact = fact_of(node)
+    return node_stream(node), *(known and tuple(map(str, known)) for known in (fact.after, fact.before))
 
 
 class TestPasses(TestCase):
@@ -322,6 +319,3 @@ def _then(passes: Callable[..., Any], change: Callable[[Graph], None]) -> Callab
 
 
 instantiate_parametrized_tests(TestOneSideStream)
-
-if __name__ == "__main__":
-    run_tests()

@@ -8,17 +8,13 @@ found: each program was compiled wrong once.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import unittest
 import unittest.mock
-from pathlib import Path
 
 from hypothesis import given, HealthCheck, Phase, settings
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form
 from stream_programs import gpu
 from stream_programs.drawn import checked, found
@@ -211,6 +207,3 @@ class TestGpu(TestCase):
 instantiate_parametrized_tests(TestDrawn)
 instantiate_parametrized_tests(TestFound)
 instantiate_parametrized_tests(TestGpu)
-
-if __name__ == "__main__":
-    run_tests()

@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "analysis"))
 import corpus
+import torch
+from torch._inductor.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
 from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
@@ -1174,7 +1168,3 @@ class TestGpu(TestCase):
 
 instantiate_parametrized_tests(TestCorpus)
 instantiate_parametrized_tests(TestGpu)
-
-
-if __name__ == "__main__":
-    run_tests()

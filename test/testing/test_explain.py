@@ -9,13 +9,12 @@ import sys
 import tempfile
 import textwrap
 
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 
 
 try:
     import form
 except ImportError:  # run as a plain script
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
 
 from torch_overlay import config
@@ -286,7 +285,3 @@ def without_rich():
 
     with mock.patch.dict(sys.modules, {"rich.console": None}):
         yield
-
-
-if __name__ == "__main__":
-    run_tests()

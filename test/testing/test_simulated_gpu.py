@@ -14,14 +14,13 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 try:
     import form
 except ImportError:  # run as a plain script
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import form  # noqa: F401
 
 from torch_overlay._dynamo import objects
@@ -842,7 +841,3 @@ return (cos,)""",
         random.seed(1)
         compile_only(lambda x: x + 1, cuda(4))
         self.assertEqual(random.random(), expected)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,18 +16,10 @@ import zipfile
 from pathlib import Path
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import form
-
-
-sys.path.insert(0, str(form.ROOT / "tools"))
-sys.path.insert(0, str(form.ROOT / "test" / "tools"))
-
 import patch_faults
 
 import apply_patches
+import form
 import run_patched
 import series
 import tree_change
@@ -649,7 +641,3 @@ class TestUnifiedDiff(unittest.TestCase):
         ):
             with self.assertRaises(series.SeriesError):
                 series.parse_patch("p", broken)
-
-
-if __name__ == "__main__":
-    unittest.main()

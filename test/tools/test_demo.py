@@ -17,9 +17,6 @@ from unittest import mock
 import pytest
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
 
 
@@ -197,7 +194,3 @@ class TestScreen(unittest.TestCase):
     def test_table_without_rich_is_aligned_text(self) -> None:
         text = plain_table("Title", ["a", "bb"], [["1", "2\n3"], ["long", "4"]])
         self.assertEqual(text, "Title\na     bb\n1     2\n      3\nlong  4")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -11,9 +11,6 @@ import unittest
 from pathlib import Path
 from xml.etree import ElementTree
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
 
 
@@ -88,7 +85,3 @@ class TestPlot(unittest.TestCase):
         status, _, error = self.plot(["no JSON"], "--rows", "llama")
         self.assertNotEqual(status, 0)
         self.assertIn("relaunch.jsonl:1: not a line of tools/bench/relaunch.py", error)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -6,21 +6,15 @@ import ast
 import contextlib
 import io
 import re
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
 
 
 if not form.PATCHED:
-    sys.path.insert(0, str(form.ROOT / "tools"))
-
     import export_patches
     import series
     from fingerprint import module_file
@@ -306,7 +300,3 @@ class Everything(dict):
 
     def get(self, name: str, default: object = None) -> str:
         return series.sha256(self.text)
-
-
-if __name__ == "__main__":
-    unittest.main()

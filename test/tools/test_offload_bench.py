@@ -6,22 +6,14 @@ import argparse
 import contextlib
 import io
 import queue
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import offload  # pyrefly: ignore[missing-import]
+from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "bench"))
-import offload  # pyrefly: ignore[missing-import]
 
 
 OFF = {"ms": 100.0, "peak GiB": 10.0, "reserved GiB": 11.0, "refused": []}
@@ -109,7 +101,3 @@ class TestTurns(TestCase):
             failed = child("off")
             failed.errors, failed.process = errors, mock.Mock(returncode=3)
             self.assertEqual(failed.error(), "status 3: Traceback: it broke")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -12,10 +12,8 @@ import unittest
 import zipfile
 from pathlib import Path
 
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form
 
 
@@ -80,7 +78,3 @@ class TestPackage(TestCase):
         command = [sys.executable, "-c", "import sys\n" + textwrap.dedent(text), str(installed)]
         done = subprocess.run(command, cwd=installed, env=environment, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
-
-
-if __name__ == "__main__":
-    run_tests()

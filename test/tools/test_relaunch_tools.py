@@ -15,20 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import form
-
-
-sys.path.insert(0, str(form.ROOT / "tools" / "bench"))
-sys.path.insert(0, str(form.ROOT / "tools"))
 import relaunch
 import relaunch_process
 import relaunch_rows
+import torch
 
+import form
 import relaunch_check
 
 
@@ -304,7 +296,3 @@ class TestRows(unittest.TestCase):
         for row in ("gpt2", "bert"):
             with torch.no_grad():
                 self.assertEqual(self.work(row).step().shape[:2], (1, 128))
-
-
-if __name__ == "__main__":
-    unittest.main()

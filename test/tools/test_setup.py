@@ -10,13 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
-
-
-sys.path.insert(0, str(form.ROOT / "tools"))
 import requirements
 
 
@@ -154,7 +148,3 @@ class TestPins(unittest.TestCase):
         for version, there in (("2.15.0", True), ("2.15.0+cu132", True), ("2.15.0+cpu", False), ("2.15.1", False)):
             with mock.patch("importlib.metadata.version", return_value=version):
                 self.assertEqual(requirements.is_there("torch==2.15.0"), there, version)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -12,13 +12,7 @@ import time
 import unittest
 from pathlib import Path
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import form
-
-
-sys.path.insert(0, str(form.ROOT / "tools"))
 import worker_pool
 from worker_pool import Result, Worker
 
@@ -132,7 +126,3 @@ class TestWorkerPool(unittest.TestCase):
         file = self.folder / "results.jsonl"
         worker_pool.write_result(file, Result(Case("a"), "ok", "", 1.5))
         self.assertEqual(json.loads(file.read_text())["case"], {"do": "a", "column": "column"})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -32,23 +32,10 @@ from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay import config
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import (
-    AFTER,
-    annotate,
-    BACKWARD,
-    BEFORE,
-    is_stream_op,
-    is_view,
-    LEAVE,
-    MEMORY,
-    node_stream,
-    ORDER,
-    RANGE,
-    READS,
-    REQUIRES,
-    RESULTS,
-)
+from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
+from torch_overlay._functorch.streams.fx import BACKWARD, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.tokens import events_of
 
 
 if TYPE_CHECKING:
@@ -96,8 +83,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
     for node in copies:
         if stream := node_stream(node):
             node.meta[KEY] = _Object(from_end, stream)
-        tokens = node.meta.get("custom", {}).get(AFTER) or ()
-        events = [_Object(from_end, int(t[1:])) for t in tokens if t[0] == "e" and "." not in t]
+        events = [_Object(from_end, event) for event in sorted(events_of(fact_of(node).after or ()))]
         if events:
             node.meta[EVENTS] = events
         if is_stream_op(node):
@@ -105,7 +91,8 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         # The new graph has no forward and no engine: what was said of either doesn't hold in it.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
-        annotate(node, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE)))
+        place_on(node, AMBIENT)
+        replace_fact(node, NOTHING)
 
 
 def _readers(value: Node) -> list[Node]:
@@ -276,7 +263,7 @@ def copy_backward(
     times = compiler.aot_id_counter[function._aot_id] - 1
     prefix = f"aot{function._aot_id}" + (f"_{times}" if times else "")
     for value in extract_bw_module(function).graph.find_nodes(op="placeholder"):
-        stream = value.meta.get("custom", {}).get(MEMORY)
+        stream = fact_of(value).memory
         if stream:
             copies[f"{prefix}_{value.name}"].meta[SAVED] = _Object(from_end, stream)
     return result

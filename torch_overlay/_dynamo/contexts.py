@@ -37,7 +37,8 @@ from torch_overlay._dynamo import registry
 from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import restart_without_streams
-from torch_overlay._functorch.streams.fx import annotate, is_stream_op, node_stream, STORAGE, TARGET, updates_in_place
+from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.fx import is_stream_op, node_stream, updates_in_place
 
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _note_targets(nodes: Iterable[Node]) -> None:
         target = node.kwargs.get("out")
         if isinstance(target, torch.fx.Node):
             made = target.op in ("call_function", "call_method")
-            annotate(node, **{TARGET: node_stream(target) if made else -1})
+            note_fact(node, eager_target=node_stream(target) if made else -1)
 
 
 def _note_storages(nodes: Iterable[Node]) -> None:
@@ -186,9 +187,9 @@ def _note_storages(nodes: Iterable[Node]) -> None:
         noted[storage] = first.name, None if first.op == "placeholder" else node_stream(first)
         for node in values[storage]:
             if node.op != "placeholder":
-                annotate(node, **{STORAGE: (noted[storage],)})
+                note_fact(node, eager_storage=(noted[storage],))
     for node, listed in lists.items():
-        annotate(node, **{STORAGE: tuple(noted[storage] for storage in listed)})
+        note_fact(node, eager_storage=tuple(noted[storage] for storage in listed))
 
 
 def _storage(node: Any) -> int | None:

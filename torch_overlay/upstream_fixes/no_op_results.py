@@ -32,7 +32,8 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.fx import BEFORE, is_stream_op, is_view, node_stream, viewed, written_arguments
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed, written_arguments
 
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     remove()
     left = set(graph.nodes)
     copies: dict[Node, Node] = {}  # by the first of the steps that are gone
-    if any(node_stream(node) or node.meta.get("custom", {}).get(BEFORE) for node in nodes):
+    if any(node_stream(node) or fact_of(node).before for node in nodes):
         _keep_for_other_streams(nodes, inputs, views, left, output, copies)
     if left.issuperset(together):
         return
@@ -145,14 +146,14 @@ def _keep_for_other_streams(
 
 def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
     """On another stream, or behind an operation that blocks the host until the copy is done."""
-    blocking = {token for token in copy.meta.get("custom", {}).get(BEFORE) or () if token.startswith("c")}
-    promised = reader.meta.get("custom", {}).get(BEFORE) or ()
+    blocking = {token for token in fact_of(copy).promises if token.is_blocking_copy}
+    promised = fact_of(reader).promises
     return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
 
 
 def _is_read_later(result: Node, reader: Node) -> bool:
     """On another stream, or by what somebody is not promised to whom the result is."""
-    promised = [set(node.meta.get("custom", {}).get(BEFORE) or ()) for node in (result, reader)]
+    promised = [fact_of(node).promises for node in (result, reader)]
     return not is_stream_op(reader) and (node_stream(result) != node_stream(reader) or not promised[0] <= promised[1])
 
 

@@ -40,7 +40,9 @@ from torch_overlay._functorch.offload.reader import (
     tensor_of,
 )
 from torch_overlay._functorch.streams import ids
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.facts import Fact, replace_fact
+from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.tokens import CALLER
 
 
 if TYPE_CHECKING:
@@ -318,8 +320,9 @@ def _place(node: Node, stream: int, saved: Node, budget: int) -> None:
     for key in ("stack_trace", "nn_module_stack", "original_aten"):
         if key in saved.meta:
             node.meta[key] = saved.meta[key]
-    custom = {"stream": stream, AFTER: ("s0",), BEFORE: ("s0",)}
-    node.meta["custom"] = {**custom, ops.BUDGET: budget, ops.VALUE: saved.name}
+    node.meta["custom"] = {ops.BUDGET: budget, ops.VALUE: saved.name}
+    place_on(node, stream)
+    replace_fact(node, Fact(after=(CALLER,), before=(CALLER,)))
 
 
 def holds_memory_at_once() -> bool:

@@ -6,7 +6,7 @@ the backward is owed and owes follows from what autograd's engine does:
 
 - The engine makes the stream of the forward's call current, and orders it behind the gradients that come in and before
   those that go out. So what runs on a side stream is ordered after the ambient stream's state at the entry, and the
-  ambient stream is ordered behind it at the exit: the token "s0", both ways.
+  ambient stream is ordered behind it at the exit: the token `CALLER`, both ways.
 - A gradient is computed where its forward was, by each autograd node that the operation made; a sum of gradients is
   computed where its consumer runs, and the consumer of a sum that leaves the graph is the engine, on the ambient
   stream.
@@ -44,28 +44,27 @@ from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_o
 from torch_overlay._functorch.streams import autograd_nodes
 from torch_overlay._functorch.streams.cse import split_twins
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
+from torch_overlay._functorch.streams.facts import (
+    add_after,
+    add_before,
+    Fact,
+    fact_of,
+    is_placed_program,
+    Leave,
+    note_fact,
+    replace_fact,
+)
 from torch_overlay._functorch.streams.fx import (
-    add_tokens,
-    AFTER,
-    annotate,
-    BEFORE,
     is_backward,
     is_stream_op,
     is_view,
-    KEPT,
     launches_kernels,
-    LEAVE,
-    MEMORY,
     node_stream,
-    ORDER,
-    OWNED,
-    RANGE,
-    READS,
-    REQUIRES,
-    RESULTS,
+    place_on,
     viewed,
 )
 from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def assign_second_nodes(graph: Graph) -> None:
             and not node.meta.get("is_gradient_acc")
             and (at := bisect.bisect_left(numbers, number))
         ):
-            annotate(node, stream=node_stream(forward[numbers[at - 1]]) or None)
+            place_on(node, node_stream(forward[numbers[at - 1]]))
 
 
 def assign_sums(graph: Graph) -> None:
@@ -103,7 +102,7 @@ def assign_sums(graph: Graph) -> None:
     for node in reversed(graph.nodes):
         if node.meta.get("is_gradient_acc"):
             consumers = [user for user in node.users if user.op == "call_function"]
-            annotate(node, stream=(node_stream(consumers[0]) or None) if consumers else None)
+            place_on(node, node_stream(consumers[0]) if consumers else AMBIENT)
 
 
 def _writer(node: Node) -> Node:
@@ -132,13 +131,12 @@ def place_recomputed(graph: Graph) -> None:
         stream = node_stream(node)
         if streams and stream not in streams:
             stream = streams[0]
-        annotate(node, stream=stream or None)
+        place_on(node, stream)
     for node in recomputed:
         if node.target is operator.getitem:
-            annotate(node, stream=node_stream(node.args[0]) or None)  # type: ignore[arg-type]
-        inside = ("s0",) if node_stream(node) else ()
-        gone = dict.fromkeys((LEAVE, READS, RESULTS, REQUIRES, ORDER, RANGE))
-        annotate(node, **gone, **{AFTER: inside, BEFORE: inside})
+            place_on(node, node_stream(node.args[0]))  # type: ignore[arg-type]
+        inside = (CALLER,) if node_stream(node) else ()
+        replace_fact(node, Fact(inside, inside))
 
 
 def place_computed_early(graph: Graph) -> None:
@@ -146,24 +144,24 @@ def place_computed_early(graph: Graph) -> None:
     caller's memory, so it waits for what the user's operations on its stream wait for. Where the user orders the
     ambient stream behind a side stream's last operation, that is then what was moved there.
     """
-    promised: dict[int, set[str]] = {}
+    promised: dict[int, set[Token]] = {}
     joined: dict[int, bool] = {}
-    waited: dict[int, set[str]] = {}
+    waited: dict[int, set[Token]] = {}
     computed = [n for n in graph.nodes if n.op == "call_function" and not is_view(n) and not is_stream_op(n)]
     for node in computed:
         if not is_backward(node):
-            custom, stream = node.meta.get("custom", {}), node_stream(node)
-            joined[stream] = "s0" in (custom.get(BEFORE) or ())
-            promised.setdefault(stream, set()).update(custom.get(BEFORE) or ())
-            waited.setdefault(stream, set()).update(custom.get(AFTER) or ())
+            fact, stream = fact_of(node), node_stream(node)
+            joined[stream] = CALLER in fact.promises
+            promised.setdefault(stream, set()).update(fact.promises)
+            waited.setdefault(stream, set()).update(fact.after or ())
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node):
             stream, made = node_stream(node), viewed(node)
-            after = waited.get(stream, {"s0"} - {f"s{stream}"})
-            before = {"s0"} if joined.get(stream) else promised.get(stream, set())
+            after = waited.get(stream, {CALLER} - {state(stream)})
+            before: Collection[Token] = {CALLER} if joined.get(stream) else promised.get(stream, set())
             if made is not node and made.op == "call_function":  # what others wait for is what made the memory
-                before = made.meta.get("custom", {}).get(BEFORE) or ()
-            annotate(node, **{AFTER: tuple(sorted(after)), BEFORE: tuple(sorted(before)), RANGE: None})
+                before = fact_of(made).promises
+            note_fact(node, after=tuple(sorted(after)), before=tuple(sorted(before)), range=None)
 
 
 def _order_late_readers(value: Node, given: Node) -> None:
@@ -171,10 +169,10 @@ def _order_late_readers(value: Node, given: Node) -> None:
     ordered after all that reads the input, as the one that loads the next batch, come after that, too.
     """
     readers = [reader for reader in _readers(given) if not is_view(reader) and not is_stream_op(reader)]
-    promised = [{f"s{node_stream(r)}", *r.meta.get("custom", {}).get(BEFORE, ())} for r in readers]
-    states = {token for token in set.intersection(*promised) if token[0] == "s"} if promised else set()
+    promised = [{state(node_stream(r)), *fact_of(r).promises} for r in readers]
+    states = {token for token in set.intersection(*promised) if token.stream is not None} if promised else set()
     for reader in _readers(value):
-        add_tokens(reader, BEFORE, states)
+        add_before(reader, states)
 
 
 def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
@@ -183,9 +181,8 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
     """
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
-        annotate(
-            value, **dict.fromkeys(("stream", AFTER, BEFORE, LEAVE, RESULTS, REQUIRES, ORDER, MEMORY, OWNED, KEPT))
-        )
+        place_on(value, AMBIENT)
+        replace_fact(value, Fact())
         saved = known.get(value.name)
         writer = _writer(saved) if saved is not None else None
         if writer is not None and writer.op == "placeholder" and writer.name in unread:
@@ -196,11 +193,11 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
         if writer is None or writer.op != "call_function":
             continue
         stream = node_stream(writer)
-        annotate(value, **{KEPT: True, MEMORY: stream or None})
-        promised = writer.meta.get("custom", {}).get(BEFORE) or ()
+        note_fact(value, is_computed=True, memory=stream or None)
+        promised = fact_of(writer).promises
         for reader in _readers(value):
-            if node_stream(reader) != stream and f"s{node_stream(reader)}" not in promised:
-                add_tokens(reader, AFTER, (f"s{stream}",))
+            if node_stream(reader) != stream and state(node_stream(reader)) not in promised:
+                add_after(reader, (state(stream),))
 
 
 def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]:
@@ -267,7 +264,7 @@ def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
     for node, stream in streams.items():
         if stream and node not in launched:
             for kernel in _bring_gradient(node, chain, launched):
-                add_tokens(kernel, BEFORE, (f"s{stream}",))
+                add_before(kernel, (state(stream),))
 
 
 def _record(value: Node, stream: int) -> None:
@@ -277,7 +274,7 @@ def _record(value: Node, stream: int) -> None:
     record.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
+def lend_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
     """A gradient that is a saved value itself leaves with the memory that it came with. The ambient stream reads it,
     which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
     computes nothing has none.) Returns the states of streams behind which the forward left one unordered.
@@ -286,44 +283,44 @@ def lend_saved_gradients(forward: Graph, backward: Graph) -> set[str]:
     output = next(iter(backward.find_nodes(op="output")))
     unordered = set()
     for value in dict.fromkeys(_writer(v) for v in output.all_input_nodes):
-        stream = value.meta.get("custom", {}).get(MEMORY)
+        stream = fact_of(value).memory
         if value.op != "placeholder" or not stream:
             continue
         _record(value, AMBIENT)
-        if "s0" not in (_writer(computed[value.name]).meta.get("custom", {}).get(BEFORE) or ()):
-            unordered.add(f"s{stream}")
+        if CALLER not in fact_of(_writer(computed[value.name])).promises:
+            unordered.add(state(stream))
     return unordered
 
 
-def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[str]) -> None:
+def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[Token]) -> None:
     """What streams are ordered behind when the backward is left. No code is planned for a graph that launches nothing,
     as that of an addition: there the wait itself is an operation.
     """
-    leave: list[tuple[int, tuple[str, ...], str]] = []
+    leave: list[Leave] = []
     waits: list[tuple[int, int]] = []
     if launches_kernels(backward):
-        leave += [(stream, ("s0",), "") for stream in sorted(engine)]
-        unordered = {*unordered, *(f"s{stream}" for stream in engine)}
+        leave += [Leave(stream, (CALLER,)) for stream in sorted(engine)]
+        unordered = {*unordered, *map(state, engine)}
     else:
         for stream in sorted(engine):
             waits.append((stream, AMBIENT))
-            if f"s{stream}" not in unordered:
+            if state(stream) not in unordered:
                 waits.append((AMBIENT, stream))
     for streams in waits:
         with backward.graph.inserting_before(backward.graph.output_node()):
             wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
         wait.meta["partitioner_tag"] = "must_be_in_backward"
     if unordered:
-        leave.append((AMBIENT, tuple(sorted(unordered)), ""))
+        leave.append(Leave(AMBIENT, tuple(sorted(unordered))))
     for value in backward.graph.find_nodes(op="placeholder"):
-        annotate(value, **{LEAVE: tuple(leave) or None})
+        note_fact(value, leave=tuple(leave) or None)
 
 
 def place_parts(
     forward: GraphModule, backward: GraphModule, engine: Collection[int], unread: Mapping[str, bool]
 ) -> None:
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
-    if not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for g in (forward, backward) for n in g.graph.nodes):
+    if not any(is_placed_program(gm.graph) for gm in (forward, backward)):
         return
     split_twins(forward.graph, of_backward=False)
     split_twins(backward.graph, of_backward=True)
@@ -406,7 +403,7 @@ def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> No
 def _read_unordered(forward: Graph) -> set[str]:
     """The values of a forward that a side stream reads, of which the user didn't order the ambient stream behind it."""
     readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != AMBIENT]
-    late = [n for n in readers if "s0" not in (n.meta.get("custom", {}).get(BEFORE) or ())]
+    late = [n for n in readers if CALLER not in fact_of(n).promises]
     read = {_writer(value) for node in late for value in node.all_input_nodes}
     return {value.name for value in forward.output_node().all_input_nodes if _writer(value) in read} if read else set()
 
@@ -427,7 +424,7 @@ def donated_buffers(
     inputs = backward.graph.find_nodes(op="placeholder")
     unordered = _read_unordered(forward.graph)
     donated = [i for i in donated if not is_slab(inputs[i]) and inputs[i].name not in unordered]
-    memory = [n.meta.get("custom", {}).get(MEMORY) for n in inputs]
+    memory = [fact_of(n).memory for n in inputs]
     if not any(memory):
         return donated
     values = [n.meta.get("val") for n in inputs]

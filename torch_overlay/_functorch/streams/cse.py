@@ -16,7 +16,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import annotate, is_backward, node_stream
+from torch_overlay._functorch.streams.fx import is_backward, node_stream, place_on
+from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def split_twins(graph: Graph, of_backward: bool) -> None:
             with graph.inserting_after(node):
                 found = made[node, stream] = graph.node_copy(node, lambda n: on_stream(n, stream))
             del found.meta[TWINS]
-            annotate(found, **dict.fromkeys(found.meta.get("custom", {})))
-            annotate(found, **twins[stream])
+            found.meta["custom"] = twins[stream]
         return found
 
     for node in list(graph.nodes):
@@ -88,7 +88,7 @@ def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: A
         return original(graph, *args, **kwargs)
     for node in graph.nodes:
         node.meta[_CUSTOM] = node.meta.get("custom")
-        annotate(node, stream=None)
+        place_on(node, AMBIENT)
     merged = original(graph, *args, **kwargs)
     for node in merged.nodes:
         custom = node.meta.get(_CUSTOM)

@@ -14,8 +14,8 @@ What the graph returns is given back by the caller, who goes by the stream whose
 code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of
 `streams.emitter`).
 
-So each node of a traced graph keeps, in `custom["stream_reads"]`, the streams whose memory it reads in eager, apart
-from its own stream's, and those of which it reads what eager doesn't give back like that. The planner's reader
+So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
+stream's, and what eager does with that memory. The planner's reader
 (`streams.reader`) settles at the exit whatever else is read, and what a kernel reads for both.
 """
 
@@ -29,12 +29,11 @@ import torch.utils._pytree as pytree
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 
 from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.facts import fact_of, ForeignRead, ResultMemory, Storage
 from torch_overlay._functorch.streams.fx import (
     is_backward,
     is_view,
     node_stream,
-    STORAGE,
-    TARGET,
     updates_in_place,
     viewed,
     written_arguments,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
-
-Storage = tuple[str, "int | None"]  # a name, and the stream whose memory it is; None: the caller's
 
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
@@ -69,7 +66,7 @@ def _updates(node: Node) -> bool:
 def memory_stream(node: Node) -> int | None:
     """Registry index of the stream whose memory the node's value is in eager; None for memory of the caller."""
     while node.op == "call_function":
-        if (target := node.meta.get("custom", {}).get(TARGET)) is not None:
+        if (target := fact_of(node).eager_target) is not None:
             return target if target >= 0 else None
         written, updates = _written(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
@@ -102,7 +99,7 @@ def _updated_lists(node: Node) -> list[Sequence[Node]]:
     """Of an update of lists of tensors, as `torch._fused_adam_`, the lists: it has a result for each. What Dynamo noted
     is surer: what stands for `torch._foreach_lerp_` may have the other end first.
     """
-    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or _noted_storages(node):
+    if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or fact_of(node).eager_storage:
         return []
     given: Any = node.args[: len(node.target._schema.returns)]
     return list(given) if all(isinstance(a, (list, tuple)) for a in given) else []
@@ -116,13 +113,9 @@ def _base(node: Node) -> Node | None:
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
-def _noted_storages(node: Node) -> tuple[Storage | None, ...]:
-    return node.meta.get("custom", {}).get(STORAGE, ())
-
-
 def _noted(node: Node) -> Storage | None:
     """What Dynamo noted of the storage that the node's value is in: of an update of a list, one for each result."""
-    noted = _noted_storages(node)
+    noted = fact_of(node).eager_storage
     if len(noted) > 1:
         noted = noted[node.args[1] :][:1] if node.target is operator.getitem else ()  # type: ignore[misc]
     return noted[0] if noted else None
@@ -167,7 +160,7 @@ def _is_updated(value: Node, update: Node) -> bool:
     """The update writes to the memory that the value is in."""
     if lists := _updated_lists(update):
         return any(value in listed for listed in lists)
-    storages, own = {*_noted_storages(update), _storage(update)} - {None}, _storage(value)
+    storages, own = {*fact_of(update).eager_storage, _storage(update)} - {None}, _storage(value)
     if storages and own is not None:  # of a result of an operator with several, as of a list, it isn't known
         return own in storages
     return _maker(value, updates=True) is _maker(update, updates=True)
@@ -195,7 +188,7 @@ def saved_in_eager(graph: Graph) -> set[Node]:
     return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
-def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory, ...]:
     """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
     is given back: in eager, whose it is, and those that the user told the allocator of before the last update. What is
     the caller's own memory has none.
@@ -218,7 +211,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[tuple[str, tu
             others = {s for m, s in told.get(_storage(value), ()) if m is not made}
             if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
                 others.update(known)  # which stream's memory generated code takes for it is not known yet
-            found.append((what.expr(), (stream, *sorted(others - {stream}))))
+            found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))
     return tuple(found)
 
 
@@ -242,15 +235,15 @@ def record_inputs(graph: Graph) -> None:
 
 def foreign_reads(
     node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
-) -> tuple[str, ...]:
-    """What the node reads of the memory of other streams, as tokens: "s1" where eager reads that memory, too,
-    "=s1=mul" where it does and keeps it (`results_made`, `saved_in_eager`), "-s1" of a value that in eager is other
-    memory, or lives on: as the result of this update, or of a later one that the graph returns (`returned_storages`),
-    as what was given as `out`, or in a variable behind a graph break.
+) -> tuple[ForeignRead, ...]:
+    """What the node reads of the memory of other streams. Eager frees that memory, or keeps it (`kept`:
+    `results_made`, `saved_in_eager`), or the value is in other memory there, or lives on: as the result of this update,
+    or of a later one that the graph returns (`returned`: `returned_storages`), as what was given as `out`, or in a
+    variable after a graph break.
     """
     if is_view(node):  # it launches nothing
         return ()
-    target = node.meta.get("custom", {}).get(TARGET)
+    target = fact_of(node).eager_target
     goes_on = registry.current().goes_on
     found = set()
     written = written_arguments(node).values()
@@ -265,7 +258,10 @@ def foreign_reads(
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream
         own = viewed(value)
-        found.add(f"-s{stream}" if lives_on else f"=s{stream}={own.name}" if own in kept else f"s{stream}")
+        if lives_on:
+            found.add(ForeignRead(stream, "other"))
+        else:
+            found.add(ForeignRead(stream, "kept", own.name) if own in kept else ForeignRead(stream, "freed"))
     return tuple(sorted(found))
 
 

@@ -1,4 +1,4 @@
-"""The words of FX graphs with streams: what a node is, on which stream it is, and what was noted of it."""
+"""The words of FX graphs with streams: what a node is, and on which stream it is."""
 
 from __future__ import annotations
 
@@ -12,22 +12,9 @@ from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch.fx import Graph, GraphModule, Node
 
 
-AFTER, BEFORE, REQUIRES, LEAVE = "stream_after", "stream_before", "stream_requires", "stream_leave"
-READS = "stream_reads"  # the streams whose memory a node reads in eager (`eager_memory`)
-RESULTS = "stream_results"  # of each result that is no gradient, what its memory waits for in eager (`eager_memory`)
-DROPPED = "stream_dropped"  # of a result that is not handed on: the caller gets its own tensor, or a view of it
-TARGET = "stream_target"  # the stream whose memory an operator was given as `out`, -1: the caller's; from Dynamo
-STORAGE = "stream_storage"  # of all values in a storage that is updated in place: its name and stream; from Dynamo
-RANGE = "stream_range"  # how many operations of profiler ranges come before it: Note [Ranges], in `streams.ranges`
-ORDER = "stream_order"  # of an operation that stays: its place in the user's stream program
-MEMORY = "stream_memory"  # of a saved value, in the backward graph: the stream whose memory it may be
-OWNED = "stream_owned"  # of a saved value, in the backward graph: it is that stream's for sure (`streams.saved_memory`)
-KEPT = "stream_kept"  # of a saved value, in the backward graph: the forward computed it, so its memory is freed
 BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
 
 _aten = torch.ops.aten
@@ -173,26 +160,21 @@ def node_stream(node: Node) -> int:
     return node.meta.get("custom", {}).get("stream") or AMBIENT
 
 
-def annotate(node: Node, **values: Any) -> None:
-    """Set keys of the node's own copy of `custom`; None removes one. An empty tuple of tokens stays: it says that
-    they are known.
-    """
+def set_custom(node: Node, key: str, value: Any) -> None:
+    """Set a key of the node's own copy of `custom`, which nodes may share; None, 0 and False remove it."""
     custom = dict(node.meta.get("custom", {}))
-    for key, value in values.items():
-        if value is None:
-            custom.pop(key, None)
-        else:
-            custom[key] = value
+    if value:
+        custom[key] = value
+    else:
+        custom.pop(key, None)
     if custom:
         node.meta["custom"] = custom
     else:
         node.meta.pop("custom", None)
 
 
-def add_tokens(node: Node, key: str, tokens: Iterable[str]) -> None:
-    """Add to the tokens that a node has under `key`, AFTER or BEFORE, but for its own stream's, which goes without."""
-    known = node.meta.get("custom", {}).get(key) or ()
-    annotate(node, **{key: tuple(sorted({*known, *tokens} - {f"s{node_stream(node)}"}))})
+def place_on(node: Node, stream: int) -> None:
+    set_custom(node, "stream", stream)
 
 
 _IN_PLACE = frozenset(

@@ -15,8 +15,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._dynamo import objects
-from torch_overlay._functorch.streams.fx import add_tokens, BEFORE, node_stream, REQUIRES
+from torch_overlay._functorch.streams.facts import add_before, fact_of
+from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
 
 if TYPE_CHECKING:
@@ -57,11 +59,11 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
     last = {
         n.args[0]: n for n in gm.graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
     }
-    records = {n.meta.get("custom", {}).get(REQUIRES): (event, n.args[1]) for event, n in last.items()}
-    tokens = {t for v in values for t in (f"s{node_stream(v)}", *v.meta.get("custom", {}).get(BEFORE, ()))}
-    streams = {int(t[1:]) for t in tokens if t[0] == "s"} - {AMBIENT}
+    records = {fact_of(n).requires: (event, n.args[1]) for event, n in last.items()}
+    tokens = {t for v in values for t in (state(node_stream(v)), *fact_of(v).promises)}
+    streams = streams_of(tokens) - {AMBIENT}
     events = {records[t] for t in tokens if t in records}
-    host = any(t[0] in "ch" for t in tokens)
+    host = any(t.is_blocking_copy or t.is_synchronization for t in tokens)
     if streams or events or host:
         devices = {v.meta["val"].device.index or 0 for v in values if v.meta["val"].device.type == "cuda"}
         promises = Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
@@ -72,7 +74,7 @@ def _promise_outputs(values: list[Node]) -> None:
     """The caller writes them on its own stream: it must be ordered behind them."""
     for value in values:
         if node_stream(value) != AMBIENT:
-            add_tokens(value, BEFORE, ("s0",))
+            add_before(value, (CALLER,))
 
 
 # ---- seam

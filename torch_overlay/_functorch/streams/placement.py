@@ -4,22 +4,16 @@ Dynamo leaves the user's synchronisation in the graph as side-effect operations 
 reads them once, in program order, writes on every node what the outside can tell (see Note [Streams are placement,
 dependencies are order] in `streams.planner`), and erases them. Two vector-clock walks do it:
 
-- forward: which states of the caller had each stream waited for when this node was issued? ->
-  `custom["stream_after"]`
-- backward: which streams, events and host synchronisations had the user ordered behind this node by the end? ->
-  `custom["stream_before"]`
-
+- forward: which states of the caller had each stream waited for when this node was issued? -> `Fact.after`
+- backward: which streams, events and host synchronisations had the user ordered after this node by the end? ->
+  `Fact.before`
 - the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
-  `custom["stream_leave"]`, the same on every node, because it belongs to the graph; with what the host learns from a
-  copy that blocks it, which holds if the copy is left out as well
+  `Fact.leave`, the same on every node, because it belongs to the graph; with what the host learns from a copy that
+  blocks it, which holds if the copy is left out as well
 
-Tokens: "s1" is the state of stream 1 at the region's entry (after) or exit (before); "e5" the caller's event 5;
-"e5.0" the first record of event 5 in this graph; "h2" the third host synchronisation. Order between nodes is data
-dependence and needs no token.
-
-Operations that the outside can see stay in the graph: records of events that somebody else can read, host
-synchronisation, queries. Each carries the token that it makes true in `custom["stream_requires"]`; the scheduler
-orders it behind the nodes that carry the token.
+The facts are made of tokens (`streams.tokens`). Operations that the outside can see stay in the graph: records of
+events that somebody else can read, host synchronisation, queries. Each carries the token that it makes true in
+`Fact.requires`; the scheduler orders it after the nodes that carry the token.
 
 An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over stream
 and tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation, not by
@@ -39,36 +33,26 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay import config
 from torch_overlay._functorch.streams import autograd_nodes, eager_memory
+from torch_overlay._functorch.streams.facts import add_before, fact_of, note_fact
 from torch_overlay._functorch.streams.fx import (
-    add_tokens,
-    AFTER,
-    annotate,
     BACKWARD,
-    BEFORE,
     blocks_host,
     constants,
     DEALLOC,
-    DROPPED,
     is_backward,
     is_stream_op,
     is_view,
     launches_kernels,
-    LEAVE,
     node_stream,
-    ORDER,
-    RANGE,
-    READS,
+    place_on,
     RECORD,
-    REQUIRES,
-    RESULTS,
-    STORAGE,
-    TARGET,
     viewed,
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import AMBIENT
 from torch_overlay._functorch.streams.input_mutations import note_promises
 from torch_overlay._functorch.streams.program import Program
+from torch_overlay._functorch.streams.tokens import CALLER, state, synchronization, Token
 from torch_overlay._functorch.streams.view_sources import sources
 
 
@@ -129,7 +113,7 @@ def _place_subgraphs(gm: GraphModule) -> None:
                 if is_stream_op(inner) and inner.target in (*WAITS, DEALLOC):
                     body.graph.erase_node(inner)
                 elif node_stream(inner) in (outer, AMBIENT):
-                    annotate(inner, stream=None)
+                    place_on(inner, AMBIENT)
             body.recompile()
             _place_subgraphs(body)
 
@@ -148,8 +132,8 @@ def _follow_mutations(gm: GraphModule) -> None:
         value = _producer(copy.args[1])
         if target.op != "placeholder" or value is None:
             continue
-        custom = value.meta.get("custom", {})
-        annotate(copy, stream=node_stream(value) or None, **{key: custom.get(key) for key in (AFTER, BEFORE)})
+        place_on(copy, node_stream(value))
+        note_fact(copy, after=fact_of(value).after, before=fact_of(value).before)
 
 
 def _named(value: Node) -> Iterator[Node]:
@@ -168,7 +152,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     and where the host had waited, it waits for the update: such results, and the updates, are returned.
     """
     place = {node: i for i, node in enumerate(output.graph.nodes)}
-    records = {n.meta.get("custom", {}).get(REQUIRES): i for n, i in place.items() if n.target is RECORD}
+    records = {fact_of(n).requires: i for n, i in place.items() if n.target is RECORD}
     moves = (RECORD, *WAITS, DEALLOC)
     fixed = [i for n, i in place.items() if blocks_host(n) or (is_stream_op(n) and n.target not in moves)]
     awaited = []
@@ -178,15 +162,19 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
         made, root = sources(value), viewed(value)
         if root in made or any(node.op != "call_function" or is_backward(node) for node in made):
             continue
-        tokens = [{f"s{node_stream(n)}", *n.meta.get("custom", {}).get(BEFORE, ())} for n in made]
-        known = {t for t in set.intersection(*tokens) if t[0] != "c"}  # where a copy blocks is the compiler's affair
+        tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
+        known = {
+            t for t in set.intersection(*tokens) if not t.is_blocking_copy
+        }  # where one stands is the compiler's affair
         late = {
-            t for t in known if t[0] != "s" and (t not in records or any(records[t] < i < place[root] for i in fixed))
+            t
+            for t in known
+            if t.stream is None and (t not in records or any(records[t] < i < place[root] for i in fixed))
         }
-        if not late <= set(root.meta.get("custom", {}).get(BEFORE, ())):
+        if not late <= fact_of(root).promises:
             awaited.append((value, root))
         for node in _named(value):
-            add_tokens(node, BEFORE, known - late)
+            add_before(node, known - late)
     return awaited
 
 
@@ -195,19 +183,27 @@ def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
     # The partitioner leaves what has no operands out of a backward if it stands ahead of it.
     computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
     last = list(itertools.takewhile(lambda node: not is_backward(node), computed))[-1]
-    tokens: dict[int, str] = {}
+    tokens: dict[int, Token] = {}
     for value, root in awaited:
         stream = node_stream(root)
         if stream not in tokens:
-            tokens[stream] = f"h{len(program.tokens) + len(tokens)}"
+            tokens[stream] = synchronization(len(program.tokens) + len(tokens))
             with last.graph.inserting_after(last):
                 wait = last.graph.call_function(_streams.synchronize_stream.default, (stream,))
             wait.meta = {key: root.meta[key] for key in _KEPT_WITH_WAITS if key in root.meta}
             order = len(program.ops) + len(tokens) - 1
-            told = {AFTER: (), BEFORE: (), REQUIRES: tokens[stream], ORDER: order}
-            annotate(wait, **told, **dict.fromkeys((READS, TARGET, STORAGE)))
+            note_fact(
+                wait,
+                after=(),
+                before=(),
+                requires=tokens[stream],
+                order=order,
+                reads=None,
+                eager_target=None,
+                eager_storage=(),
+            )
         for node in _named(value):
-            add_tokens(node, BEFORE, (tokens[stream],))
+            add_before(node, (tokens[stream],))
 
 
 def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
@@ -225,37 +221,35 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
         leave = ()
     for node in nodes:
         if node.op == "placeholder" and leave and not is_backward(node):
-            annotate(node, **{LEAVE: leave, RESULTS: results})
+            note_fact(node, leave=leave, results=results)
         if node.op != "call_function":
             continue
         # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
         # where its base is, and a view of a constant a constant of its own.
         made = viewed(node)
         maker = made if made in known or (node in values and made.op == "call_function") else node
-        stream = node_stream(maker) or None
+        stream = node_stream(maker)
         # Note [A backward is a region of its own], in `streams.backward`
-        engine = {"s0"} if stream and is_backward(node) else set()
-        tokens: dict[str, Any] = {
-            # Where the user's waits stay as they are, the operations behind them need none of ours.
-            AFTER: tuple(sorted(after.get(maker, frozenset()) | engine))
-            if has_kernels or not is_stream_op(node)
-            else (),
-            BEFORE: tuple(sorted(before.get(maker, frozenset()) | engine)),
-            LEAVE: None if is_backward(node) else leave,
-            READS: None
-            if is_backward(node) or is_stream_op(node)
-            else eager_memory.foreign_reads(node, returned, kept),
-            RESULTS: None if is_backward(node) else results,
-            REQUIRES: program.tokens.get(node),
-            ORDER: program.ops.index(node) if is_stream_op(node) else None,
-        }
-        annotate(node, stream=stream, **tokens)
+        engine = {CALLER} if stream and is_backward(node) else set()
+        # Where the user's waits stay as they are, the operations after them need none of ours.
+        waited = after.get(maker, frozenset()) | engine if has_kernels or not is_stream_op(node) else ()
+        reads_memory = not (is_backward(node) or is_stream_op(node))
+        place_on(node, stream)
+        note_fact(
+            node,
+            after=tuple(sorted(waited)),
+            before=tuple(sorted(before.get(maker, frozenset()) | engine)),
+            leave=None if is_backward(node) else leave,
+            reads=eager_memory.foreign_reads(node, returned, kept) if reads_memory else None,
+            results=None if is_backward(node) else results,
+            requires=program.tokens.get(node),
+            order=program.ops.index(node) if is_stream_op(node) else None,
+        )
     is_forward = not all(map(is_backward, nodes))
     if has_kernels and is_forward and (awaited := _promise_parts(output)):
         _wait_for_parts(program, awaited)
     for node in nodes:
-        if not node.meta.get("custom", {}).keys().isdisjoint((TARGET, STORAGE)):
-            annotate(node, **{TARGET: None, STORAGE: None})
+        note_fact(node, eager_target=None, eager_storage=())
     for node in program.ops:
         if node.target is DEALLOC or (has_kernels and not program.keeps(node)):
             gm.graph.erase_node(node)
@@ -282,7 +276,7 @@ def _number_ranges(nodes: Sequence[Node]) -> None:
     for node in nodes:
         if node.op == "call_function":
             side = bool(is_backward(node))
-            annotate(node, **{RANGE: before[side]})
+            note_fact(node, range=before[side])
             before[side] += node.target in RANGES
 
 
@@ -308,7 +302,7 @@ def _place_copies_of_inputs(graph: Graph) -> None:
             readers += [user for user in users if not is_view(user)]
         if readers:
             min(copy.users, key=place.__getitem__).prepend(copy)
-            annotate(copy, stream=node_stream(min(readers, key=place.__getitem__)) or None)
+            place_on(copy, node_stream(min(readers, key=place.__getitem__)))
 
 
 def _keep_waits(graph: Graph) -> None:
@@ -371,7 +365,7 @@ def place_streams(gm: GraphModule) -> None:
     if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not _orders_by_blocking(nodes):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
-                annotate(node, stream=None)
+                place_on(node, AMBIENT)
         return
     autograd_nodes.note(gm.graph)
     _place_copies_of_inputs(gm.graph)
@@ -420,10 +414,10 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
     nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
     for node, info in zip(nodes[first:], fw_metadata.output_info):
         if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
-            annotate(node, **{DROPPED: True})
+            note_fact(node, is_dropped=True)
             while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
                 node = node.all_input_nodes[0]  # passes may take the view out
-                annotate(node, **{DROPPED: True})
+                note_fact(node, is_dropped=True)
 
 
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:

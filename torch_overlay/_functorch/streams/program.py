@@ -11,6 +11,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._functorch.streams.facts import Leave
 from torch_overlay._functorch.streams.fx import (
     blocks_host,
     DEALLOC,
@@ -22,12 +23,15 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import AMBIENT
 from torch_overlay._functorch.streams.peer_copies import PeerCopies
+from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.fx import Node
+
+    from torch_overlay._functorch.streams.tokens import Token
 
 _streams = torch.ops.streams
 
@@ -53,7 +57,7 @@ class Program:
         self.observed = _observed_events(self.ops)
         copies = PeerCopies()
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
-        self.tokens: dict[Node, str] = {}
+        self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
         for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
             named: Any = node.args
@@ -68,91 +72,91 @@ class Program:
         for node in self.nodes:
             if node.target is RECORD:
                 event: Any = node.args[0]
-                self.tokens[node] = f"e{event}.{records[event]}"
+                self.tokens[node] = record(event, records[event])
                 records[event] += 1
             elif node.target in SYNCHRONIZE:
-                self.tokens[node] = f"h{next(synchronizations)}"
+                self.tokens[node] = synchronization(next(synchronizations))
             elif blocks_host(node):
-                self.tokens[node] = f"c{next(blocking)}"
+                self.tokens[node] = blocking_copy(next(blocking))
 
     def keeps(self, node: Node) -> bool:
         if node.target is RECORD:
             return node.args[0] in self.observed
         return node.target not in (*WAITS, DEALLOC)
 
-    def after(self) -> tuple[dict[Node, frozenset[str]], tuple[tuple[int, tuple[str, ...], str], ...]]:
-        """What each node's stream has waited for of the caller's states, when the node is issued; and (stream, states,
-        token) for what each has in the end, where a token names the copy that blocks the host until then, so that this
-        is to be said only if the copy is left out.
+    def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[Leave, ...]]:
+        """The caller's states that each node's stream has waited for when the node is issued, and those that each
+        stream has waited for in the end.
         """
-        clock: dict[int, frozenset[str]] = defaultdict(frozenset)
-        events: dict[int, frozenset[str]] = {}
-        found: dict[Node, frozenset[str]] = {}
-        host: frozenset[str] = frozenset()  # what the host has waited for: whatever is launched later comes after it
-        learnt: dict[str, frozenset[str]] = {}
+        clock: dict[int, frozenset[Token]] = defaultdict(frozenset)
+        events: dict[int, frozenset[Token]] = {}
+        found: dict[Node, frozenset[Token]] = {}
+        host: frozenset[Token] = frozenset()  # what the host has waited for: whatever is launched later comes after it
+        learnt: dict[Token, frozenset[Token]] = {}
 
-        def state(stream: int) -> frozenset[str]:
-            return clock[stream] | host | {f"s{stream}"}
+        def reached(stream: int) -> frozenset[Token]:
+            return clock[stream] | host | {state(stream)}
 
-        def known(stream: int) -> frozenset[str]:
-            return (clock[stream] | host) - {f"s{stream}"}
+        def known(stream: int) -> frozenset[Token]:
+            return (clock[stream] | host) - {state(stream)}
 
         for node in self.nodes:
             args: Any = node.args
             if node.target is RECORD:
                 found[node] = known(args[1])
-                events[args[0]] = state(args[1])
+                events[args[0]] = reached(args[1])
             elif node.target is _streams.synchronize_event.default:
-                outside = frozenset() if args[0] in events else frozenset((f"e{args[0]}",))
+                outside = frozenset() if args[0] in events else frozenset((caller_event(args[0]),))
                 found[node] = outside
                 host |= events.get(args[0], outside)
             elif node.target is _streams.synchronize_stream.default:
                 found[node] = known(args[0])
-                host |= state(args[0])
+                host |= reached(args[0])
             elif node.target is _streams.synchronize_device.default:
-                found[node] = frozenset(f"s{stream}" for stream in self.streams)
-                host = host.union(*map(state, self.streams))
+                found[node] = frozenset(state(stream) for stream in self.streams)
+                host = host.union(*map(reached, self.streams))
             elif node.target is _streams.wait_event.default:
                 event, stream = args
-                clock[stream] = (clock[stream] | events.get(event, frozenset((f"e{event}",)))) - {f"s{stream}"}
+                clock[stream] = (clock[stream] | events.get(event, frozenset((caller_event(event),)))) - {state(stream)}
             elif node.target is _streams.wait_stream.default:
                 waiting, waited = args
-                clock[waiting] = (clock[waiting] | state(waited)) - {f"s{waiting}"}
+                clock[waiting] = (clock[waiting] | reached(waited)) - {state(waiting)}
             elif node in self.peers:
                 source, target = self.peers[node]
-                both = state(source) | state(target)
-                found[node] = both - {f"s{node_stream(node)}"}
-                clock[source], clock[target] = both - {f"s{source}"}, both - {f"s{target}"}
+                both = reached(source) | reached(target)
+                found[node] = both - {state(node_stream(node))}
+                clock[source], clock[target] = both - {state(source)}, both - {state(target)}
             elif node.op == "call_function":
                 found[node] = known(node_stream(node))
                 if blocks_host(node):
-                    learnt[self.tokens[node]] = state(node_stream(node)) - host
-                    host |= state(node_stream(node))
-        leave = [(stream, tokens, "") for stream, tokens in clock.items()]
-        for token, states in learnt.items():
-            leave += [(stream, states - {f"s{stream}"} - clock[stream], token) for stream in self.streams]
-        return found, tuple(sorted((stream, tuple(sorted(tokens)), token) for stream, tokens, token in leave if tokens))
+                    learnt[self.tokens[node]] = reached(node_stream(node)) - host
+                    host |= reached(node_stream(node))
+        ends: list[tuple[int, frozenset[Token], Token | None]] = [(s, tokens, None) for s, tokens in clock.items()]
+        for copy, states in learnt.items():
+            ends += [(stream, states - {state(stream)} - clock[stream], copy) for stream in self.streams]
+        leave = [Leave(stream, tuple(sorted(tokens)), copy) for stream, tokens, copy in ends if tokens]
+        return found, tuple(sorted(leave, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
-    def before(self) -> dict[Node, frozenset[str]]:
+    def before(self) -> dict[Node, frozenset[Token]]:
         """What the user has ordered behind each node by the end of the graph."""
-        promised: dict[int, frozenset[str]] = defaultdict(frozenset)
-        by_event: dict[int, frozenset[str]] = defaultdict(frozenset)
-        found: dict[Node, frozenset[str]] = {}
+        promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
+        by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)
+        found: dict[Node, frozenset[Token]] = {}
         for node in reversed(self.nodes):
             args: Any = node.args
             if node.target is RECORD:
                 event, stream = args
-                found[node] = (promised[stream] | by_event[event]) - {f"s{stream}"}
+                found[node] = (promised[stream] | by_event[event]) - {state(stream)}
                 promised[stream] = promised[stream] | by_event[event]
                 if self.keeps(node):
                     promised[stream] = promised[stream] | {self.tokens[node]}
                 by_event[event] = frozenset()
             elif node.target is _streams.wait_event.default:
                 event, stream = args
-                by_event[event] = by_event[event] | promised[stream] | {f"s{stream}"}
+                by_event[event] = by_event[event] | promised[stream] | {state(stream)}
             elif node.target is _streams.wait_stream.default:
                 waiting, waited = args
-                promised[waited] = promised[waited] | promised[waiting] | {f"s{waiting}"}
+                promised[waited] = promised[waited] | promised[waiting] | {state(waiting)}
             elif node.target is _streams.synchronize_event.default:
                 by_event[args[0]] = by_event[args[0]] | {self.tokens[node]}
             elif node.target is _streams.synchronize_stream.default:
@@ -162,15 +166,15 @@ class Program:
                     promised[stream] = promised[stream] | {self.tokens[node]}
             elif node in self.peers:
                 source, target = self.peers[node]
-                both = promised[source] | promised[target] | {f"s{source}", f"s{target}"}
-                found[node] = both - {f"s{node_stream(node)}"}
+                both = promised[source] | promised[target] | {state(source), state(target)}
+                found[node] = both - {state(node_stream(node))}
                 promised[source], promised[target] = both, both
             elif node.op == "call_function":
                 stream = node_stream(node)
                 blocks = blocks_host(node)
                 if blocks:  # and with it all that is launched later; if it is left out, then on the streams known here
-                    promised[stream] = promised[stream].union(*({f"s{s}", *promised[s]} for s in self.streams))
-                found[node] = promised[stream] - {f"s{stream}"}
+                    promised[stream] = promised[stream].union(*({state(s), *promised[s]} for s in self.streams))
+                found[node] = promised[stream] - {state(stream)}
                 if blocks:
                     promised[stream] = promised[stream] | {self.tokens[node]}
         return found

@@ -32,6 +32,7 @@ from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
 from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
 from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import device_us, user_stream
 
 
@@ -278,7 +279,7 @@ def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
     """Seam: the last moment at which the schedule may change."""
     if config.streams and any(is_copy(n) for n in scheduler.nodes):
         schedule = Schedule(scheduler)
-        scheduler.nodes, scheduler._overlay_behind = schedule.place()
+        scheduler.nodes, notes_of(scheduler).awaited_stores = schedule.place()
         log.publish(log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
-        scheduler._overlay_slabs = slabs_of(scheduler)
+        notes_of(scheduler).slabs = slabs_of(scheduler)
     original(scheduler)

@@ -10,6 +10,8 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream
+from torch_overlay._functorch.streams.tokens import state
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import (
     is_gpu,
 )
@@ -66,7 +68,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
             )
     local = {b.name for b in found}
     # What another region allocated on a side stream, unless a graph was launched there.
-    memory = getattr(reader.scheduler, "_overlay_memory", None) or {}
+    memory = notes_of(reader.scheduler).memory or {}
     elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
     touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
     for name in sorted(touched - local):
@@ -101,17 +103,16 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
         return stream != shared and not leaves
     if is_result and leaves and stream != shared:
         return False
-    owner = f"s{stream}"
     return any(
         reader.ops[i].stream != stream
-        and (owner not in reader.excused[i] or (not leaves and _reads_handed_over(reader, i, stream)))
+        and (stream not in reader.excused[i] or (not leaves and _reads_handed_over(reader, i, stream)))
         for i in reader.users.get(name, ())
     )
 
 
 def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
     """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
-    count = reader.handed_over.get(i, Counter())[f"s{stream}"]
+    count = reader.handed_over.get(i, Counter())[stream]
     reads = {reader.owners.get(n, n) for n in reader.ops[i].reads} if count else set()
     return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
 
@@ -125,9 +126,9 @@ def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
     for i in reader.inner:
         op = reader.ops[i]
         touched = [blocks[n] for n in op.reads | op.writes if n in blocks]
-        if any(b.stream != op.stream and not b.settles and f"s{b.stream}" not in op.before for b in touched):
+        if any(b.stream != op.stream and not b.settles and state(b.stream) not in op.before for b in touched):
             continue
-        streams = {f"s{b.stream}" for b in touched}
-        kept = frozenset(t for t in op.before if t[0] not in "sc" or t in streams)
+        streams = {state(b.stream) for b in touched}
+        kept = frozenset(t for t in op.before if not (t.stream is not None or t.is_blocking_copy) or t in streams)
         if kept != op.before:
             reader.ops[i] = replace(op, before=kept)

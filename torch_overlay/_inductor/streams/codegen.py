@@ -13,6 +13,7 @@ from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay._inductor.offload import codegen as offload_codegen
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def active(scheduler: Any) -> RegionEmitter | None:
-    return getattr(scheduler, "_overlay_region", None)
+    return notes_of(scheduler).region if scheduler is not None else None
 
 
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
@@ -115,7 +116,7 @@ def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx:
 
 def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:
     """The stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
-    memory = getattr(scheduler, "_overlay_memory", None)
+    memory = notes_of(scheduler).memory
     if memory is None:
         return original(scheduler, name)
     return memory.get(scheduler.mutation_real_name.get(name, name), 0)

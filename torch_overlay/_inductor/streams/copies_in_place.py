@@ -21,6 +21,7 @@ import torch
 from torch._inductor.fx_passes.reinplace import _SCATTER_OP_TO_VIEW
 from torch._inductor.virtualized import V
 
+from torch_overlay._functorch.streams.facts import fact_of, merged, replace_fact
 from torch_overlay._functorch.streams.fx import (
     constants,
     is_asynchronous_copy,
@@ -30,7 +31,6 @@ from torch_overlay._functorch.streams.fx import (
     viewed,
 )
 from torch_overlay._inductor.streams import host_copies
-from torch_overlay._inductor.streams.fx_passes import union_of_tokens
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, expression, is_pinned, MEMORY_LIKE
 
 
@@ -203,8 +203,7 @@ class _Rewriter:
                 return
             self.emit(value, memory, part, node)
         if (last := self.writes.get(memory)) is not None and node_stream(last) == node_stream(node):
-            customs = [n.meta.get("custom", {}) for n in (last, node)]
-            last.meta["custom"] = {**customs[0], **customs[1], **union_of_tokens(customs)}
+            replace_fact(last, merged(fact_of(last), fact_of(node)))
         node.replace_all_uses_with(target)
         self.graph.erase_node(node)
         if value in self.copies:

@@ -22,6 +22,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream, COPY_STREAMS, is_copy_stream
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of
 from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
@@ -179,7 +180,7 @@ class RegionEmitter:
     def write_boundary_waits(self, position: int) -> None:
         for wait in self.plan.boundary_waits:
             if wait.before == position:
-                self.write(f"{self.use(self.object(int(wait.token[1:])))}.wait({self.stream(wait.stream)})")
+                self.write(f"{self.use(self.object(wait.token.index))}.wait({self.stream(wait.stream)})")
 
     # -- the region's lines
 
@@ -250,7 +251,7 @@ class RegionEmitter:
             stream = self.plan.memory.get(owner_of(name))
             for other in sorted(known) if stream is not None else ():
                 other = self.region.numbers.get(other, other) or self.ambient_of(name)
-                if other != stream and f"s{other}" not in self.region.private:
+                if other != stream and other not in self.region.private:
                     self.lend(name, other)
 
     def lend_gradients(self) -> None:
@@ -279,7 +280,7 @@ class RegionEmitter:
         """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's
         locals.
         """
-        if name in getattr(self.scheduler, "_overlay_slabs", ()):
+        if name in notes_of(self.scheduler).slabs:
             return
         at = self.plan.release.get(name, ENTRY)
         if at <= self.done:
@@ -291,7 +292,7 @@ class RegionEmitter:
         """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
         if self.region.enclosed or self.device is None:
             return []
-        theirs = [s for s in self.streams if ambient_device(s) is None and f"s{s}" not in self.region.private]
+        theirs = [s for s in self.streams if ambient_device(s) is None and s not in self.region.private]
         theirs = [s for s in theirs if not is_copy_stream(s)]
         return [ambient_stream(self.device), *theirs] if theirs else []
 
@@ -318,9 +319,9 @@ class RegionEmitter:
             returns=tuple(self.returned),
             objects={self.object(index): index for index in self.objects},
             distinct=tuple(map(self.named, self.may_alias)),
-            waits_again=tuple(self.object(int(w.token[1:])) for w in self.plan.boundary_waits if self.may_alias),
+            waits_again=tuple(self.object(w.token.index) for w in self.plan.boundary_waits if self.may_alias),
             records_again=tuple(self.recorded if self.may_alias else ()),
-            follows=tuple(self.named(s) for s in self.follows if f"s{s}" not in self.region.private)
+            follows=tuple(self.named(s) for s in self.follows if s not in self.region.private)
             if self.follows
             else None,
         )
@@ -342,9 +343,9 @@ class RegionEmitter:
         if node not in self.region.index or name in self.plan.release:
             return False
         # Another region may have allocated it on a side stream, as one of the outputs of an operator.
-        known = getattr(self.scheduler, "_overlay_memory", {})
+        known = notes_of(self.scheduler).memory or {}
         kernel = kernel_of(V.graph.try_get_buffer(name))
-        memory = {self.plan.memory.get(name), known.get(name), known.get(kernel, known.get(name))}
+        memory = {self.plan.memory.get(name), known.get(name), known.get(kernel or name, known.get(name))}
         return memory == {self.plan.ops[self.region.index[node]].stream}
 
     def write_stream_operation(self, node: Any) -> bool:

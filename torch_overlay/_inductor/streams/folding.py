@@ -19,8 +19,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.offload.device_rates import bytes_per_us
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream
-from torch_overlay._functorch.streams.ids import is_copy_stream
+from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.ids import AMBIENT, is_copy_stream
+from torch_overlay._functorch.streams.tokens import CALLER, state
 
 
 if TYPE_CHECKING:
@@ -57,8 +59,8 @@ def _is_private_branch(node: Node) -> bool:
     """The user forked it from the ambient stream and joined it again. Otherwise one stream would now wait for the
     other.
     """
-    custom = node.meta["custom"]
-    return "s0" in custom.get(AFTER, ()) and "s0" in custom.get(BEFORE, ())
+    fact = fact_of(node)
+    return CALLER in (fact.after or ()) and CALLER in fact.promises
 
 
 def _bytes(node: Node) -> int | None:
@@ -134,11 +136,9 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
         if time is None or time >= limit_us:
             continue
         for node in branch:
-            custom = dict(node.meta["custom"])
-            del custom["stream"]
-            for key in (AFTER, BEFORE):
-                custom[key] = tuple(sorted({*custom.get(key, ()), f"s{stream}"} - {"s0"}))
-            node.meta["custom"] = custom
+            place_on(node, AMBIENT)
+            add_after(node, (state(stream),))
+            add_before(node, (state(stream),))
         folded.append(stream)
         log.debug(
             "stream %d: %d pointwise nodes, %.2f us on the device, run on the ambient stream", stream, len(branch), time

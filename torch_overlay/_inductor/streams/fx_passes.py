@@ -15,8 +15,10 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, is_stream_op, is_view, node_stream, READS, viewed
-from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes, union_of_tokens
+from torch_overlay._functorch.streams.facts import Fact, fact_in, fact_of, KEY, note_fact, union_of_facts
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.tokens import state
+from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes
 from torch_overlay._inductor.streams.pass_log import PassLog, Placed
 from torch_overlay.upstream_fixes.no_op_results import COPY_OF
 
@@ -84,21 +86,22 @@ def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results:
     stream only.
     """
     custom: Any = before[gone].custom
-    stream = custom.get("stream") or 0
+    fact, stream = fact_in(custom), custom.get("stream") or 0
     for user, taken in _heirs(gone, before, left):
-        own = user.meta.get("custom", {})
-        if is_stream_op(user) or own.get(AFTER) is None or custom.get(AFTER) is None:
+        own = fact_of(user)
+        if is_stream_op(user) or own.after is None or fact.after is None:
             continue
-        also = {}
+        also: dict[str, Any] = {}
         if node_stream(user) == stream:
-            also[READS] = tuple(sorted({*own.get(READS, ()), *custom.get(READS, ())}))
+            also["reads"] = tuple(sorted({*(own.reads or ()), *(fact.reads or ())}))
         roots = set(map(viewed, taken))
         callers = any(root.op == "placeholder" for root in roots)
-        for key in (AFTER, BEFORE):
-            if key in own and (callers or (key == BEFORE and not roots.isdisjoint(results))):
-                told = {token for token in custom[key] if not token.startswith("c")}
-                also[key] = tuple(sorted({*own[key], *told, f"s{stream}"} - {f"s{node_stream(user)}"}))
-        user.meta["custom"] = {**own, **also}
+        for name in ("after", "before"):
+            known, handed_down = getattr(own, name), getattr(fact, name) or ()
+            if known is not None and (callers or (name == "before" and not roots.isdisjoint(results))):
+                tokens = {*known, state(stream), *(t for t in handed_down if not t.is_blocking_copy)}
+                also[name] = tuple(sorted(tokens - {state(node_stream(user))}))
+        note_fact(user, **also)
 
 
 def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
@@ -161,9 +164,11 @@ def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequen
     """A pattern's replacement carries the tokens of all that it replaces. It takes over the metadata of the last of
     them, so they all get them; `_restore` takes them back from what stays.
     """
-    tokens = union_of_tokens([node.meta.get("custom", {}) for node in nodes])
-    found = original(nodes) | tokens
-    for node in nodes if tokens else ():
+    union = union_of_facts([fact_of(node) for node in nodes])
+    found = original(nodes)
+    if not union:
+        return found
+    for node in nodes:
         if node.op == "call_function" and "custom" in node.meta:
-            node.meta["custom"] = node.meta["custom"] | tokens
-    return found
+            note_fact(node, **union)
+    return {**found, KEY: Fact(**union)}

@@ -8,12 +8,14 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.fx import LEAVE, MEMORY, REQUIRES, RESULTS
+from torch_overlay._functorch.streams.facts import fact_of, Leave, ResultMemory
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
 
 
 if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
+
+    from torch_overlay._functorch.streams.tokens import Token
 
 
 def stream_devices() -> dict[int, int]:
@@ -26,26 +28,23 @@ def private_streams() -> set[int]:
     return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
 
 
-def _noted(key: str) -> tuple[Any, ...]:
-    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
-    computed is dropped or is a view; those of a backward carry what the backward promises.
-    """
-    for node in V.graph.module.graph.nodes:  # type: ignore[union-attr]
-        found = node.meta.get("custom", {}).get(key)
-        if found:
-            return found
-    return ()
+# What is said of the whole graph, operations carry, and inputs, of which some are left when all that was computed is
+# dropped or is a view; those of a backward carry what the backward promises.
 
 
-def leaving() -> tuple[tuple[int, tuple[str, ...], str], ...]:
-    """What the graph promises its caller about each stream at its end, and the copy that sees to it if it is left."""
-    return _noted(LEAVE)
+def leaving() -> tuple[Leave, ...]:
+    """What the graph promises its caller about each stream at its end."""
+    return next((found for node in V.graph.module.graph.nodes if (found := fact_of(node).leave)), ())  # type: ignore[union-attr]
+
+
+def _results() -> tuple[ResultMemory, ...]:
+    return next((found for node in V.graph.module.graph.nodes if (found := fact_of(node).results)), ())  # type: ignore[union-attr]
 
 
 def saved_on_streams() -> dict[str, int]:
     """The saved values of a backward whose memory may be a side stream's, and that stream."""
     inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
-    streams = {str(n.target): (n.meta.get("custom") or {}).get(MEMORY) for n in inputs}
+    streams = {str(n.target): fact_of(n).memory for n in inputs}
     return {name: stream for name, stream in streams.items() if stream is not None}
 
 
@@ -53,7 +52,7 @@ def eager_memory_of_results() -> dict[str, set[int]]:
     """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
     in eager, as far as that is known.
     """
-    streams = dict(_noted(RESULTS))
+    streams: dict[str, tuple[int, ...]] = dict(_results())
     if V.graph.is_backward or not streams:
         return {}
     found: dict[str, set[int]] = {}
@@ -71,7 +70,6 @@ def eager_memory_of_results() -> dict[str, set[int]]:
     return found
 
 
-def required(node: BaseSchedulerNode) -> set[str]:
+def required(node: BaseSchedulerNode) -> set[Token]:
     """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
-    tokens = {origin.meta.get("custom", {}).get(REQUIRES) for origin in fx_origins(node)}
-    return tokens - {None}
+    return {token for origin in fx_origins(node) if (token := fact_of(origin).requires) is not None}

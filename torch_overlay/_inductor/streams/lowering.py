@@ -23,17 +23,14 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.ops import OPERATIONS
+from torch_overlay._functorch.streams.facts import fact_of, is_placed_program
 from torch_overlay._functorch.streams.fx import (
-    BEFORE,
     blocks_host,
     is_device_synchronization,
     is_stream_op,
     is_synchronization,
     is_view,
-    LEAVE,
     node_stream,
-    ORDER,
-    REQUIRES,
     updated_operands,
     viewed,
 )
@@ -50,6 +47,8 @@ from torch_overlay._inductor.streams.partial_writes import assume_unaligned, com
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch_overlay._functorch.streams.tokens import Token
+
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 
 
@@ -63,15 +62,16 @@ def order_graph(graph: torch.fx.Graph) -> None:
     nodes = list(graph.nodes)
     after: dict[torch.fx.Node, set[torch.fx.Node]] = {node: set(node.all_input_nodes) for node in nodes}
     _keep_updates_in_order(nodes, after)
-    carriers: dict[str, list[torch.fx.Node]] = {}
+    carriers: dict[Token, list[torch.fx.Node]] = {}
     for node in nodes:
-        for token in node.meta.get("custom", {}).get(BEFORE) or ():
+        for token in fact_of(node).before or ():
             carriers.setdefault(token, []).append(node)
-    visible.sort(key=lambda n: n.meta.get("custom", {}).get(ORDER) or 0)
+    visible.sort(key=lambda n: fact_of(n).order or 0)
     for previous, node in itertools.pairwise(visible):
         after[node].add(previous)
     for node in visible:
-        after[node].update(n for n in carriers.get(node.meta.get("custom", {}).get(REQUIRES), ()) if n is not node)
+        token = fact_of(node).requires
+        after[node].update(n for n in (carriers.get(token, ()) if token is not None else ()) if n is not node)
     after[nodes[-1]].update(nodes[:-1])  # the output
     wanted = {node: set(needed) for node, needed in after.items()}
     awaited = barrier = None
@@ -159,14 +159,14 @@ def _touches_callers_memory(node: torch.fx.Node) -> bool:
 
 def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
     """It belongs before that synchronisation, though it stands behind it: the write-back to an input does."""
-    return awaited.meta.get("custom", {}).get(REQUIRES) in (node.meta.get("custom", {}).get(BEFORE) or ())
+    return fact_of(awaited).requires in fact_of(node).promises
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
     """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         codegen.register()
-    has_streams = config.streams and any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in gm.graph.nodes)
+    has_streams = config.streams and is_placed_program(gm.graph)
     if has_streams:
         order_graph(gm.graph)
         make_copies_in_place(gm.graph)
@@ -197,15 +197,14 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
     """
     if computed_in_place(graph, node):
         return graph.env[node.args[0]]
-    token = node.meta.get("custom", {}).get(REQUIRES) if config.streams else None
+    token = fact_of(node).requires if config.streams else None
     if token is not None:
         for earlier, value in graph.env.items():
             # Of what nobody reads later, a copy that blocks the host has nothing to promise.
             if not is_stream_op(node) and all(user in graph.env for user in earlier.users):
                 continue
             if isinstance(value, ir.TensorBox) and any(
-                token in (origin.meta.get("custom", {}).get(BEFORE) or ())
-                for origin in (earlier, *gather_origins([value], {}))
+                token in fact_of(origin).promises for origin in (earlier, *gather_origins([value], {}))
             ):
                 value.realize()
     if config.streams and stream_ranges.is_range(node):
@@ -271,7 +270,7 @@ def compute_dependencies(original: Callable[..., None], scheduler: Any) -> None:
 def order_stream_operations(scheduler: Any) -> None:
     if all(stream_operation(node) is None for node in scheduler.nodes):
         return
-    carriers: dict[str, list[str]] = {}
+    carriers: dict[Token, list[str]] = {}
     earlier: list[str] = []
     awaited: set[str] = set()
     barriers: set[str] = set()
@@ -298,7 +297,7 @@ def order_stream_operations(scheduler: Any) -> None:
                 launched.update(dict.fromkeys(own, place))
                 dependencies.update(ranges.get(place - 1, ()))
         for origin in fx_origins(node):
-            for token in origin.meta.get("custom", {}).get(BEFORE) or ():
+            for token in fact_of(origin).before or ():
                 carriers.setdefault(token, []).extend(own)
 
 
@@ -309,19 +308,20 @@ def order_blocking_operations(scheduler: Any) -> None:
     These are no reads, so they come behind the dependencies that upstream finds: a read would have to come before
     whatever writes there later. What can't be computed before the copy stays behind it.
     """
-    nodes = list(V.graph.module.graph.nodes)  # type: ignore[union-attr]
-    if not any(map(blocks_host, nodes)) or not any(LEAVE in n.meta.get("custom", {}) or node_stream(n) for n in nodes):
+    graph: Any = V.graph.module.graph  # type: ignore[union-attr]
+    nodes = list(graph.nodes)
+    if not any(map(blocks_host, nodes)) or not is_placed_program(graph):
         return
     place = {node: i for i, node in enumerate(nodes)}
-    launched: list[tuple[int, int, Any, set[str]]] = []  # place of its last operation, stream, node, promises
-    blocking: list[tuple[int, int, Any, str | None]] = []
+    launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # place of its last operation, stream, node, promises
+    blocking: list[tuple[int, int, Any, Token | None]] = []
     for node in scheduler.nodes:
         origins = sorted(fx_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
-            promises = {t for n in origins for t in n.meta.get("custom", {}).get(BEFORE) or ()}
+            promises = frozenset(t for n in origins for t in fact_of(n).promises)
             launched.append((place[origins[-1]], node_stream(origins[-1]), node, promises))
             for n in filter(blocks_host, origins):
-                token = n.meta.get("custom", {}).get(REQUIRES)
+                token = fact_of(n).requires
                 blocking.append((place[n], node_stream(n), node, token))
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:

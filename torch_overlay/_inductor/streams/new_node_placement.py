@@ -15,20 +15,9 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.streams.fx import (
-    AFTER,
-    BEFORE,
-    blocks_host,
-    DROPPED,
-    is_stream_op,
-    is_view,
-    LEAVE,
-    node_stream,
-    READS,
-    REQUIRES,
-    RESULTS,
-    viewed,
-)
+from torch_overlay._functorch.streams.facts import fact_in, note_fact, union_of_facts
+from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.tokens import state
 
 
 if TYPE_CHECKING:
@@ -43,24 +32,12 @@ Custom = dict[str, Any]
 
 def is_placed(custom: Custom | None) -> bool:
     """Its tokens are known, even if there are none."""
-    return custom is not None and AFTER in custom and BEFORE in custom
+    return fact_in(custom).is_placed
 
 
 def needs_streams(custom: Custom | None) -> bool:
     """A graph with such a node is to be placed."""
-    return custom is not None and any(custom.get(key) for key in ("stream", LEAVE, AFTER, BEFORE))
-
-
-def union_of_tokens(customs: Sequence[Custom]) -> Custom:
-    """Of one node that does what several did."""
-    made: Custom = {}
-    for key in (AFTER, BEFORE, READS):
-        known = [tokens for custom in customs if (tokens := custom.get(key)) is not None]
-        if known:
-            made[key] = tuple(sorted({token for tokens in known for token in tokens}))
-    for custom in customs:
-        made |= {key: custom[key] for key in (LEAVE, RESULTS) if key in custom}
-    return made
+    return custom is not None and bool(custom.get("stream") or fact_in(custom).has_tokens)
 
 
 class NewNodes:
@@ -115,28 +92,26 @@ class NewNodes:
 
 
 def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
-    own = node.meta.get("custom", {})
     streams = [custom.get("stream") or 0 for custom in customs]
     operands = {node_stream(viewed(value)) for value in node.all_input_nodes if value.op == "call_function"}
-    stream = own.get("stream") or next((s for s in streams if s in operands), streams[0])
-    made = own | union_of_tokens(customs)
-    made |= {"stream": stream} if stream else {}
-    for key in (AFTER, BEFORE):
-        if key in made:
-            made[key] = tuple(sorted({*made[key], *(f"s{s}" for s in streams)} - {f"s{stream}"}))
+    stream = node_stream(node) or next((s for s in streams if s in operands), streams[0])
+    place_on(node, stream)
+    made = union_of_facts(list(map(fact_in, customs)))
+    for name in made.keys() & {"after", "before"}:
+        made[name] = tuple(sorted({*made[name], *map(state, streams)} - {state(stream)}))
     if not reads or {*streams} != {stream}:
-        made.pop(READS, None)
-    if made:
-        node.meta["custom"] = made
+        made["reads"] = None
+    note_fact(node, **made)
 
 
 def _keep_marks(node: Node, gone: Sequence[Custom]) -> None:
     """The promise of a copy that blocks the host, and that a result isn't handed on."""
-    tokens = {custom[REQUIRES] for custom in gone if REQUIRES in custom}
-    if len(tokens) == 1 and blocks_host(node):
-        node.meta["custom"][REQUIRES] = tokens.pop()
-    if all(custom.get(DROPPED) for custom in gone):
-        node.meta["custom"][DROPPED] = True
+    facts = list(map(fact_in, gone))
+    required = {fact.requires for fact in facts} - {None}
+    if len(required) == 1 and blocks_host(node):
+        note_fact(node, requires=required.pop())
+    if all(fact.is_dropped for fact in facts):
+        note_fact(node, is_dropped=True)
 
 
-__all__ = ["is_placed", "needs_streams", "NewNodes", "union_of_tokens"]
+__all__ = ["is_placed", "needs_streams", "NewNodes"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_overlay._functorch.streams.fx import (
-    AFTER,
-    BEFORE,
-    LEAVE,
-)
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import (
     fx_origins,
     stream_operation,
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
+    from torch_overlay._functorch.streams.tokens import Token
+
 
 @dataclass(frozen=True)
 class Region:
@@ -39,7 +38,7 @@ class Region:
     index: dict[BaseSchedulerNode, int]
     devices: dict[int, int]
     numbers: dict[int, int]
-    private: frozenset[str]
+    private: frozenset[int]  # streams that only this call sees
     enclosed: bool
     concerned: frozenset[int]  # streams of the user whose order, or whose memory, it has to do with
 
@@ -49,30 +48,27 @@ def needs_plan(scheduler: Scheduler) -> bool:
     program, if an input that the graph frees may be a side stream's memory, or if the host computes beside copies for
     which it doesn't wait.
     """
-    known = getattr(scheduler, "_overlay_needs_plan", None)
+    notes = notes_of(scheduler)
+    known = notes.needs_plan
     if known is None:
         known = bool(leaving() or saved_on_streams()) or any(_concerns_streams(scheduler, n) for n in scheduler.nodes)
         if not known and any(isinstance(n.node, AsyncCopy) for n in scheduler.nodes):
             known = any((device := n.get_device()) is not None and device.type == "cpu" for n in scheduler.nodes)
-        scheduler._overlay_needs_plan = known  # type: ignore[attr-defined]
+        notes.needs_plan = known
     return known
 
 
 def _concerns_streams(scheduler: Scheduler, node: BaseSchedulerNode) -> bool:
     if user_stream(scheduler, node) or stream_operation(node) is not None:
         return True
-    for origin in fx_origins(node):
-        custom = origin.meta.get("custom")
-        if custom and (custom.get(AFTER) or custom.get(BEFORE) or custom.get(LEAVE)):
-            return True
-    return False
+    return any(fact_of(origin).has_tokens for origin in fx_origins(node))
 
 
 def plan_region(
     scheduler: Scheduler,
     nodes: Sequence[BaseSchedulerNode],
     enclosed: bool,
-    known: Mapping[int, frozenset[str]] | None = None,
+    known: Mapping[int, frozenset[Token]] | None = None,
 ) -> Region:
     """Plan the given nodes, in their order. `known`: see `plan_streams`."""
     reader = RegionReader(scheduler, nodes, enclosed)

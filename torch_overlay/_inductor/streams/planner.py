@@ -10,12 +10,12 @@ fusion and reordering, from the buffers that each operation reads and writes.
 
 What the outside owes and is owed are *boundary effects*, written as tokens on operations:
 
-    after = {"s0"}      this operation runs after the work that stream 0 held when the region was entered
-    after = {"e5"}      ... after the caller's event 5
-    before = {"s0"}     stream 0, when the region is left, is ordered after this operation
-    before = {"e5.0"}   record 0 of the user's event 5 is ordered after this operation
-    before = {"h2"}     host synchronisation 2 returns only after this operation has finished
-    before = {"c3"}     copy 3, for which the host waits, comes after this operation
+    after = {s0}        this operation runs after the work that stream 0 held when the region was entered
+    after = {e5}        ... after the caller's event 5
+    before = {s0}       stream 0, when the region is left, is ordered after this operation
+    before = {e5.0}     record 0 of the user's event 5 is ordered after this operation
+    before = {h2}       host synchronisation 2 returns only after this operation has finished
+    before = {c3}       copy 3, for which the host waits, comes after this operation
 
 The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without
 any one of its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector
@@ -32,9 +32,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch_overlay._functorch.streams.tokens import state
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from torch_overlay._functorch.streams.tokens import Token
 
 
 HOST = -1
@@ -64,13 +68,13 @@ class Op:
     stream: int | None
     reads: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
-    after: frozenset[str] = frozenset()
-    before: frozenset[str] = frozenset()
-    requires: frozenset[str] = frozenset()
+    after: frozenset[Token] = frozenset()
+    before: frozenset[Token] = frozenset()
+    requires: frozenset[Token] = frozenset()
     blocking: bool = False
     waits: bool = False
     behind: frozenset[str] = frozenset()
-    renews: str = ""
+    renews: Token | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class BoundaryWait:
 
     before: int
     stream: int
-    token: str
+    token: Token
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Plan:
     memory: Mapping[str, int] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
     uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    known: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    known: Mapping[int, frozenset[Token]] = field(default_factory=dict)
     after_caller: frozenset[int] = frozenset()
 
     @property
@@ -199,7 +203,7 @@ class _Clock:
 
     __slots__ = ("seen", "tokens")
 
-    def __init__(self, seen: dict[int, int] | None = None, tokens: set[str] | None = None) -> None:
+    def __init__(self, seen: dict[int, int] | None = None, tokens: set[Token] | None = None) -> None:
         self.seen = seen if seen is not None else {}
         self.tokens = tokens if tokens is not None else set()
 
@@ -216,16 +220,8 @@ class _Clock:
         return self.seen.get(stream, -1) >= position
 
 
-EarlyWait: TypeAlias = "tuple[str, int]"
+EarlyWait: TypeAlias = "tuple[Token, int]"
 """The token of a caller's event, and a stream that waits for it where the region records the event anew."""
-
-
-def entry_token(stream: int) -> str:
-    return f"s{stream}"
-
-
-def _token_stream(token: str) -> int | None:
-    return int(token[1:]) if token[0] == "s" else None
 
 
 class _Planner:
@@ -234,7 +230,7 @@ class _Planner:
         ops: Sequence[Op],
         buffers: Sequence[Buffer],
         early: frozenset[EarlyWait],
-        known: Mapping[int, frozenset[str]],
+        known: Mapping[int, frozenset[Token]],
     ) -> None:
         self.ops = tuple(ops)
         self.early = early
@@ -250,7 +246,7 @@ class _Planner:
         self.readers: dict[str, list[int]] = defaultdict(list)
         self.members: dict[str, frozenset[str]] = {}
         self.touched: dict[str, list[int]] = defaultdict(list)
-        self.carriers: dict[str, dict[int, int]] = defaultdict(dict)  # token -> stream -> its last carrier
+        self.carriers: dict[Token, dict[int, int]] = defaultdict(dict)  # token -> stream -> its last carrier
         self.waits: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (record position, stream) -> waits
         self.boundary_waits: list[BoundaryWait] = []
         self.exit_clocks: dict[int, _Clock] = {}
@@ -261,11 +257,11 @@ class _Planner:
             clock = self.clocks[stream] = _Clock({}, self.state_at_entry(stream) if stream != HOST else set())
         return clock
 
-    def state_at_entry(self, stream: int) -> set[str]:
-        return {entry_token(stream), *self.known.get(stream, ())}
+    def state_at_entry(self, stream: int) -> set[Token]:
+        return {state(stream), *self.known.get(stream, ())}
 
-    def implied(self, token: str) -> set[str]:
-        stream = _token_stream(token)
+    def implied(self, token: Token) -> set[Token]:
+        stream = token.stream
         return {token} if stream is None else self.state_at_entry(stream)
 
     def storage(self, name: str) -> frozenset[str]:
@@ -294,7 +290,7 @@ class _Planner:
 
         return [i for i in latest.values() if not implied(i)]
 
-    def order_after(self, here: int, stream: int, predecessors: Iterable[int], tokens: Iterable[str]) -> None:
+    def order_after(self, here: int, stream: int, predecessors: Iterable[int], tokens: Iterable[Token]) -> None:
         """Make `stream`, just before position `here`, ordered after `predecessors` and boundary `tokens`."""
         clock, needed = self.clock(stream), self.needed(stream, predecessors)
         for i in sorted(needed):
@@ -309,7 +305,7 @@ class _Planner:
         for token in sorted(wanted, key=lambda token: (-len(wanted & self.implied(token)), token)):
             if token in clock.tokens:  # another stream had waited for it
                 continue
-            source = _token_stream(token)
+            source = token.stream
             if source is None:
                 self.boundary_waits.append(BoundaryWait(here, stream, token))
             elif source != stream:
@@ -346,12 +342,12 @@ class _Planner:
                 return i
         return None
 
-    def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[str]]:
+    def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[Token]]:
         """A block taken from another stream's memory is this operation's only after what that stream did with it
         before.
         """
         found: set[int] = set()
-        tokens: set[str] = set()
+        tokens: set[Token] = set()
         for name in op.writes:
             buffer = self.fresh.get(name)
             if buffer is None:
@@ -360,7 +356,7 @@ class _Planner:
             if buffer.stream == stream or self.touched[name]:
                 continue
             before = self.taken[buffer.name]
-            tokens.add(entry_token(buffer.stream))
+            tokens.add(state(buffer.stream))
             if before is not None:
                 found.add(before)
         return found, tokens
@@ -374,7 +370,11 @@ class _Planner:
         following = self.ops[here + 1] if here + 1 < len(self.ops) else None
         if op.stream is None or following is None or following.stream != op.stream:
             return set()
-        return {i for i in self.needed(op.stream, self.predecessors(following)) if f"s{self.ops[i].stream}" in op.after}
+        return {
+            i
+            for i in self.needed(op.stream, self.predecessors(following))
+            if state(self.ops[i].stream or 0) in op.after
+        }
 
     def name_only(self, op: Op) -> None:
         parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
@@ -431,10 +431,10 @@ class _Planner:
         if op.blocking:
             self.clock(HOST).join(clock)
 
-    def leave(self, promised: Mapping[int, frozenset[str]]) -> None:
+    def leave(self, promised: Mapping[int, frozenset[Token]]) -> None:
         predecessors: dict[int, set[int]] = {stream: set() for stream in promised}
         for token, carriers in self.carriers.items():
-            if (stream := _token_stream(token)) is not None:
+            if (stream := token.stream) is not None:
                 predecessors.setdefault(stream, set()).update(carriers.values())
         for buffer in self.buffers:
             if buffer.settles:
@@ -489,11 +489,11 @@ class _Planner:
         def is_after(stream: int) -> bool:
             clock = self.clock(stream).copy()
             clock.join(host)
-            return caller.tokens - {entry_token(stream)} <= clock.tokens and self.covers_all(clock, launched)
+            return caller.tokens - {state(stream)} <= clock.tokens and self.covers_all(clock, launched)
 
         return frozenset(s for s in {*self.clocks, *self.known} - {CALLER, HOST} if is_after(s))
 
-    def run(self, promised: Mapping[int, frozenset[str]]) -> Plan:
+    def run(self, promised: Mapping[int, frozenset[Token]]) -> Plan:
         for here, op in enumerate(self.ops):
             if op.stream is None:
                 self.name_only(op)
@@ -522,8 +522,8 @@ class _Planner:
 def plan_streams(
     ops: Sequence[Op],
     buffers: Sequence[Buffer] = (),
-    promised: Mapping[int, frozenset[str]] | None = None,
-    known: Mapping[int, frozenset[str]] | None = None,
+    promised: Mapping[int, frozenset[Token]] | None = None,
+    known: Mapping[int, frozenset[Token]] | None = None,
 ) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
@@ -547,7 +547,7 @@ def plan_streams(
 
 def _late_wait(plan: Plan) -> EarlyWait | None:
     """The first wait for an event that the region has recorded anew by then, so that it is another state."""
-    renewed: dict[str, int] = {}
+    renewed: dict[Token | None, int] = {}
     for here, op in enumerate(plan.ops):
         renewed.setdefault(op.renews, here)
     late = (w for w in plan.boundary_waits if renewed.get(w.token, w.before) < w.before)

@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor import ir
 
 from torch_overlay._dynamo.range_ops import NVTX, range_mark, range_push, RANGES
-from torch_overlay._functorch.streams.fx import RANGE
+from torch_overlay._functorch.streams.facts import fact_of
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def is_range(node: torch.fx.Node) -> bool:
 
 def number(node: torch.fx.Node) -> int | None:
     """How many operations of ranges come before the node; of such an operation its own place among them."""
-    return node.meta.get("custom", {}).get(RANGE)
+    return fact_of(node).range
 
 
 def order(nodes: Sequence[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, torch.fx.Node]]:

@@ -15,23 +15,18 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.fx import (
-    AFTER,
-    BEFORE,
-    DROPPED,
-    is_view,
-    KEPT,
-    OWNED,
-    READS,
-)
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.fx import is_view
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, ambient_stream, is_copy_stream
+from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import (
     fx_origins,
     is_gpu,
@@ -60,6 +55,8 @@ if TYPE_CHECKING:
     import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
+    from torch_overlay._functorch.streams.tokens import Token
+
 
 @dataclass
 class _Tokens:
@@ -67,8 +64,8 @@ class _Tokens:
     stream's.
     """
 
-    after: dict[int, set[str]] = field(default_factory=dict)
-    before: dict[int, set[str]] = field(default_factory=dict)
+    after: dict[int, set[Token]] = field(default_factory=dict)
+    before: dict[int, set[Token]] = field(default_factory=dict)
 
 
 def _kept_outputs() -> set[str]:
@@ -81,7 +78,7 @@ def _kept_outputs() -> set[str]:
         buffer.get_name()
         for node, buffer in zip(nodes, graph.graph_outputs)
         if not isinstance(buffer, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer))
-        and not (DROPPED in node.meta.get("custom", {}) and nodes.count(node) == 1)
+        and not (fact_of(node).is_dropped and nodes.count(node) == 1)
     }
 
 
@@ -111,9 +108,9 @@ class RegionReader:
         returned = {self.storage(owner_of(name)) for name in _kept_outputs()}
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
-        self.behind = getattr(scheduler, "_overlay_behind", {})  # node -> names of stores that it waits for
-        self.excused: dict[int, set[str]] = {}  # operation -> streams whose memory it reads in eager, too
-        self.handed_over: dict[int, Counter[str]] = {}  # and of how much of it eager hands to the caller
+        self.behind = notes_of(scheduler).awaited_stores
+        self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads in eager, too
+        self.handed_over: dict[int, Counter[int]] = {}  # and of how much of it eager hands to the caller
         self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
         self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
@@ -125,12 +122,12 @@ class RegionReader:
         }
         # Streams that the frame makes and nobody else sees hold nothing at the entry of a forward, and nobody asks for
         # their state at the exit. In a backward they hold what the forward left there.
-        self.private = set() if V.graph.is_backward else {f"s{stream}" for stream in private_streams()}
+        self.private = set() if V.graph.is_backward else private_streams()
         graph: Any = V.graph.module.graph
-        inputs = {str(n.target): n.meta.get("custom") or {} for n in graph.find_nodes(op="placeholder")}
+        inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
         self.lenders = saved_on_streams()
-        self.owned = {name for name, c in inputs.items() if c.get(OWNED)}
-        self.kept = {name for name, c in inputs.items() if c.get(KEPT)}
+        self.owned = {name for name, fact in inputs.items() if fact.is_owned}
+        self.kept = {name for name, fact in inputs.items() if fact.is_computed}
 
     # -- names
 
@@ -144,15 +141,16 @@ class RegionReader:
     def stream_of(self, node: BaseSchedulerNode, device: torch.device | None) -> int:
         user = user_stream(self.scheduler, node)
         if user != AMBIENT:
-            return self.numbers.get(user, user)
+            return self.number(user)
         return ambient_stream(device.index) if device is not None and device.index is not None else AMBIENT
 
     # -- tokens
 
-    def renumbered(self, tokens: Iterable[str]) -> set[str]:
-        if not self.numbers:
-            return set(tokens)
-        return {f"s{self.numbers.get(int(t[1:]), int(t[1:]))}" if t[0] == "s" else t for t in tokens}
+    def number(self, stream: int) -> int:
+        return self.numbers.get(stream, stream)
+
+    def renumbered(self, tokens: Iterable[Token]) -> set[Token]:
+        return {t if t.stream is None else state(self.number(t.stream)) for t in tokens}
 
     def own_origins(self, node: BaseSchedulerNode) -> list[torch.fx.Node]:
         """The FX nodes that this operation computes itself.
@@ -168,18 +166,18 @@ class RegionReader:
             if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
         ]
 
-    def annotated(self, node: BaseSchedulerNode, key: str) -> set[str] | None:
+    def tokens_of(self, node: BaseSchedulerNode, kind: Literal["after", "before"]) -> set[Token] | None:
         """Tokens of the operation; None if no pass has kept any for it."""
-        found: set[str] | None = None
+        found: set[Token] | None = None
         # What an operator realizes for itself, and the first half of a reduction in two, name it as their origin, too:
         # both promise, then.
         own = self.own_origins(node) or list(fx_origins(node))
         # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
         for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
-            tokens = origin.meta.get("custom", {}).get(key)
+            tokens = getattr(fact_of(origin), kind)
             if tokens is not None:
                 found = (found or set()) | self.renumbered(tokens)
-        if found is None and any(key in origin.meta.get("custom", {}) for origin in fx_origins(node)):
+        if found is None and any(getattr(fact_of(origin), kind) is not None for origin in fx_origins(node)):
             return set()
         return found
 
@@ -189,51 +187,49 @@ class RegionReader:
         known.
         """
         own, here = self.own_origins(node), len(self.ops)
-        known = [n.meta.get("custom", {}).get(READS) for n in own]
-        found = [set(tokens) for tokens in known if tokens is not None]
-        if not found:
+        known = [reads for n in own if (reads := fact_of(n).reads) is not None]
+        if not known:
             if own and all(map(is_view, own)):  # a view that is made into memory of its own reads what eager doesn't
                 self.excused[here] = set()
             return
-        tokens = set().union(*found)
-        handed_over = [t.split("=")[1] for t in tokens if t[0] == "="]
-        lives_on = {t[1:] for t in tokens if t[0] == "-"}
-        self.excused[here] = self.renumbered({*handed_over, *(t for t in tokens if t[0] == "s")} - lives_on)
-        self.handed_over[here] = Counter(number for token in handed_over for number in self.renumbered([token]))
+        reads = set().union(*known)
+        others = {read.stream for read in reads if read.life == "other"}
+        self.excused[here] = {self.number(read.stream) for read in reads if read.stream not in others}
+        self.handed_over[here] = Counter(self.number(read.stream) for read in reads if read.life == "kept")
 
     def collect_tokens(self) -> None:
         for node in self.nodes:
             stream = user_stream(self.scheduler, node)
-            self.known.after.setdefault(stream, set()).update(self.annotated(node, AFTER) or ())
-            self.known.before.setdefault(stream, set()).update(self.annotated(node, BEFORE) or ())
+            self.known.after.setdefault(stream, set()).update(self.tokens_of(node, "after") or ())
+            self.known.before.setdefault(stream, set()).update(self.tokens_of(node, "before") or ())
 
-    def tokens(self, node: BaseSchedulerNode, stream: int, gpu: bool) -> tuple[frozenset[str], frozenset[str]]:
+    def tokens(self, node: BaseSchedulerNode, stream: int, gpu: bool) -> tuple[frozenset[Token], frozenset[Token]]:
         if not gpu:
             return frozenset(), frozenset()
         user = user_stream(self.scheduler, node)
-        before = self.annotated(node, BEFORE)
+        before = self.tokens_of(node, "before")
         before = self.known.before.get(user, set()) if before is None else before
         if self.enclosed:
-            token = frozenset(() if ambient_device(stream) is not None else ("s0",))
-            self.concerned |= {user, *(int(t[1:]) for t in before if t[0] == "s")}
+            token = frozenset(() if ambient_device(stream) is not None else (CALLER,))
+            self.concerned |= {user, *streams_of(before)}
             # A record or a synchronisation may stand in the same region.
-            kept = frozenset(t for t in before if t[0] == "h" or "." in t)
+            kept = frozenset(t for t in before if t.is_synchronization or t.is_record)
             return token, token | kept
-        after = self.annotated(node, AFTER)
+        after = self.tokens_of(node, "after")
         after = self.known.after.get(user, set()) if after is None else after
-        own = {f"s{stream}"} | self.private
+        own = {state(stream), *map(state, self.private)}
         return frozenset(after - own), frozenset(before - own)
 
-    def promised(self) -> dict[int, frozenset[str]]:
+    def promised(self) -> dict[int, frozenset[Token]]:
         """Per stream, the caller's states that it must be ordered after when the region is left."""
         if self.enclosed:
             return {}
         blocking = {token for op in self.ops if op.blocking for token in op.requires}
-        promised: dict[int, frozenset[str]] = {}
-        for stream, tokens, token in leaving():
-            if token not in blocking and f"s{stream}" not in self.private:
-                number = self.numbers.get(stream, stream)
-                known = frozenset(self.renumbered(tokens)) - self.private
+        promised: dict[int, frozenset[Token]] = {}
+        for stream, tokens, unless in leaving():
+            if unless not in blocking and stream not in self.private:
+                number = self.number(stream)
+                known = frozenset(self.renumbered(tokens)).difference(map(state, self.private))
                 promised[number] = promised.get(number, frozenset()) | known
         return promised
 
@@ -296,7 +292,7 @@ class RegionReader:
                 blocking = isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if self.enclosed and not gpu and self.reads_download(node):
-            after |= {"s0"}  # the host waits for all that other regions have done
+            after |= {CALLER}  # the host waits for all that other regions have done
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
         # gave back while another stream still read it, ahead of what the user waited for.
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
@@ -336,7 +332,7 @@ class RegionReader:
         return False
 
     def host_has_waited(self, made: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
-        promised = self.annotated(made, BEFORE) or set()
+        promised = self.tokens_of(made, "before") or set()
         nodes = self.scheduler.nodes
         between = nodes[nodes.index(self.scheduler.name_to_fused_node[made.get_name()]) + 1 : nodes.index(reader)]
         return any(not promised.isdisjoint(required(n)) for n in between if stream_operation(n) is not None)
@@ -345,22 +341,22 @@ class RegionReader:
         """A record, synchronisation or query of the user's, carried out on the host at this place."""
         writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
         requires = required(node)
-        after = self.annotated(node, AFTER) or set()
+        after = self.tokens_of(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
-        stream, blocking, waits, renews = HOST, False, False, ""
+        stream, blocking, waits, renews = HOST, False, False, None
         if kind == "record_event":
-            renews = f"e{arguments[0]}"
-            stream = self.numbers.get(arguments[1], arguments[1])
+            renews = caller_event(arguments[0])
+            stream = self.number(arguments[1])
         elif kind == "synchronize_stream":
-            stream, blocking = self.numbers.get(arguments[0], arguments[0]), True
+            stream, blocking = self.number(arguments[0]), True
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
             if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
                 after = set()  # it waits for one of them
         if self.enclosed:
             # What the user ordered before this lies in other regions, and all of them join the ambient stream.
-            after = {"s0"} if stream not in (HOST, AMBIENT) or after and kind == "synchronize_device" else set()
+            after = {CALLER} if stream not in (HOST, AMBIENT) or after and kind == "synchronize_device" else set()
         return Op(
             kind,
             stream,

@@ -16,11 +16,13 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, is_copy_stream
+from torch_overlay._functorch.streams.tokens import CALLER, events_of, state, streams_of
 from torch_overlay._inductor.offload.schedule import is_copy
+from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
-from torch_overlay._inductor.streams.codegen import active
 from torch_overlay._inductor.streams.emitter import RegionEmitter
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
@@ -41,9 +43,11 @@ from torch_overlay._inductor.streams.wrapper_lines import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode
+
+    from torch_overlay._functorch.streams.tokens import Token
 
 
 _OTHER_WRAPPER = (
@@ -82,66 +86,61 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
     _note_known(scheduler, known, region)
     emitter = RegionEmitter(scheduler, region)
     # What an earlier region allocated stays its stream's memory.
-    scheduler._overlay_memory = {**region.plan.memory, **(getattr(scheduler, "_overlay_memory", None) or {})}
-    outer = active(scheduler)
-    scheduler._overlay_region = emitter
+    notes = notes_of(scheduler)
+    notes.memory = {**region.plan.memory, **(notes.memory or {})}
+    outer, notes.region = notes.region, emitter
     try:
         emitter.begin()
         original(scheduler, nodes)
         emitter.end()
     finally:
-        scheduler._overlay_region = outer
+        notes.region = outer
 
 
 def _is_partition() -> bool:
     return hasattr(V.graph.wrapper_code, "parent_wrapper")
 
 
-def _known_at_entry(scheduler: Any) -> dict[int, frozenset[str]]:
+def _known_at_entry(scheduler: Any) -> Mapping[int, frozenset[Token]]:
     """Which states of other streams the streams have waited for when a region between or inside of partitions begins. A
     captured graph forks its side streams itself.
     """
-    known = getattr(scheduler, "_overlay_known", {}) if V.graph.name is None else {}
+    known = notes_of(scheduler).known if V.graph.name is None else {}
     return {AMBIENT: known[AMBIENT]} if known and _is_partition() else known
 
 
-def _note_known(scheduler: Any, known: dict[int, frozenset[str]], region: Region) -> None:
+def _note_known(scheduler: Any, known: Mapping[int, frozenset[Token]], region: Region) -> None:
     """What a graph does, the ambient stream has done when it has been launched."""
     if known:
         ordered = frozenset() if _is_partition() else region.plan.after_caller
         joined = known[AMBIENT]
-        scheduler._overlay_known = {
-            s: joined if s == AMBIENT else joined | {"s0"} if s in ordered else frozenset()
-            for s in scheduler._overlay_known
+        notes = notes_of(scheduler)
+        notes.known = {
+            s: joined if s == AMBIENT else joined | {CALLER} if s in ordered else frozenset() for s in notes.known
         }
-        settled = frozenset() if _nested_streams() else scheduler._overlay_settled - region.concerned
-        scheduler._overlay_settled = settled | ordered
+        settled = frozenset() if _nested_streams() else notes.settled - region.concerned
+        notes.settled = settled | ordered
 
 
 def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
     """The user's streams in the graph, and the caller's events that some node waits for."""
-    streams: dict[int, None] = {}
-    events: dict[int, None] = {}
+    streams: set[int] = set()
+    events: set[int] = set()
     for node in scheduler.nodes:
-        if stream := user_stream(scheduler, node):
-            streams[stream] = None
+        streams.add(user_stream(scheduler, node))
         overload = stream_operation(node)
         named = overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream"))
-        if named and (stream := node.node.constant_args[-1]):
-            streams[stream] = None
+        if named:
+            streams.add(node.node.constant_args[-1])
         for origin in fx_origins(node):
-            custom = origin.meta.get("custom", {})
-            for token in (*(custom.get(AFTER) or ()), *(custom.get(BEFORE) or ())):
-                if token[0] == "e" and "." not in token:
-                    events[int(token[1:])] = None
-                elif token[0] == "s" and token != "s0":
-                    streams[int(token[1:])] = None
-    for stream, tokens, _ in leaving():
-        named = (*(() if V.graph.is_backward else (stream,)), *(int(t[1:]) for t in tokens if t[0] == "s"))
-        streams.update((s, None) for s in named if s)
-        events.update((int(t[1:]), None) for t in tokens if t[0] == "e" and "." not in t)
-    streams.update(dict.fromkeys(_nested_streams()))
-    theirs = {s for s in set(streams) - private_streams() if not is_copy_stream(s)}
+            tokens = {*(fact_of(origin).after or ()), *fact_of(origin).promises}
+            streams |= streams_of(tokens)
+            events |= events_of(tokens)
+    for end in leaving():
+        streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
+        events |= events_of(end.tokens)
+    streams |= {*_nested_streams()}
+    theirs = {s for s in streams - private_streams() - {AMBIENT} if not is_copy_stream(s)}
     return sorted(theirs), sorted(events)
 
 
@@ -149,7 +148,7 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     """Other streams of the user that a backward orders when it is left: what the forward saved in their memory is freed
     in it, or gradients passed through them.
     """
-    engine = {stream for stream, _, _ in leaving() if stream != AMBIENT} if V.graph.is_backward else set()
+    engine = {end.stream for end in leaving()} - {AMBIENT} if V.graph.is_backward else set()
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
@@ -206,15 +205,16 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     for event, stream in enumerate(names, start=1):
         entry.append((record, f"ev{event}_outer", stream))
         entry.append((wait, f"ev{event}_outer", caller))
-    scheduler._overlay_settled = frozenset()  # streams that need not wait for more before the caller goes on
+    notes = notes_of(scheduler)
+    notes.settled = frozenset()
     here = [s for s in streams if ambient_device(s) is None]
-    scheduler._overlay_known = {AMBIENT: frozenset(f"s{s}" for s in here), **dict.fromkeys(here, frozenset())}
+    notes.known = {AMBIENT: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
     found = ", ".join(["frame_outer", *returns])
     wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
     for event in objects:
         wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
     original(scheduler)
-    behind = [f"stream{s}_outer" for s in (*streams, *left) if s not in scheduler._overlay_settled]
+    behind = [f"stream{s}_outer" for s in (*streams, *left) if s not in notes.settled]
     define_region(
         root,
         "_outer",
@@ -253,11 +253,11 @@ def _has_several_devices(scheduler: Any) -> bool:
     the guard of the partition's device, which stands around the call of the partition, inside of it. The caller's
     device counts, too: its stream would be forked from and joined inside of a capture on the other one.
     """
-    known = getattr(scheduler, "_overlay_several_devices", None)
-    if known is None:
+    notes = notes_of(scheduler)
+    if notes.has_several_devices is None:
         devices = {d.index for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
-        known = scheduler._overlay_several_devices = len(devices | {torch.accelerator.current_device_index()}) > 1
-    return known
+        notes.has_several_devices = len(devices | {torch.accelerator.current_device_index()}) > 1
+    return notes.has_several_devices
 
 
 __all__ = ["UnsupportedStreams", "codegen", "codegen_partitions", "should_partition"]

@@ -18,7 +18,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.streams.fx import annotate, MEMORY, OWNED
+from torch_overlay._functorch.streams.facts import fact_of, note_fact
 from torch_overlay._functorch.streams.ids import AMBIENT
 
 
@@ -39,9 +39,9 @@ def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
     # Passes rename what a graph returns, and keep its place.
     made = {name: output.maybe_get_name() for name, output in zip(names, V.graph.graph_outputs)}
     for value in backward.find_nodes(op="placeholder"):
-        stream, name = value.meta.get("custom", {}).get(MEMORY), made.get(value.name)
+        stream, name = fact_of(value).memory, made.get(value.name)
         owner = plan.memory.get(real_names.get(name, name)) if stream is not None and name is not None else None
         if owner == stream and owner is not None:
-            annotate(value, **{OWNED: True})
+            note_fact(value, is_owned=True)
         elif owner == AMBIENT:
-            annotate(value, **{MEMORY: None})
+            note_fact(value, memory=None)

@@ -23,8 +23,10 @@ from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.fx import AFTER, BEFORE, node_stream
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import ambient_device, is_copy_stream
+from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, stream_operation
 from torch_overlay._inductor.streams.folding import handed_out
 from torch_overlay._inductor.streams.planner import HOST
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
     """The user forked what this node computes from the ambient stream, and joined it again."""
-    tokens = [n.meta["custom"] for n in fx_origins(node) if node_stream(n)]
-    known = [c for c in tokens if AFTER in c and BEFORE in c]
-    return bool(known) and all("s0" in c[AFTER] and "s0" in c[BEFORE] for c in known)
+    facts = [fact_of(n) for n in fx_origins(node) if node_stream(n)]
+    known = [fact for fact in facts if fact.is_placed]
+    return bool(known) and all(CALLER in (fact.after or ()) and CALLER in fact.promises for fact in known)
 
 
 def _hands_out(region: Region) -> bool:

@@ -1,0 +1,163 @@
+"""The typed fact that an FX node of a program with streams carries, beside the stream that it is placed on.
+
+The stream is upstream's `node.meta["custom"]["stream"]`; all else is one frozen `Fact` in `custom["stream_fact"]`. It
+is a value and no number of a row in a table: nodes are copied from graph to graph (joint graph, forward, backward,
+partitions, subgraphs, compile cache), and what is said of them goes with them without anybody's help. Dynamo fills
+`eager_target` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) the rest; passes over FX graphs only
+merge facts (`union_of_facts`), and Inductor reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+
+from torch_overlay._functorch.streams.fx import node_stream, set_custom
+from torch_overlay._functorch.streams.tokens import state
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.fx import Graph, Node
+
+    from torch_overlay._functorch.streams.tokens import Token
+
+KEY = "stream_fact"  # in `custom`; the compile cache's key takes what begins with "stream"
+
+Storage = tuple[str, "int | None"]
+"""Memory that is updated in place: a name, and the stream whose memory it is in eager; None for the caller's."""
+
+
+class ForeignRead(NamedTuple):
+    """A read of another stream's memory. `life` says what eager does with that memory: frees it whoever reads it
+    ("freed"), keeps it as a result or for the backward, under the name `value` ("kept"), or has other memory there, or
+    memory that lives on ("other").
+    """
+
+    stream: int
+    life: Literal["freed", "kept", "other"]
+    value: str = ""
+
+
+class Leave(NamedTuple):
+    """At the graph's end, a stream is ordered after states of the caller: in any case, or if the copy that blocks the
+    host until then is left out of the graph.
+    """
+
+    stream: int
+    tokens: tuple[Token, ...]
+    unless: Token | None = None
+
+
+class ResultMemory(NamedTuple):
+    """A result, by upstream's name for it, and the streams that its memory waits for in eager when it is freed."""
+
+    result: str
+    streams: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known of one node. None means that a pass lost it, or that nothing is known; an empty tuple says that
+    there is nothing.
+
+    - `after`, `before`: tokens, sorted; see `streams.tokens`.
+    - `requires`: the token that the node makes true, for records, synchronisations and copies that block the host. It
+      is ordered after the nodes that carry the token in `before`.
+    - `reads`: the streams whose memory the node reads in eager (`eager_memory`).
+    - `order`: place in the user's stream program, of an operation that stays.
+    - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.ranges`.
+    - `is_dropped`: the result is not handed on; the caller gets its own tensor, or a view of it.
+    - `leave`, `results`: of the graph; the same on every node of a forward, so that they survive whatever is left out.
+    - `eager_target`: the stream whose memory an operator was given as `out`; -1 for the caller's.
+    - `eager_storage`: of a value in memory that is updated in place; one for each result of a list.
+    - `memory`: of a saved value, in the backward graph: the stream whose memory it may be. `is_owned`: it is that
+      stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
+    """
+
+    after: tuple[Token, ...] | None = None
+    before: tuple[Token, ...] | None = None
+    requires: Token | None = None
+    reads: tuple[ForeignRead, ...] | None = None
+    order: int | None = None
+    range: int | None = None
+    is_dropped: bool = False
+    leave: tuple[Leave, ...] | None = None
+    results: tuple[ResultMemory, ...] | None = None
+    eager_target: int | None = None
+    eager_storage: tuple[Storage | None, ...] = ()
+    memory: int | None = None
+    is_owned: bool = False
+    is_computed: bool = False
+
+    @property
+    def is_placed(self) -> bool:
+        """Its tokens are known, even if there are none."""
+        return self.after is not None and self.before is not None
+
+    @property
+    def promises(self) -> frozenset[Token]:
+        return frozenset(self.before or ())
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.after or self.before or self.leave)
+
+
+NOTHING = Fact()
+
+
+def fact_in(custom: Any) -> Fact:
+    """The fact in a node's `custom`, which may be None."""
+    return custom.get(KEY, NOTHING) if custom else NOTHING
+
+
+def fact_of(node: Node) -> Fact:
+    return fact_in(node.meta.get("custom"))
+
+
+def replace_fact(node: Node, fact: Fact) -> None:
+    set_custom(node, KEY, fact if fact != NOTHING else None)
+
+
+def note_fact(node: Node, **changes: Any) -> None:
+    """Replace fields of a node's fact."""
+    replace_fact(node, dataclasses.replace(fact_of(node), **changes))
+
+
+def add_after(node: Node, tokens: Iterable[Token]) -> None:
+    note_fact(node, after=_joined(node, fact_of(node).after, tokens))
+
+
+def add_before(node: Node, tokens: Iterable[Token]) -> None:
+    note_fact(node, before=_joined(node, fact_of(node).before, tokens))
+
+
+def _joined(node: Node, known: tuple[Token, ...] | None, tokens: Iterable[Token]) -> tuple[Token, ...]:
+    """All but the state of the node's own stream, which goes without saying."""
+    return tuple(sorted({*(known or ()), *tokens} - {state(node_stream(node))}))
+
+
+def union_of_facts(facts: Sequence[Fact]) -> dict[str, Any]:
+    """The fields of one node that does what several did: all that any of them reads, waits for and promises."""
+    made: dict[str, Any] = {}
+    for name in ("after", "before", "reads"):
+        known = [values for fact in facts if (values := getattr(fact, name)) is not None]
+        if known:
+            made[name] = tuple(sorted({value for values in known for value in values}))
+    for fact in facts:
+        made |= {name: value for name in ("leave", "results") if (value := getattr(fact, name)) is not None}
+    return made
+
+
+def merged(first: Fact, second: Fact) -> Fact:
+    """The fact of a node that does what two did: what only one of them can say, the second says if it does."""
+    said = {f.name: getattr(second, f.name) for f in dataclasses.fields(Fact)}
+    said = {name: value for name, value in said.items() if value != getattr(NOTHING, name)}
+    return dataclasses.replace(first, **said | union_of_facts([first, second]))
+
+
+def is_placed_program(graph: Graph) -> bool:
+    """`placement` has seen the graph, or something in it runs on a stream of its own."""
+    return any(fact_of(node).leave is not None or node_stream(node) for node in graph.nodes)

@@ -1,0 +1,49 @@
+"""What the overlay keeps of one schedule while Inductor generates its code: the one thing that it hangs on a scheduler.
+
+It is an attribute and no entry of a weak dictionary, because the notes name the scheduler's nodes, which name the
+scheduler: only the garbage collector can free them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+    from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay._inductor.streams.emitter import RegionEmitter
+
+
+@dataclasses.dataclass
+class ScheduleNotes:
+    """Streams are registry indices.
+
+    - `memory`: buffer -> the stream whose memory it is; None before a region is planned.
+    - `region`: the emitter of the region whose lines are generated now.
+    - `known`: between partitions, stream -> the states of other streams that it has waited for; empty if the graph is
+      one region. `settled`: the streams that need not wait for more before the caller goes on.
+    - `needs_plan`, `has_several_devices`: answers of the functions of these names, once asked.
+    - `awaited_stores`: node -> the stores of saved tensors after which it has to come, by name. `slabs`: the buffers on
+      the host that they are in.
+    """
+
+    memory: dict[str, int] | None = None
+    region: RegionEmitter | None = None
+    known: Mapping[int, frozenset[Token]] = dataclasses.field(default_factory=dict)
+    settled: frozenset[int] = frozenset()
+    needs_plan: bool | None = None
+    has_several_devices: bool | None = None
+    awaited_stores: Mapping[BaseSchedulerNode, Collection[str]] = dataclasses.field(default_factory=dict)
+    slabs: Collection[str] = ()
+
+
+def notes_of(scheduler: Any) -> ScheduleNotes:
+    found = getattr(scheduler, "_overlay_notes", None)
+    if found is None:
+        found = scheduler._overlay_notes = ScheduleNotes()
+    return found
