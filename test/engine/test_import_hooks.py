@@ -12,14 +12,10 @@ from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from unittest import mock
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from import_hooks import ChainedLoader, install, Instrumenter, Watchdog
 
 import form
-from test_engine import FakeUpstream, OURS, UPSTREAM
+from fake_upstream import FakeUpstream, OURS, UPSTREAM
 
 
 if not form.PATCHED:
@@ -360,7 +356,3 @@ print(result.graph_breaks, result.plans[0].table())
         ):
             with self.subTest(first):
                 self.assertEqual(self.compiled(first), plain)
-
-
-if __name__ == "__main__":
-    unittest.main()

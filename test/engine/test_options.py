@@ -5,14 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-import sys
 import threading
 import unittest
-from pathlib import Path
 from unittest import mock
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 from torch_overlay import config
@@ -239,7 +234,3 @@ assert not any("Late" in type(finder).__name__ for finder in sys.meta_path)
         self.assertEqual(result.stdout, "False TORCH_OVERLAY_DISABLE=Yes is set in the environment\n", result.stderr)
         result = self.run_code(code, TORCH_OVERLAY_DISABLE="off")
         self.assertTrue(result.stdout.startswith("True"), result.stderr)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import unittest
 from pathlib import Path
 
 import pytest
 import torch
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form
 
@@ -164,7 +160,3 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
             "assert source_digest() == found['source_digest']()",
             self.folder / "tree",
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -352,21 +352,25 @@ class FakeDevice:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
-    def finish(self, first: Any, second: Any, namespace: Any, arrange: Any) -> tuple[Any, list[Launcher]]:
+    def prove(self, first: Any, second: Any, namespace: Any) -> tuple[Any, Any]:
         graph = first.recording.graph(first.segments)
-        template = prove(graph, second.recording.graph(second.segments))
-        operations = first.recording.operations
-        inputs = len(first.layout.inputs)
-        known = {"segments": first.segments, "inputs": inputs, "letters": letters_of(operations)}
-        known |= {"products": first.products, "results": first.results, "is_device_memory": bool}
+        return graph, prove(graph, second.recording.graph(second.segments))
+
+    def relax(self, captured: Any, graph: Any, template: Any, namespace: Any) -> Any:
+        known = {"segments": captured.segments, "inputs": len(captured.layout.inputs)}
+        known |= {"letters": letters_of(captured.recording.operations)}
+        known |= {"products": captured.products, "results": captured.results, "is_device_memory": bool}
         known |= {"room": lambda node: 1 << 20, "extent": lambda node: None}
-        edges = None if first.products is None else relaxed(template, graph.edges, **known)
+        edges = None if captured.products is None else relaxed(template, graph.edges, **known)
         self.relaxed += edges is not None
-        edges = graph.edges if edges is None else tuple(edges)
-        arrangement = arrange(template, edges)
+        self.edges = graph.edges if edges is None else tuple(edges)
+        return self.edges
+
+    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[Launcher]]:
+        operations = captured.recording.operations
         self.arrangements.append(arrangement)
         parts = [(stage.nodes, stage.template) for stage in arrangement.stages]
-        at = {node: i for i, node in enumerate(some_order(len(operations), edges))}
+        at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []
         for nodes, template in parts or [(range(len(operations)), arrangement.template)]:
             nodes = sorted(nodes, key=at.__getitem__)

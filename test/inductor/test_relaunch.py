@@ -13,79 +13,25 @@ import sys
 import threading
 import unittest
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import relaunch_driver
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
+from relaunch_case import host, Native, RelaunchTestCase
+from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
+from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.refusals import Code
-from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import relaunch_driver
-from relaunch_fakes import FakeDevice, Generator, is_tensor, Launcher, NativeLauncher, tensor_at
-
-
-def is_region(value):
-    """On the fake device all tensors are its own but those that a test marks."""
-    return is_tensor(value) and not getattr(value, "on_host", False)
-
-
-def host(value, dtype=torch.float64):
-    made = torch.tensor(value, dtype=dtype)
-    made.on_host = True
-    return made
-
-
-class RelaunchTestCase(TestCase):
-    def native_module(self):
-        """The C module that patches and launches; None: it is done in Python."""
-        return None
-
-    def setUp(self):
-        super().setUp()
-        counters.clear()
-        refusals._refused.clear()
-        module = self.native_module()
-        self.device = FakeDevice(module)
-        if module is not None:
-            self.enterContext(mock.patch.object(native, "launching", module.launching))
-        # Host memory is aligned to 64 bytes.
-        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
-            patch.start()
-            self.addCleanup(patch.stop)
-
-    def tearDown(self):
-        runner.forget_all()  # what an exception still holds is not the next test's
-        self.assertEqual(self.device.open, 0, "a recording was left open")
-        self.assertFalse(capture.capturing.locked())
-        super().tearDown()
-
-    def runner(self, source, *, static=(), mutated=(), saved=(), verify=False, **namespace):
-        """A Runner of `def region(args)` in a module like generated code's."""
-        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, "aten": torch.ops.aten, **namespace}
-        exec(source, scope)
-        code = Code("a region", 0, tuple(static), tuple(mutated), frozenset(saved))
-        with config.patch(cudagraph_verify=verify):
-            return Runner(scope["region"], code, self.device)
-
-    def counted(self, name):
-        return counters["torch_overlay"]["cudagraph_" + name]
 
 
 ADD = """
@@ -907,15 +853,6 @@ def region(args):
             (view,) = run([x])
             self.assertEqual((x, view), (wanted, wanted.t()))
         self.assertEqual(view.data_ptr(), x.data_ptr())
-
-
-class Native(RelaunchTestCase):
-    """The same by the C module, whose driver delivers the addresses to the fake device."""
-
-    def native_module(self):
-        relaunch_driver.driver().library.stub_reset()
-        relaunch_driver.driver().library.stub_deliver()
-        return relaunch_driver.module()
 
 
 class TestCopyOnWriteInC(Native, TestCopyOnWrite):
@@ -1757,7 +1694,3 @@ class TestGpu(TestCase):
                 for _ in range(3):
                     self.assertEqual(other(x), x.sin())
         self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -4,20 +4,14 @@ refuses to point them elsewhere later. Graphs and executables are fakes; the dri
 
 from __future__ import annotations
 
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from fake_graph_api import FakeApi
 from torch._dynamo.utils import counters
-from torch._inductor.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_relaunch_graph import FakeApi
+from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch import refusals, runner
@@ -209,7 +203,3 @@ class TestPatcher(TestCase):
     def test_region_with_copies_is_launched_from_python(self) -> None:
         launcher = mock.Mock(exec=None)
         self.assertIsNone(native_call.bind(mock.Mock(launcher=launcher)))
-
-
-if __name__ == "__main__":
-    run_tests()

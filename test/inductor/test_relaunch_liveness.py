@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 import unittest
 from itertools import combinations
-from pathlib import Path
 from unittest import mock
 
 from hypothesis import given, settings, strategies as st
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.memory import packing
@@ -275,7 +270,3 @@ class TestCuts(unittest.TestCase):
         self.assertLess(starts[-1], length)
         self.assertLessEqual(len(starts), most)
         self.assertLessEqual(need_of(held, starts, length), need_of(held, [0], length))
-
-
-if __name__ == "__main__":
-    unittest.main()

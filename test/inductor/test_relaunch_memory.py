@@ -6,20 +6,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 import unittest
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from torch._dynamo.test_case import run_tests
+from relaunch_case import RelaunchTestCase
 from torch._dynamo.utils import counters
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -34,11 +30,6 @@ from torch_overlay._inductor.relaunch.memory.packing import Life
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import relaunch_driver
-from test_relaunch import RelaunchTestCase
 
 
 # A chain of temporaries, each used by the next operation alone.
@@ -810,7 +801,3 @@ class TestWhatPoolsKeep(unittest.TestCase):
         self.assertEqual(self.kept(pools, 100), ([512, 512], 1))
         self.assertEqual(self.kept([(0, 4), (0, 8)], 1), ([], 1))
         self.assertEqual(self.kept([], 0), ([], 0))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -18,21 +18,15 @@ from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
+import relaunch_driver
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Word
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import relaunch_driver
 
 
 MiB = 1 << 20
@@ -976,7 +970,3 @@ class TestOnAGpu(TestCase):
             gc.collect()
             torch.cuda.empty_cache()
             self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import unittest
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 from relaunch_graph_driver import DriverInC
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
@@ -125,7 +120,3 @@ class TestPartInC(TestPart):
         self.in_c.ask(Api())
         with self.assertRaisesRegex(TypeError, "set"):
             self.in_c.module.cut(1, 2, [12])
-
-
-if __name__ == "__main__":
-    unittest.main()

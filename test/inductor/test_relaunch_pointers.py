@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from unittest import mock
 
+import relaunch_driver
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.launch import data_ptrs
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import relaunch_driver
 
 
 class Tagged(torch.Tensor):
@@ -170,7 +163,3 @@ class TestPointers(TestCase):
         for _ in range(100):
             self.native.addresses(given)
         self.assertEqual([sys.getrefcount(t) for t in given], before)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -1,12 +1,6 @@
 """What the first capture needs is made ready while other processes compile kernels."""
 
-import sys
-import unittest
-from pathlib import Path
 from unittest import mock
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._inductor.config as inductor_config
@@ -101,7 +95,3 @@ class TestPrepare(TestCase):
         with self.assertLogs(preparing.log, "INFO") as logs:
             preparing.prepare(4)
         self.assertIn("no assembler", logs.output[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -12,18 +12,15 @@ import subprocess
 import sys
 import tempfile
 import unittest
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.test_case import run_tests, TestCase
+from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form
 from relaunch_programs import _check, by_name, Kit, Program, PROGRAMS
 from relaunch_programs._check import Mismatch, Settings
@@ -256,7 +253,3 @@ class TestGpu(TestCase):
 instantiate_parametrized_tests(TestPrograms)
 instantiate_parametrized_tests(TestChecker)
 instantiate_parametrized_tests(TestGpu)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -6,20 +6,16 @@ by us at the first calls. Collectives are the case that needs most of it; they a
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from torch._dynamo.test_case import run_tests, TestCase
+from relaunch_fakes import FakeDevice, is_tensor
+from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -30,10 +26,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNo
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from relaunch_fakes import FakeDevice, is_tensor
 
 
 class RefusalTestCase(TestCase):
@@ -275,7 +267,3 @@ class TestDistributed(RefusalTestCase):
         kinds = [graph["relaunch"].name.partition(" of")[0] for graph in made]
         self.assertEqual(sorted(kinds), ["backward"] * 3 + ["forward"] * 3)
         self.assertEqual(self.refused(), [])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -10,27 +10,19 @@ import ctypes
 import gc
 import sys
 import threading
-from pathlib import Path
 from unittest import mock
 
+import relaunch_driver
 import torch
 from hypothesis import given, HealthCheck, settings, strategies as st
-from torch._dynamo.test_case import run_tests
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from relaunch_case import Native
+from relaunch_fakes import NativeLauncher
 
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import runner
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.launch import native
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import relaunch_driver
-from relaunch_fakes import NativeLauncher
-from test_relaunch import Native
 
 
 AGAIN = 2  # the launch behind which scratch stays
@@ -469,7 +461,3 @@ class TestOrdinaryMemory(ScratchTests):
         with mock.patch.object(torch.cuda, "memory_snapshot", lambda include_traces: segments):
             found = [device.is_ordinary(a) for a in (4096, 4607, 4608, 8192, 9216)]
         self.assertEqual(found, [True, True, False, False, False])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -6,24 +6,16 @@ The operator here is one of the host's that raises where the real one would read
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
-from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._dynamo.test_case import run_tests, TestCase
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from relaunch_case import is_region, Native, RelaunchTestCase
+from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, refusals
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_relaunch import is_region, Native, RelaunchTestCase
 
 
 NAMES = ["x", "philox_seed", "philox_offset", "dropout_p", "out"]
@@ -260,7 +252,3 @@ class TestOperator(TestCase):
         self.assertIn(
             "= torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(", made.regions[1].wrapper
         )
-
-
-if __name__ == "__main__":
-    run_tests()

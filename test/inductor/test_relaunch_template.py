@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import sys
 import unittest
-from pathlib import Path
 
 import expecttest
+from captured_words import KIB, LOW, memory, SPAN, u32, u64, words
 from hypothesis import given, settings, strategies as st
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.proof.nodes import (
@@ -33,27 +29,6 @@ from torch_overlay._inductor.relaunch.proof.prove import prove, REACH
 
 
 GRANULE = 2 << 20
-LOW = {"a": 0x7D0000000000, "b": 0x7A0000000000}
-SPAN = 1 << 38
-KIB = 1024
-
-
-def u64(*values):
-    return struct.pack(f"<{len(values)}Q", *(v % (1 << 64) for v in values))
-
-
-def u32(*values):
-    return struct.pack(f"<{len(values)}I", *values)
-
-
-def memory(which, *, regions=((0, 4 * KIB), (1, 8 * KIB), (2, 64 * KIB)), gap=None):
-    """Segments of a capture, one per (region, size), unmapped granules between them."""
-    address, segments = LOW[which] + GRANULE, []
-    gap = {"a": 1, "b": 3}[which] if gap is None else gap
-    for region, size in regions:
-        segments.append(Segment(address, size, region))
-        address += -(-size // GRANULE) * GRANULE + gap * GRANULE
-    return tuple(segments)
 
 
 def kernel(index, *values, name="kernel", func=0x1000, offset=0, **changes):
@@ -85,10 +60,6 @@ class Captures:
 
     def prove(self, *, a=None, b=None, **options):
         return prove(self.capture("a", **(a or {})), self.capture("b", **(b or {})), **options)
-
-
-def words(found):
-    return [(w.node, w.parameter, w.offset, w.region, w.delta) for w in found.words]
 
 
 class ProofTest(expecttest.TestCase):
@@ -669,7 +640,3 @@ class TestRandomCaptures(unittest.TestCase):
         wrong = data.draw(st.sampled_from([offset for _, _, offset, _, _ in planted]))
         with self.assertRaises(Refusal):
             Captures(lambda at: nodes(at, wrong), regions=regions).prove()
-
-
-if __name__ == "__main__":
-    unittest.main()

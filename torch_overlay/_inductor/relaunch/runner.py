@@ -32,6 +32,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, native, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -298,15 +299,13 @@ class Runner:
 
     def _capture(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
         """Makes the state's graph. False: this call has to do without."""
-        if not capture.capturing.acquire(blocking=False):
+        if not capturing.acquire(blocking=False):
             return False
         try:
             self.captures += 1
             self.warm_ups = 0
             alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
-            arrangement, launchers = capture.capture_region(
-                self.device, self.model, inputs, alignments, state.plan, self.code
-            )
+            arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments, self.kept_scratch)
             for launcher in launchers:
@@ -324,7 +323,7 @@ class Runner:
                 refusals.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
             return False
         finally:
-            capture.capturing.release()
+            capturing.release()
         counters["torch_overlay"]["cudagraph_captures"] += 1
         nodes = sum(launcher.nodes for launcher in launchers)
         counters["torch_overlay"]["cudagraph_nodes"] += nodes

@@ -1,11 +1,9 @@
-"""A region is run again, twice, on addresses that mean nothing; what it launched becomes a template.
+"""One capture of a region, at addresses that mean nothing.
 
     stand-ins   every tensor input is replaced by one of its shape at a fresh address; a launcher takes no notice
     capture     the region runs, and its kernels are recorded instead of launched. An allocation that ends up as an
                 output stands at an address of its own, all else is scratch
     layout      where each output's bytes come from
-    proof       the same again at other addresses, and every word that moved must be explained
-    arrangement what can share memory does (`arrange`)
 
 While it is captured, each allocation of generated code has addresses of its own, and its life is noted (`Lives`).
 
@@ -22,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -40,7 +37,6 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     Watch,
 )
 from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
-from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Empty,
     Given,
@@ -55,9 +51,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     view_of,
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
-from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment, Template
-from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
-from torch_overlay._inductor.streams.runtime import Spec
+from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
 
 if TYPE_CHECKING:
@@ -67,13 +61,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library looks for more
-# A number that happens to be an address of these captures, or a library that allocates more when it is first used.
-COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
-ATTEMPTS = 3
 GROUP = 4  # operators whose memory ends together
-
-# One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
-capturing = threading.Lock()
 
 
 @dataclass
@@ -341,117 +329,3 @@ def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int
 def is_region(value: Any) -> bool:
     """Is this input a tensor whose address the graph's nodes hold? Tensors on the host are not."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
-
-
-def capture_region(
-    device: Any,
-    model: Callable[[list[Any]], Any],
-    inputs: Sequence[Any],
-    alignments: Sequence[int],
-    plan: Plan,
-    code: Code,
-) -> tuple[Arrangement, list[Any]]:
-    """How a region is launched, and a launcher for each of its stages; raises Refusal, or what the region itself
-    raises."""
-
-    def record(gap: int) -> Any:
-        open_recordings.append(device.record(gap))
-        return open_recordings[-1]
-
-    with_uses = device.concurrent and not code.is_training
-
-    def take(recording: Any, with_uses: bool = False) -> Captured:
-        return Capture(model, inputs, alignments, plan, recording, holes, with_uses).run(code)
-
-    def prove(first: Captured, second: Captured) -> tuple[Arrangement, list[Any]]:
-        if first.layout != second.layout or first.places != second.places:
-            raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
-
-        def arranged(template: Template, edges: tuple[tuple[int, int], ...]) -> Arrangement:
-            return arrange(_proven(first, second, template, edges, inputs, plan.dying, code))
-
-        return device.finish(first, second, namespace_of(model) or {}, arranged)
-
-    check_streams(model)
-    check_collectives(model)
-    holes = device.holes() if code.saved_outputs else []
-    open_recordings: list[Any] = []
-    try:
-        first = take(record(1), with_uses)
-        for _ in range(ATTEMPTS - 1):
-            if first.plan == plan:
-                break
-            plan = first.plan
-            first.recording.discard()
-            first = take(record(1), with_uses)
-        try:
-            return prove(first, take(record(2)))
-        except Refusal as refusal:
-            if refusal.reason not in COINCIDENCES:
-                raise
-        coincided = list(open_recordings)
-        elsewhere = record(3)  # while theirs are taken: the same number must not be an address again
-        for recording in coincided:
-            recording.discard()
-        return prove(take(elsewhere, with_uses), take(record(5)))
-    finally:
-        for recording in open_recordings:
-            recording.close()
-
-
-def _proven(
-    first: Captured,
-    second: Captured,
-    template: Template,
-    edges: tuple[tuple[int, int], ...],
-    inputs: Sequence[Any],
-    dying: frozenset[int],
-    code: Code,
-) -> Proven:
-    layout = first.layout
-    storages = [inputs[k].untyped_storage() for k in layout.inputs]
-    addresses = [storage.data_ptr() for storage in storages]
-    holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
-    returned = {r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))}
-    return Proven(
-        layout,
-        template,
-        edges,
-        first.places,
-        tuple(a.either(b) for a, b in zip(first.lives, second.lives, strict=True)),
-        holders=tuple([holders[address] for address in addresses]),
-        held=tuple(storage.nbytes() for storage in storages),
-        static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
-        stages=code.is_backward and not first.recording.fixed,
-    )
-
-
-def check_streams(model: Any) -> None:
-    """A partition orders its side streams against the ambient stream alone, and what it owes to the caller's streams is
-    done around it. A graph that is not partitioned does both itself."""
-    namespace = namespace_of(model) or {}
-    for name in _names_in(model):
-        spec = getattr(namespace.get(name), "spec", None)
-        if isinstance(spec, Spec) and (spec.objects or _orders_others(spec)):
-            message = (
-                "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
-            )
-            raise Refusal("streams", message)
-
-
-def _orders_others(spec: Spec) -> bool:
-    """At its exit, a side stream has to wait; or at its entry, it is asked for its state."""
-    waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
-    return waits or any(k == "record_entry" for k, *_ in spec.entry)
-
-
-def check_collectives(model: Any) -> None:
-    """Note [Collectives] of `policy`. Code from a cache may have been compiled for other graphs than ours."""
-    if found := set(_names_in(model)).intersection(COMMUNICATION):
-        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
-        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
-
-
-def _names_in(model: Any) -> tuple[str, ...]:
-    code = getattr(getattr(model, "__func__", model), "__code__", None)
-    return code.co_names if code is not None else ()

@@ -8,8 +8,12 @@
             ...                             # runs no kernel; what it allocates lies in the space
             with recording.apart(None) as apart:
                 ...                         # what it allocates has segments of its own: apart.segments
-    arrangement, launchers = device.finish(first, second, namespace, arrange)
+    graph, template = device.prove(first, second, namespace)
+    edges = device.relax(first, graph, template, namespace)
+    arrangement, launchers = device.instantiate(first, arrange(...))
     recording.close()
+
+`make_graph` makes these steps.
 
 A recording is `capture.recording`, and what launches it `launch.launcher`.
 """
@@ -24,7 +28,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.capture.recording import no_collection, Recording
+from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
@@ -116,62 +120,34 @@ class Cuda:
         with self.guard():
             prepare(self.index)
 
-    def finish(
-        self,
-        first: Captured,
-        second: Captured,
-        namespace: Mapping[str, Any],
-        arrange: Callable[[Template, tuple[tuple[int, int], ...]], Arrangement],
-    ) -> tuple[Arrangement, list[Launcher]]:
-        """Proves the first capture by the second, and makes it executable as it is then arranged."""
-        graph = first.recording.graph
+    def prove(self, first: Captured, second: Captured, namespace: Mapping[str, Any]) -> tuple[CapturedGraph, Template]:
+        """Proves the first capture by the second."""
         read = []
-        with no_collection():
-            for captured in (first, second):
-                for kept in graphs.tidy(captured.recording.graph).kept:
-                    log.info("stays in the graph as it is: %s", kept)
-                space = captured.recording.space
-                read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
-            check_libraries(read[0])
-            snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-            template = prove(
-                *read,
-                foreign=graphs.freed_memory(snapshot),
-                on_device=graphs.is_device_memory,
-                signatures=signatures_of(namespace),
-            )
-            second.recording.discard()
-            edges = self._run_side_by_side(graph, read[0], first, template, namespace)
-            arrangement = arrange(template, edges)
-            _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # until the executables are made
-            if arrangement.stages:
-                try:
-                    launchers = self._parts(graph, arrangement)
-                except graphs.DriverError as error:  # it takes more memory as a whole, and works
-                    log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
-                    arrangement = dataclasses.replace(arrangement, stages=())
-                else:
-                    graph.reset()
-                    return arrangement, launchers
-            graph.instantiate()
-            upload(graph)
-            return arrangement, [Launcher(graph, arrangement.template, direct=not first.recording.fixed)]
+        for captured in (first, second):
+            for kept in graphs.tidy(captured.recording.graph).kept:
+                log.info("stays in the graph as it is: %s", kept)
+            space = captured.recording.space
+            read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
+        check_libraries(read[0])
+        snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
+        template = prove(
+            *read,
+            foreign=graphs.freed_memory(snapshot),
+            on_device=graphs.is_device_memory,
+            signatures=signatures_of(namespace),
+        )
+        return read[0], template
 
-    def _run_side_by_side(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        read: CapturedGraph,
-        captured: Captured,
-        template: Template,
-        namespace: Mapping[str, Any],
+    def relax(
+        self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
     ) -> tuple[tuple[int, int], ...]:
         """The edges of the graph, some of which are taken away."""
         if captured.products is None:
-            return read.edges
+            return graph.edges
         driver = Driver()
         edges = concurrency.relaxed(
             template,
-            read.edges,
+            graph.edges,
             segments=captured.segments,
             inputs=len(captured.layout.inputs),
             letters=parameters_of(namespace) | fill_copy_kernels.letters,
@@ -181,9 +157,27 @@ class Cuda:
             room=self._room(driver),
             extent=fill_copy_kernels.extent,
         )
-        if edges is None or not graphs.set_edges(graph, [node.handle for node in read.nodes], edges, driver=driver):
-            return read.edges
+        handles = [node.handle for node in graph.nodes]
+        if edges is None or not graphs.set_edges(captured.recording.graph, handles, edges, driver=driver):
+            return graph.edges
         return tuple(edges)
+
+    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Launcher]]:
+        """A launcher for each stage, or for the whole if the driver can't cut the graph."""
+        graph = captured.recording.graph
+        _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # until the executables are made
+        if arrangement.stages:
+            try:
+                launchers = self._parts(graph, arrangement)
+            except DriverError as error:  # it takes more memory as a whole, and works
+                log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
+                arrangement = dataclasses.replace(arrangement, stages=())
+            else:
+                graph.reset()
+                return arrangement, launchers
+        graph.instantiate()
+        upload(graph)
+        return arrangement, [Launcher(graph, arrangement.template, direct=not captured.recording.fixed)]
 
     def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
         """How many blocks of a kernel this device runs at once."""

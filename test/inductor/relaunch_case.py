@@ -1,0 +1,75 @@
+"""Test cases that relaunch regions on the stand-in driver."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import relaunch_driver
+import torch
+from relaunch_fakes import FakeDevice, is_tensor
+from torch._dynamo.test_case import TestCase
+from torch._dynamo.utils import counters
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch.capture import capture, make_graph
+from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch.refusals import Code
+from torch_overlay._inductor.relaunch.runner import Runner
+
+
+def is_region(value):
+    """On the fake device all tensors are its own but those that a test marks."""
+    return is_tensor(value) and not getattr(value, "on_host", False)
+
+
+def host(value, dtype=torch.float64):
+    made = torch.tensor(value, dtype=dtype)
+    made.on_host = True
+    return made
+
+
+class RelaunchTestCase(TestCase):
+    def native_module(self):
+        """The C module that patches and launches; None: it is done in Python."""
+        return None
+
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+        refusals._refused.clear()
+        module = self.native_module()
+        self.device = FakeDevice(module)
+        if module is not None:
+            self.enterContext(mock.patch.object(native, "launching", module.launching))
+        # Host memory is aligned to 64 bytes.
+        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def tearDown(self):
+        runner.forget_all()  # what an exception still holds is not the next test's
+        self.assertEqual(self.device.open, 0, "a recording was left open")
+        self.assertFalse(make_graph.capturing.locked())
+        super().tearDown()
+
+    def runner(self, source, *, static=(), mutated=(), saved=(), verify=False, **namespace):
+        """A Runner of `def region(args)` in a module like generated code's."""
+        scope = {"torch": torch, "empty_strided_cuda": self.device.empty, "aten": torch.ops.aten, **namespace}
+        exec(source, scope)
+        code = Code("a region", 0, tuple(static), tuple(mutated), frozenset(saved))
+        with config.patch(cudagraph_verify=verify):
+            return Runner(scope["region"], code, self.device)
+
+    def counted(self, name):
+        return counters["torch_overlay"]["cudagraph_" + name]
+
+
+class Native(RelaunchTestCase):
+    """The same by the C module, whose driver delivers the addresses to the fake device."""
+
+    def native_module(self):
+        relaunch_driver.driver().library.stub_reset()
+        relaunch_driver.driver().library.stub_deliver()
+        return relaunch_driver.module()
