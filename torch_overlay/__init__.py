@@ -48,6 +48,7 @@ def _seams() -> Sequence[Seam]:
 
 # importlib.reload runs this file again in the same namespace; what is installed stays installed.
 _installer: Installer = globals().get("_installer") or Installer(_seams)
+late_import.before_compilation = _installer.before_compilation
 
 
 def enable() -> None:

@@ -11,6 +11,8 @@ import os
 import pickle
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from torch_overlay._functorch.offload.settings import parse
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,8 +44,6 @@ def _is_number(value: Any, most: float) -> bool:
 
 
 def _is_offload(value: Any) -> bool:
-    from torch_overlay._functorch.offload.settings import parse
-
     parse(value)  # says itself what it takes
     return True
 

@@ -25,9 +25,10 @@ from torch_overlay._functorch.offload import log
 from torch_overlay.analysis import check, Timeline, timeline, Trace
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines import lines as timeline_lines, profile as timeline_profile
-from torch_overlay.analysis.timelines.clock import Cost, own_line, readable, schedule
+from torch_overlay.analysis.timelines.clock import Cost, schedule
 from torch_overlay.analysis.timelines.json import events
 from torch_overlay.analysis.timelines.layout import CHARACTER, LEFT, MARGIN, WIDTH
+from torch_overlay.analysis.timelines.lines import own_line, readable
 from torch_overlay.analysis.timelines.model import FROM_HOST, KERNEL, Lane, Slice, TO_HOST, with_hidden
 from torch_overlay.analysis.timelines.offload import saved_tensors
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -55,6 +56,10 @@ class Program:
 
     def times(self) -> dict[str, tuple[float, float]]:
         return {s.name: (s.start, s.end) for s in self.timeline().slices}
+
+
+def of_trace(*args: Any) -> Timeline:
+    return Timeline(**timeline_profile.of_trace(*args))
 
 
 def fork_and_join() -> Program:
@@ -688,7 +693,7 @@ def compiled(wrapper: str = WRAPPER) -> Any:
 
 class TestProfile(TestCase):
     def test_streams_are_lanes_and_time_starts_with_the_first_kernel(self) -> None:
-        found = timeline_profile.of_trace(kineto())
+        found = of_trace(kineto())
         self.assertEqual([lane.name for lane in found.lanes], ["stream 7", "stream 13", "stream 17, to the host"])
         self.assertEqual((found.slices[0].start, found.slices[0].name), (0.0, "sin"))
         self.assertFalse(found.simulated)
@@ -696,7 +701,7 @@ class TestProfile(TestCase):
         self.assertEqual(collisions(found.svg()), [])
 
     def test_lines_of_compiled_kernels_and_none_for_others(self) -> None:
-        found = timeline_profile.of_trace(kineto(), compiled())
+        found = of_trace(kineto(), compiled())
         rows = [(s.symbol, s.name, s.line[:8]) for s in found.slices]
         expected = [
             ("triton_poi_fused_sin_0", "sin", "net.py:4"),
@@ -709,12 +714,12 @@ class TestProfile(TestCase):
         self.assertEqual(rows, expected)
 
     def test_sequence_that_is_not_that_of_the_module_has_no_guessed_lines(self) -> None:
-        found = timeline_profile.of_trace(kineto(), compiled(WRAPPER + "        extern_kernels.addmm(a, b, c)\n"))
+        found = of_trace(kineto(), compiled(WRAPPER + "        extern_kernels.addmm(a, b, c)\n"))
         lines = [s.line[:8] for s in found.slices]
         self.assertEqual(lines, ["net.py:4", "", "", "", "", ""])  # the name of a Triton kernel is enough
 
     def test_wait_is_an_arrow(self) -> None:
-        found = timeline_profile.of_trace(kineto())
+        found = of_trace(kineto())
         (arrow,) = found.arrows
         symbols = [s.symbol for s in found.slices]
         self.assertEqual(symbols[arrow.source], "triton_poi_fused_sin_0")
@@ -725,7 +730,7 @@ class TestProfile(TestCase):
         for event in trace["traceEvents"]:
             if event.get("cat") == "cuda_sync":
                 event["args"].update(wait_on_stream=-1, wait_on_cuda_event_record_corr_id=-1)
-        self.assertEqual(timeline_profile.of_trace(trace).arrows, ())
+        self.assertEqual(of_trace(trace).arrows, ())
         mm = "triton_tem_fused_mm_2"
         module = WRAPPER.replace("extern_kernels.mm(buf0, arg1_1, out=buf1)", f"{mm}.run(buf1, stream=stream1_raw)")
         rows = module.splitlines()
@@ -733,7 +738,7 @@ class TestProfile(TestCase):
         for event in trace["traceEvents"]:
             if event.get("name") == "nvjet_hsh_128x128" or (event.get("name") == "aten::mm" and event["ts"] == 1030):
                 event["name"] = mm
-        found = timeline_profile.of_trace(trace, compiled("\n".join(rows)))
+        found = of_trace(trace, compiled("\n".join(rows)))
         symbols = [s.symbol for s in found.slices]
         (arrow,) = found.arrows
         self.assertEqual((symbols[arrow.source], symbols[arrow.target]), ("triton_poi_fused_sin_0", mm))
@@ -757,7 +762,7 @@ class TestProfile(TestCase):
 
     def test_kernels_of_a_graph_have_lines_and_arrows(self) -> None:
         seen, trace = self.graph()
-        found = timeline_profile.of_trace(trace, seen)
+        found = of_trace(trace, seen)
         self.assertEqual([s.symbol for s in found.slices if not s.line], [])
         for s in found.slices:
             if s.symbol.startswith("nvjet"):
@@ -771,12 +776,12 @@ class TestProfile(TestCase):
         seen, trace = self.graph()
         extra = next(e for e in trace["traceEvents"] if e["name"].startswith("nvjet"))
         trace["traceEvents"].append({**extra, "ts": extra["ts"] + 0.5, "name": "triton_poi_fused_other_0"})
-        found = timeline_profile.of_trace(trace, seen)
+        found = of_trace(trace, seen)
         self.assertEqual({s.line for s in found.slices if s.symbol.startswith("nvjet")}, {""})
         self.assertEqual(found.arrows, ())
 
     def test_copy_is_hidden_by_the_kernels_beside_it(self) -> None:
-        (copy,) = timeline_profile.of_trace(kineto()).copies
+        (copy,) = of_trace(kineto()).copies
         self.assertEqual((copy.kind, copy.nbytes, copy.hidden), (TO_HOST, 4096, 0.5))
 
     def test_copies_of_saved_activations_are_named_where_their_sizes_are_those_of_the_schedule(self) -> None:
@@ -788,11 +793,11 @@ class TestProfile(TestCase):
             seen = mock.Mock(regions=[mock.Mock(wrapper=None)], offloads=[mock.Mock()])
             seen.regions[0].copies = log.Copies(False, 9, (("relu", 3, 9),))
             seen.offloads[0].rows = [log.Row("relu", nbytes, stack)]
-            (copy,) = timeline_profile.of_trace(kineto(), seen).copies
+            (copy,) = of_trace(kineto(), seen).copies
             self.assertEqual((copy.name, copy.line), expected)
 
     def test_memory_is_the_allocators(self) -> None:
-        found = timeline_profile.of_trace(kineto())
+        found = of_trace(kineto())
         self.assertEqual(found.memory, ((0.0, 100), (14.5, 300), (found.end, 200)))
 
     def test_exported_file(self) -> None:
@@ -808,13 +813,13 @@ class TestProfile(TestCase):
             Timeline.from_profile(found)
 
     def test_code_that_was_compiled_before_is_noted(self) -> None:
-        found = timeline_profile.of_trace(kineto(), mock.Mock(regions=[], offloads=[]))
+        found = of_trace(kineto(), mock.Mock(regions=[], offloads=[]))
         self.assertIn("was compiled before", found.notes[-1])
 
     def test_missing_synchronisation_events_are_noted(self) -> None:
         trace = kineto()
         trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") != "cuda_sync"]
-        found = timeline_profile.of_trace(trace)
+        found = of_trace(trace)
         self.assertEqual(found.arrows, ())
         self.assertIn("no arrows", found.notes[-1])
 

@@ -39,7 +39,7 @@ from torch_overlay.testing._text import innermost_frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timelines.model import Timeline
+    from torch_overlay.analysis.timelines.timeline import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
 
 

@@ -31,7 +31,7 @@ from torch_overlay.testing import simulated_gpu
 if TYPE_CHECKING:
     import argparse
 
-    from torch_overlay.analysis.timelines.model import Timeline
+    from torch_overlay.analysis.timelines.timeline import Timeline
 
 
 def main(argv: list[str]) -> int:

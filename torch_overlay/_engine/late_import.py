@@ -92,11 +92,13 @@ class LateImportFinder:
         return name in self.running
 
 
+def before_compilation(is_inner: bool) -> None:
+    """The package puts its installer's here."""
+
+
 def compile_context_init(original: Callable[..., None], self: Any, *args: Any) -> None:
     """Seam of torch._guards.CompileContext.__init__, with which every compilation begins. Torch itself loads it."""
-    import torch_overlay
-
-    torch_overlay._installer.before_compilation(is_inner=type(self).try_get() is not None)
+    before_compilation(is_inner=type(self).try_get() is not None)
     original(self, *args)
 
 

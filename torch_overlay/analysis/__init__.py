@@ -25,7 +25,7 @@ _PUBLIC = {
     "profiler": "timelines.run",
     "RaceError": "race_check.race_report",
     "Report": "race_check.race_report",
-    "Timeline": "timelines.model",
+    "Timeline": "timelines.timeline",
     "timeline": "timelines.run",
     "Trace": "race_check.trace",
 }

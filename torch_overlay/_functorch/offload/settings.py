@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_overlay import config
-
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy takes some 8 us before its first byte."""
@@ -27,8 +25,8 @@ class Settings:
     min_bytes: int = MIN_BYTES
 
 
-def settings() -> Settings | None:
-    """None if the option is off; ValueError if it is not understood, or can't be followed."""
+def settings(config: Any) -> Settings | None:
+    """None if `config` has it off. ValueError if it is not understood, or can't be followed."""
     found = parse(config.activation_offload)
     if found is not None and not config.streams:
         raise ValueError(

@@ -392,7 +392,7 @@ def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> No
     """Saved activations go to the host, if the configuration or a checkpoint policy asks for it."""
     from torch_overlay._functorch.offload.settings import settings
 
-    wanted = settings()
+    wanted = settings(config)
     if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
         return
     from torch_overlay._functorch.offload.rewrite import offload

@@ -10,11 +10,11 @@ reached the point at which the host freed it, and every kernel that used it has 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch_overlay.analysis.race_check.trace import Alloc, Free, HOST, Launch, Record, Synchronize, Wait
+from torch_overlay.analysis.timelines.lines import own_line, readable
 from torch_overlay.analysis.timelines.model import (
     Arrow,
     COPIES,
@@ -23,10 +23,10 @@ from torch_overlay.analysis.timelines.model import (
     lane_name,
     ON_HOST,
     Slice,
-    Timeline,
     WAIT,
     with_hidden,
 )
+from torch_overlay.analysis.timelines.timeline import Timeline
 
 
 if TYPE_CHECKING:
@@ -195,20 +195,4 @@ def running_sum(changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int]
     return tuple(found.items())
 
 
-_TRITON = re.compile(r"^triton_[a-z]+\d*_(?:fused_)?(.*?)_\d+$")
-
-
-def readable(symbol: str) -> str:
-    """What a kernel computes, by how it is called."""
-    if match := _TRITON.match(symbol):
-        return match[1].strip("_")
-    parts = symbol.split(".")
-    return parts[1].strip("_") if len(parts) > 1 and parts[0].isidentifier() else symbol
-
-
-def own_line(lines: str) -> str:
-    """Of the lines behind a kernel the last one: where its result was written. The others are those of its inputs."""
-    return re.split(r"; (?=[^\s:;]+:\d+: )", lines)[-1]
-
-
-__all__ = ["Cost", "readable", "running_sum", "schedule"]
+__all__ = ["Cost", "running_sum", "schedule"]

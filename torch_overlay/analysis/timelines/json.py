@@ -20,7 +20,7 @@ from torch_overlay.analysis.timelines.model import COPIES
 
 
 if TYPE_CHECKING:
-    from torch_overlay.analysis.timelines.model import Timeline
+    from torch_overlay.analysis.timelines.timeline import Timeline
 
 HOST_PID = 1
 DEVICE_PID = 10  # and up: of device 0, 1, ...

@@ -24,7 +24,8 @@ from torch_overlay.analysis.timelines.model import COPIES, WAIT
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay.analysis.timelines.model import Slice, Timeline
+    from torch_overlay.analysis.timelines.model import Slice
+    from torch_overlay.analysis.timelines.timeline import Timeline
 
 WIDTH, LEFT, MARGIN = 1280, 178, 20
 ROOM = WIDTH - LEFT - MARGIN  # for time

@@ -15,8 +15,6 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay.analysis.timelines.clock import own_line, readable
-
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -268,6 +266,22 @@ def _pairs(statements: Sequence[str], kernels: Sequence[str]) -> list[tuple[int,
             found.append(at)
         before = at
     return found
+
+
+_TRITON = re.compile(r"^triton_[a-z]+\d*_(?:fused_)?(.*?)_\d+$")
+
+
+def readable(symbol: str) -> str:
+    """What a kernel computes, by how it is called."""
+    if match := _TRITON.match(symbol):
+        return match[1].strip("_")
+    parts = symbol.split(".")
+    return parts[1].strip("_") if len(parts) > 1 and parts[0].isidentifier() else symbol
+
+
+def own_line(lines: str) -> str:
+    """Of the lines behind a kernel the last one: where its result was written. The others are those of its inputs."""
+    return re.split(r"; (?=[^\s:;]+:\d+: )", lines)[-1]
 
 
 __all__ = ["argument", "functions", "LAUNCH", "Lines", "RECORD", "Statement", "WAIT"]

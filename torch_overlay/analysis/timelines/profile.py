@@ -24,7 +24,6 @@ from torch_overlay.analysis.timelines.model import (
     Lane,
     lane_name,
     Slice,
-    Timeline,
     TO_HOST,
     with_hidden,
 )
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def read(profile: Any, seen: Any = None, title: str = "profile") -> Timeline:
-    """`profile` is a finished profile, or the path of an exported trace (.json, .json.gz)."""
+def read(profile: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
+    """The fields of a `Timeline`. `profile`: a finished profile, or the path of an exported trace (.json, .json.gz)."""
     if isinstance(profile, (str, os.PathLike)):
         return of_trace(_load(Path(profile)), seen, title)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,8 +54,10 @@ def _load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> Timeline:
-    """`trace` is a Chrome trace as kineto writes it, parsed. ValueError if no work of a device is in it."""
+def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
+    """The fields of a `Timeline`. `trace` is a Chrome trace as kineto writes it, parsed. ValueError if no work of a
+    device is in it.
+    """
     events: list[Event] = trace["traceEvents"] if isinstance(trace, dict) else trace
     work = sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in WORK), key=lambda e: float(e["ts"]))
     if not work:
@@ -85,7 +86,15 @@ def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> Timeline:
         )
     if seen is not None and not seen.regions:
         notes.append("no lines: the function was compiled before")
-    return Timeline(title, tuple(lanes), tuple(with_hidden(lanes, slices)), tuple(arrows), memory, False, tuple(notes))
+    return {
+        "title": title,
+        "lanes": tuple(lanes),
+        "slices": tuple(with_hidden(lanes, slices)),
+        "arrows": tuple(arrows),
+        "memory": memory,
+        "simulated": False,
+        "notes": tuple(notes),
+    }
 
 
 def _slice(event: Event, zero: float, lane: int, name: str, line: str) -> Slice:

@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_overlay.analysis.timelines.clock import schedule
-from torch_overlay.analysis.timelines.model import Timeline
 from torch_overlay.analysis.timelines.offload import saved_tensors
+from torch_overlay.analysis.timelines.timeline import Timeline
 from torch_overlay.testing import observe, simulated_gpu
 from torch_overlay.testing._simulate import active
 

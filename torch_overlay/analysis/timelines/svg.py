@@ -31,7 +31,8 @@ from torch_overlay.analysis.timelines.model import COPIES, exposed, microseconds
 
 if TYPE_CHECKING:
     from torch_overlay.analysis.timelines.layout import Layout, Row
-    from torch_overlay.analysis.timelines.model import Slice, Timeline
+    from torch_overlay.analysis.timelines.model import Slice
+    from torch_overlay.analysis.timelines.timeline import Timeline
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6", "#79706e")
 GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"
