@@ -312,7 +312,7 @@ class TestConfig(TestCase):
 
     def test_streams_are_needed(self) -> None:
         with config.patch(activation_offload="auto", streams=False):
-            self.assertRaisesRegex(ValueError, r"needs \S+\.config\.streams", offload_config.settings)
+            self.assertRaisesRegex(ValueError, r"needs \S+\.config\.streams", offload_config.settings, config)
 
     def test_option_is_part_of_the_compile_cache_keys(self) -> None:
         from torch_overlay._inductor.cache_key import config_digest

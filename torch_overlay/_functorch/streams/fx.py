@@ -114,14 +114,14 @@ def constants(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if _updates_operands(node.target):  # it fills what was made from nothing
+        if updates_operands(node.target):  # it fills what was made from nothing
             found.difference_update(map(viewed, node.all_input_nodes))
         elif node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
 
 
-def _updates_operands(target: Any) -> bool:
+def updates_operands(target: Any) -> bool:
     is_kernel = target is torch.ops.higher_order.triton_kernel_wrapper_mutation
     return is_kernel or getattr(getattr(target, "_schema", None), "is_mutable", False)
 

@@ -28,6 +28,7 @@ from torch_overlay._functorch.streams.fx import (
     is_view,
     node_stream,
     updated_operands,
+    updates_operands,
     viewed,
 )
 from torch_overlay._inductor.streams import host_copies
@@ -93,6 +94,8 @@ class _Rewriter:
         self.graph, self.copies = graph, dict.fromkeys(copies)
         self.order: dict[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self.writes: dict[Node, Node] = {}  # by memory: the last copy into it
+        filled = (n for n in graph.nodes if updates_operands(n.target))  # by operators that update their operands
+        self.filled = {viewed(value) for node in filled for value in updated_operands(node)}
         self.in_place = self.updates_in_place()
 
     def run(self) -> None:
@@ -253,7 +256,9 @@ class _Rewriter:
             return None
         if not self.is_read_later(base, node, place):
             return base
-        if root in self.writes or root.op != "call_function" or not _is_made_from_nothing(root):
+        if root in self.writes or root in self.filled:
+            return None
+        if root.op != "call_function" or not _is_made_from_nothing(root):
             return None
         copies: dict[Node, Node] = {}
         for value, user in list(self.users(root)):

@@ -12,6 +12,7 @@ from torch_overlay.analysis.race_check.happens_before import analyse, Findings, 
 from torch_overlay.analysis.race_check.race_report import accessed, Promise, Report
 from torch_overlay.analysis.race_check.trace import (
     HOST,
+    Synchronize,
     Trace,
 )
 
@@ -98,9 +99,16 @@ class Context:
                 )
 
     def judge(self, operations: Iterable[Operation]) -> Report:
-        """The report of one run, or of a variation of it."""
+        """The report of one run, or of a variation of it. No code may count on the waits that pageable memory implies:
+        an event is redundant if it is so without them, too.
+        """
+        operations = list(operations)
         found = analyse(operations)
         redundant = [r for r in found.redundant if _COMPILERS_EVENT.search(r.site)]
+        asked = [op for op in operations if not (isinstance(op, Synchronize) and op.implied)]
+        if redundant and len(asked) < len(operations):
+            still = {r.site for r in analyse(asked).redundant}
+            redundant = [r for r in redundant if r.site in still]
         return Report(found.races, redundant, list(self.boundary(found)), needed=found.needed)
 
 

@@ -453,7 +453,8 @@ class SimulatedDevice:
         self.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
         if self.blocks_host(func, operator):
             of_constant = func in _COPIES and bool(host_reads) and all(map(self.is_constant, host_reads))
-            self.trace.add(Synchronize(stream=stream, site=site(), of_constant=of_constant))
+            wait = Synchronize(stream=stream, site=site(), of_constant=of_constant, implied=bool(operator.no_wait))
+            self.trace.add(wait)
 
     def note_constants(self, func: Any, operator: Operator) -> None:
         """Host memory that an operator fills with what a compiler knows, or no longer."""

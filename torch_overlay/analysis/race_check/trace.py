@@ -168,6 +168,7 @@ class Wait:
 class Synchronize:
     """The host waits for an event, for a stream, or (both None) for all streams of the devices. `of_constant`: it waits
     because it copies a constant of its own to the device, which code that has the constant there already doesn't do.
+    `implied`: nobody asked for it, for the copy is not to block, but it is to or from pageable memory.
     """
 
     event: str | None = None
@@ -175,6 +176,7 @@ class Synchronize:
     streams: tuple[str, ...] | None = None
     site: str = ""
     of_constant: bool = False
+    implied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
