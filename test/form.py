@@ -37,6 +37,14 @@ PATCHED = importlib.util.find_spec("torch._overlay") is not None
 overlay_only = unittest.skipIf(PATCHED, "the patched form has no overlay engine")
 
 
+def needs_gpu(test: Any) -> Any:
+    """Decorator of a test or a class of them: it has the mark `gpu`, and is skipped where there is no GPU."""
+    import pytest
+    import torch
+
+    return pytest.mark.gpu(unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")(test))
+
+
 def representative(cases: Sequence[Case]) -> list[Case]:
     """All cases in the overlay form, every fourth in the patched one.
 

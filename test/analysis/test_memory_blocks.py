@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch._inductor.test_case import TestCase
 
-import form  # noqa: F401
+import form
 from torch_overlay._inductor.relaunch import runner
 from torch_overlay.analysis import memory_blocks
 from torch_overlay.testing import compile_only, observe, simulated_gpu
@@ -121,8 +119,7 @@ class TestMemoryBlocks(TestCase):
         )
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     def blocks(self, mode: str | None) -> Any:
         torch._dynamo.reset()

@@ -7,18 +7,16 @@ import io
 import json
 import re
 import tempfile
-import unittest
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch._inductor.test_case import TestCase
 
-import form  # noqa: F401
+import form
 from torch_overlay import config
 from torch_overlay._cli.timeline import main
 from torch_overlay._functorch.offload import log
@@ -898,8 +896,7 @@ class TestCommand(TestCase):
         self.assertIn("ValueError: not like this", err)
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     @contextlib.contextmanager
     def program(self) -> Iterator[tuple[Any, Any]]:

@@ -12,9 +12,6 @@ import tempfile
 import unittest
 from pathlib import Path
 
-import pytest
-import torch
-
 import form
 
 
@@ -88,8 +85,7 @@ class TestLinks(unittest.TestCase):
         )
         self.assertEqual(output.splitlines()[-2:], ["[]", "[]"])
 
-    @pytest.mark.gpu
-    @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+    @form.needs_gpu
     def test_graphs_of_a_backward_behind_a_link(self) -> None:
         self.link("torch_overlay")
         output = self.run_ok(TRAIN.replace("{gpu}", "nullcontext()"), self.folder)

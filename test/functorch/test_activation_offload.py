@@ -15,7 +15,6 @@ import os
 import re
 import tempfile
 import threading
-import unittest
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -28,7 +27,7 @@ from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
-import form  # noqa: F401
+import form
 from torch_overlay import config
 from torch_overlay._functorch.offload import (
     device_rates,
@@ -1059,16 +1058,13 @@ class TestGraphs(TestCase):
 # ---- with a GPU
 
 
-gpu_only = unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
-
-
 def release() -> None:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-@gpu_only
+@form.needs_gpu
 class TestGpu(TestCase):
     def tearDown(self) -> None:
         torch._dynamo.reset()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 import threading
-import unittest
 from typing import Any
 from unittest import mock
 
@@ -865,7 +864,7 @@ class TestCompiledAutograd(TestCase):
         self.assertEqual(marked[1], stream)
 
 
-@unittest.skipUnless(gpu.devices(), "needs a GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     """50 steps of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 

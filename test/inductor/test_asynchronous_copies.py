@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import re
 import time
-import unittest
 from typing import Any
 
 import corpus
-import pytest
 import torch
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
-from stream_programs import by_name, gpu
+from stream_programs import by_name
 from stream_programs.asynchronous_copies import COPIES
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import note_fact
@@ -209,8 +207,7 @@ SHAPE = (16, 1 << 20)  # 64 MiB
 SLEEP = 200_000_000  # clock cycles: a tenth of a second, and more than any of these copies needs
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(gpu.devices(), "needs a GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     def build(self, name: str, on_side: bool) -> tuple[Any, Any]:
         side = torch.cuda.Stream()

@@ -11,7 +11,6 @@ import gc
 import math
 import sys
 import threading
-import unittest
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -23,7 +22,7 @@ from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tenso
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
-import form  # noqa: F401
+import form
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
@@ -1513,7 +1512,7 @@ class TestPolicy(TestCase):
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 
 
-@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     """The smallest programs that touch each part of a capture; `relaunch_programs` has the others."""
 

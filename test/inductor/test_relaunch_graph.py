@@ -13,7 +13,6 @@ import unittest
 import unittest.mock
 from types import SimpleNamespace
 
-import pytest
 from captured_words import LOW, memory, SPAN, u32, u64, words
 from fake_graph_api import FakeApi
 from hypothesis import given, HealthCheck, settings, strategies as st
@@ -627,15 +626,13 @@ class TestSignatures(unittest.TestCase):
         self.assertEqual(signatures_of(self.module(SimpleNamespace(src=source, function=1))), {1: "pspp"})
 
 
-@pytest.mark.gpu
+@form.needs_gpu
 class TestOnGpu(unittest.TestCase):
     """What only the driver can tell. Ordinary memory serves as the captures' ranges."""
 
     def setUp(self):
         import torch
 
-        if not torch.cuda.is_available():
-            self.skipTest("needs a CUDA GPU")
         self.torch = torch
 
     def capture(self, fn):

@@ -12,7 +12,6 @@ import os
 import struct
 import sys
 import threading
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +21,7 @@ import relaunch_driver
 import torch
 from torch._dynamo.test_case import TestCase
 
-import form  # noqa: F401
+import form
 from torch_overlay import config, csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback
@@ -878,7 +877,7 @@ def tensor_at(space: AddressSpace, size: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=space.device).set_(storage, 0, (size,), (1,))
 
 
-@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestOnAGpu(TestCase):
     """The real driver, with both forms."""
 

@@ -11,11 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import unittest
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch._dynamo.test_case import TestCase
@@ -221,8 +219,7 @@ class TestChecker(TestCase):
             _check.check(missing, Settings("cpu"))
 
 
-@pytest.mark.gpu
-@unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     """As tools/relaunch_check.py, one program after the other."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import unittest
 from typing import Any
 
 import torch
 from torch._dynamo.test_case import TestCase
 
-import form  # noqa: F401
+import form
 from torch_overlay import config
 from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
@@ -200,7 +199,7 @@ def call(self, args):
         self.assertNotEqual(check_wrapper(broken).races, [])
 
 
-@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestOnGpu(TestCase):
     def test_idle_and_busy_calls_in_turns(self) -> None:
         """Long work of the caller's on the current or on a side stream, before the call or between two calls."""

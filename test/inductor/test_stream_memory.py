@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import unittest
 from typing import Any
 
 import torch
 from torch._inductor.test_case import TestCase
 
-import form  # noqa: F401
-from stream_programs import gpu
+import form
 from token_text import tokens
 from torch_overlay import config
 from torch_overlay._inductor.streams.memory_report import account, amount, describe
@@ -119,7 +117,7 @@ class TestRegion(TestCase):
         self.assertIn("at the peak", describe(backward_plan)[0])
 
 
-@unittest.skipUnless(gpu.devices(), "needs a GPU")
+@form.needs_gpu
 class TestSnapshot(TestCase):
     """torch.cuda.memory's snapshots say of each block who made it; side streams are no exception."""
 

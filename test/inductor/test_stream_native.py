@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch._dynamo.test_case import TestCase
 from triton.runtime.build import compile_so_from_file
 
 import driver_stand_in
-import form  # noqa: F401
+import form
 from torch_overlay import config, csrc
 from torch_overlay._inductor.streams import native as stream_native
 
@@ -416,7 +415,7 @@ class TestPythonEvents(TestCase):
             self.assertTrue(callable(getattr(stream_native.PythonEvent, name)))
             self.assertIn(f'{{"{name}", ', (csrc.FOLDER / "events.c").read_text())
 
-    @unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+    @form.needs_gpu
     def test_both_order_streams_on_a_gpu(self):
         for make in (stream_native.module().Event, stream_native.PythonEvent):
             first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -435,7 +434,7 @@ class TestPythonEvents(TestCase):
             self.assertTrue(bool((y == 1).all()), make)
 
 
-@unittest.skipIf(not torch.cuda.is_available(), "needs a CUDA GPU")
+@form.needs_gpu
 class TestCallersCapture(TestCase):
     def check(self) -> None:
         """Folded and unfolded branches, and waits for what a stream held before, inside torch.cuda.graph."""

@@ -16,7 +16,6 @@ from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
-from stream_programs import gpu
 from stream_programs.drawn import checked, found
 from stream_programs.drawn.kit import as_program
 from stream_programs.drawn.order import CURRENT, HOST, Order, Storage
@@ -194,7 +193,7 @@ class TestFound(TestCase):
             self.assertIsNone(verdict, f"{mode}\n{found.PROGRAMS[name].text}\n{verdict and verdict.text}")
 
 
-@unittest.skipUnless(gpu.devices(), "needs a GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     @parametrize("name", list(found.PROGRAMS))
     def test_equals_ordered_eager(self, name: str) -> None:

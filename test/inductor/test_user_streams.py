@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import unittest
 from typing import Any
 
 import corpus
@@ -1146,7 +1145,7 @@ class TestPasses(TestCase):
         self.assert_all_placed(seen)
 
 
-@unittest.skipUnless(gpu.devices(), "needs a GPU")
+@form.needs_gpu
 class TestGpu(TestCase):
     """50 calls of each program under injected delays, as ordered eager. `tools/gpu_check.py` runs them in parallel."""
 

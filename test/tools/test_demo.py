@@ -14,7 +14,6 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 import form
@@ -54,8 +53,7 @@ class TestCommand(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("no_such_program.py does not exist", result.stderr)
 
-    @pytest.mark.gpu
-    @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")
+    @form.needs_gpu
     def test_on_a_gpu_the_programs_are_equal_to_ordered_eager(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "PYTHONPATH": str(form.ROOT)}
