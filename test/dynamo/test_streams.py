@@ -16,6 +16,7 @@ import weakref
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.test_case
@@ -2098,6 +2099,7 @@ class TestRanges(StreamTestCase):
         torch.cuda.nvtx.range_end(number)
         return y, depth
 
+    @pytest.mark.each_hook
     def test_ranges_that_nobody_wants_are_left_out(self) -> None:
         expected = "mul = mul(l_x_, 2) @1\nadd = add(mul, 1)\nreturn add"
         for options in ({}, {"nvtx": False}):

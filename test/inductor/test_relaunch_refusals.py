@@ -10,6 +10,7 @@ import threading
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
@@ -81,6 +82,7 @@ class TestOfInductor(RefusalTestCase):
         self.assertIn("incompatible op aten.nonzero.default; torch._inductor.config.graph_partition = True", refusal)
         self.assertIn("test_relaunch_refusals.py", refusal)
 
+    @pytest.mark.each_hook
     def test_cpp_wrapper(self):
         self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])
         self.assertEqual([r.reason for r in refusals.refused()], ["cpp-wrapper"])
