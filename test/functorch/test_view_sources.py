@@ -53,7 +53,7 @@ def programs(draw):
     node = values.compute(draw(st.integers(1, 7)), draw(st.integers(1, 7)))
     for _ in range(draw(st.integers(1, 5))):
         shape = node.meta["val"].shape
-        kind = draw(st.sampled_from((*SELECTING, "update", "update_row", "flat")))
+        kind = draw(st.sampled_from((*SELECTING, "update", "update_row", "flat", "split")))
         if not shape or 0 in shape:
             break
         dim = draw(st.integers(-len(shape), len(shape) - 1))
@@ -75,6 +75,10 @@ def programs(draw):
             node = values.apply(aten.select_scatter.default, node, values.compute(*part.shape), dim, index)
         elif kind == "flat" and node.meta["val"].is_contiguous():
             node = values.apply(aten.view.default, node, [-1])
+        elif kind == "split" and node.meta["val"].is_contiguous():
+            dim %= len(shape)
+            inner = draw(st.sampled_from([n for n in range(1, shape[dim] + 1) if not shape[dim] % n]))
+            node = values.apply(aten.view.default, node, [*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]])
         else:
             node = values.apply(aten.alias.default, node)
     return values, node
@@ -109,6 +113,17 @@ class TestSources(TestCase):
         odd = values.apply(aten.slice.Tensor, new, 1, 5, 6)
         even = values.apply(aten.slice.Tensor, values.apply(aten.slice.Tensor, new, 0, 3, 5), 1, 4, 5)
         self.assertEqual([sources(v) for v in (first, odd, even)], [{base}, {base}, {update}])
+
+    def test_halves_of_a_split_dimension(self):
+        """v[3:9].add_(...); v.unflatten(0, (2, 16))[1]"""
+        values = Values()
+        base, update = values.compute(32, 32), values.compute(6, 32)
+        new = values.apply(aten.slice_scatter.default, base, update, 0, 3, 9)
+        split = values.apply(aten.view.default, new, [2, 16, 32])
+        halves = [values.apply(aten.select.int, split, 0, i) for i in range(2)]
+        self.assertEqual([sources(half) for half in halves], [{base, update}, {base}])
+        column = values.apply(aten.select.int, split, 1, 9)
+        self.assertEqual(sources(column), {base, update})  # more than there is: its rows are not in one distance
 
     def test_rows_that_meet_nowhere(self):
         values = Values()

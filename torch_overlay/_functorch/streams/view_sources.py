@@ -52,7 +52,7 @@ def sources(node: Node, box: Box | None = None) -> set[Node]:
         order = _order(node, len(box))
         return sources(args[0], tuple(box[order.index(d)] for d in range(len(box))))
     if is_view(node) and isinstance(args[0], torch.fx.Node):
-        return sources(args[0])
+        return sources(args[0], _box_before_split(node, args[0], box) if target is _aten.view.default else None)
     return {node}
 
 
@@ -78,6 +78,24 @@ def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
         return dim % len(whole), size[index : index + 1 or None]
     start, stop, step = (*where, *(None,) * (3 - len(where)))
     return dim % len(whole), size[slice(start, stop, step)]
+
+
+def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
+    """The box in the base of a view that only splits one dimension in two, as `unflatten` does; None of other views."""
+    made, given = _whole(node), _whole(base)
+    if made is None or given is None or len(made) != len(given) + 1:
+        return None
+    dim = next((d for d, (a, b) in enumerate(zip(made, given)) if a != b), len(given) - 1)
+    if made[dim + 2 :] != given[dim + 1 :]:
+        return None
+    outer, inner, size = box[dim], box[dim + 1], len(made[dim + 1])
+    if len(outer) == 1:
+        taken = range(outer[0] * size + inner.start, outer[0] * size + inner.stop, inner.step)
+    elif inner == made[dim + 1] and outer.step == 1 and outer:
+        taken = range(outer[0] * size, (outer[-1] + 1) * size)
+    else:
+        taken = given[dim]
+    return (*box[:dim], taken, *box[dim + 2 :])
 
 
 def _order(node: Node, dims: int) -> list[int]:
