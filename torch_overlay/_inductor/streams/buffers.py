@@ -12,9 +12,7 @@ from torch._inductor.virtualized import V
 from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.schedule_notes import notes_of
-from torch_overlay._inductor.scheduler_nodes import (
-    is_gpu,
-)
+from torch_overlay._inductor.scheduler_nodes import is_gpu, owner_of
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
 )
@@ -41,7 +39,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
     for view, owner in reader.owners.items():
         views.setdefault(owner, set()).add(view)
     for i in reader.excused:
-        for name in {reader.owners.get(n, n) for n in reader.ops[i].reads | reader.ops[i].writes}:
+        for name in {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads | reader.ops[i].writes}:
             reader.users.setdefault(name, []).append(i)
     results = eager_memory_of_results()
     for name in reader.fresh:
@@ -113,7 +111,7 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
 def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
     """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
     count = reader.handed_over.get(i, Counter())[stream]
-    reads = {reader.owners.get(n, n) for n in reader.ops[i].reads} if count else set()
+    reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads} if count else set()
     return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
 
 
