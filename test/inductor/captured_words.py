@@ -5,18 +5,12 @@ from __future__ import annotations
 import struct
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch.proof.nodes import (
-    Segment,
-)
+from torch_overlay._inductor.relaunch.proof.nodes import Segment
 
 
 GRANULE = 2 << 20
 LOW = {"a": 0x7D0000000000, "b": 0x7A0000000000}
-
-
 SPAN = 1 << 38
-
-
 KIB = 1024
 
 

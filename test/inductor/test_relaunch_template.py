@@ -10,7 +10,7 @@ import struct
 import unittest
 
 import expecttest
-from captured_words import KIB, LOW, memory, SPAN, u32, u64, words
+from captured_words import GRANULE, KIB, LOW, memory, SPAN, u32, u64, words
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
@@ -26,9 +26,6 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     Word,
 )
 from torch_overlay._inductor.relaunch.proof.prove import prove, REACH
-
-
-GRANULE = 2 << 20
 
 
 def kernel(index, *values, name="kernel", func=0x1000, offset=0, **changes):

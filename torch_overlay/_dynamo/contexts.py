@@ -38,7 +38,7 @@ from torch_overlay._dynamo.manual_contexts import refuse_open_contexts
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import restart_without_streams
 from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.fx import is_stream_op, node_stream, updates_in_place
+from torch_overlay._functorch.streams.fx import first_readers, is_stream_op, node_stream, updates_in_place
 
 
 if TYPE_CHECKING:
@@ -133,21 +133,9 @@ def _note_end(output: OutputGraph) -> None:
     if any(node_stream(node) or is_stream_op(node) for node in nodes):
         _note_targets(nodes)
         _note_storages(nodes)
-        registry.current().first_readers = _first_readers(nodes)
+        # A reader may be a view that nobody uses, which functionalization leaves out.
+        registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
-
-
-def _first_readers(nodes: Iterable[Node]) -> weakref.WeakKeyDictionary[Node, int]:
-    """Input -> the stream of the first operation that reads it, for which autograd makes the node that accumulates its
-    gradient. It may be a view that nobody uses, which functionalization leaves out.
-    """
-    found: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
-    for node in nodes:
-        if node.op in ("call_function", "call_method") and not is_stream_op(node) and node.target != "detach":
-            for value in node.all_input_nodes:
-                if value.op == "placeholder":
-                    found.setdefault(value, node_stream(node))
-    return found
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:

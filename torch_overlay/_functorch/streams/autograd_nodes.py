@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects, registry
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream
+from torch_overlay._functorch.streams.fx import first_readers, is_view, node_stream
 from torch_overlay._functorch.streams.ids import AMBIENT
 
 
@@ -45,11 +45,8 @@ def note(graph: Graph) -> None:
         what = value.meta.get("desc")
         if isinstance(what, PlainAOTInput) and what.idx in known:
             value.meta[_FIRST_READER] = known[what.idx]
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_stream_op(node) and node.target is not torch.ops.aten.detach.default:
-            for value in node.all_input_nodes:
-                if value.op == "placeholder":
-                    value.meta.setdefault(_FIRST_READER, node_stream(node))
+    for value, stream in first_readers(graph.nodes).items():
+        value.meta.setdefault(_FIRST_READER, stream)
     output = graph.output_node()
     output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
 

@@ -52,6 +52,7 @@ from torch_overlay._functorch.streams.facts import (
     is_placed_program,
     Leave,
     note_fact,
+    NOTHING,
     replace_fact,
 )
 from torch_overlay._functorch.streams.fx import (
@@ -182,7 +183,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
         place_on(value, AMBIENT)
-        replace_fact(value, Fact())
+        replace_fact(value, NOTHING)
         saved = known.get(value.name)
         writer = _writer(saved) if saved is not None else None
         if writer is not None and writer.op == "placeholder" and writer.name in unread:

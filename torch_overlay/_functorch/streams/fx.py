@@ -12,6 +12,8 @@ from torch_overlay._functorch.streams.ids import AMBIENT
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.fx import Graph, GraphModule, Node
 
 
@@ -184,6 +186,20 @@ _IN_PLACE = frozenset(
         *(operator.ilshift, operator.irshift, operator.setitem),
     )
 )
+
+
+def first_readers(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Input -> the stream of the first operation that reads it, for which autograd makes the node that accumulates its
+    gradient. Of Dynamo's graphs and of AOTAutograd's.
+    """
+    found: dict[Node, int] = {}
+    for node in nodes:
+        is_operation = node.op in ("call_function", "call_method") and not is_stream_op(node)
+        if is_operation and node.target not in ("detach", _aten.detach.default):
+            for value in node.all_input_nodes:
+                if value.op == "placeholder":
+                    found.setdefault(value, node_stream(node))
+    return found
 
 
 def updates_in_place(written: Any) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
 from torch_overlay._dynamo import registry
-from torch_overlay._functorch.streams.facts import fact_of, Leave, ResultMemory
+from torch_overlay._functorch.streams.facts import fact_of, Leave
 from torch_overlay._inductor.scheduler_nodes import fx_origins, is_gpu
 
 
@@ -28,17 +28,17 @@ def private_streams() -> set[int]:
     return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
 
 
-# What is said of the whole graph, operations carry, and inputs, of which some are left when all that was computed is
-# dropped or is a view; those of a backward carry what the backward promises.
+def _noted(name: Literal["leave", "results"]) -> Any:
+    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
+    computed is dropped or is a view; those of a backward carry what the backward promises.
+    """
+    nodes = V.graph.module.graph.nodes  # type: ignore[union-attr]
+    return next((found for node in nodes if (found := getattr(fact_of(node), name))), ())
 
 
 def leaving() -> tuple[Leave, ...]:
     """What the graph promises its caller about each stream at its end."""
-    return next((found for node in V.graph.module.graph.nodes if (found := fact_of(node).leave)), ())  # type: ignore[union-attr]
-
-
-def _results() -> tuple[ResultMemory, ...]:
-    return next((found for node in V.graph.module.graph.nodes if (found := fact_of(node).results)), ())  # type: ignore[union-attr]
+    return _noted("leave")
 
 
 def saved_on_streams() -> dict[str, int]:
@@ -52,7 +52,7 @@ def eager_memory_of_results() -> dict[str, set[int]]:
     """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
     in eager, as far as that is known.
     """
-    streams: dict[str, tuple[int, ...]] = dict(_results())
+    streams: dict[str, tuple[int, ...]] = dict(_noted("results"))
     if V.graph.is_backward or not streams:
         return {}
     found: dict[str, set[int]] = {}

@@ -62,7 +62,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     nodes = list(graph.nodes)
     after: dict[torch.fx.Node, set[torch.fx.Node]] = {node: set(node.all_input_nodes) for node in nodes}
     _keep_updates_in_order(nodes, after)
-    carriers: dict[Token, list[torch.fx.Node]] = {}
+    carriers: dict[Token | None, list[torch.fx.Node]] = {}
     for node in nodes:
         for token in fact_of(node).before or ():
             carriers.setdefault(token, []).append(node)
@@ -70,8 +70,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     for previous, node in itertools.pairwise(visible):
         after[node].add(previous)
     for node in visible:
-        token = fact_of(node).requires
-        after[node].update(n for n in (carriers.get(token, ()) if token is not None else ()) if n is not node)
+        after[node].update(n for n in carriers.get(fact_of(node).requires, ()) if n is not node)
     after[nodes[-1]].update(nodes[:-1])  # the output
     wanted = {node: set(needed) for node, needed in after.items()}
     awaited = barrier = None

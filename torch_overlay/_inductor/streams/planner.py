@@ -32,7 +32,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from torch_overlay._functorch.streams.tokens import state
+from torch_overlay._functorch.streams.tokens import state, streams_of
 
 
 if TYPE_CHECKING:
@@ -370,11 +370,8 @@ class _Planner:
         following = self.ops[here + 1] if here + 1 < len(self.ops) else None
         if op.stream is None or following is None or following.stream != op.stream:
             return set()
-        return {
-            i
-            for i in self.needed(op.stream, self.predecessors(following))
-            if state(self.ops[i].stream or 0) in op.after
-        }
+        waited = streams_of(op.after)
+        return {i for i in self.needed(op.stream, self.predecessors(following)) if self.ops[i].stream in waited}
 
     def name_only(self, op: Op) -> None:
         parts = frozenset(p for name in op.reads | op.writes for p in self.storage(name))
