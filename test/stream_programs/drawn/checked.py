@@ -104,6 +104,13 @@ def _is_eagers(race: Race, found: Report) -> bool:
     )
 
 
+def _moved(found: Report) -> set[str]:
+    """Calls in which eager frees memory of one stream that others still use, and compiled code has that memory of
+    another stream. An earlier frame chose the stream, and can't know those of a later one: neither is safe.
+    """
+    return {p.call for p in found.boundary if p.what == "reuse" and p.compiled and not p.eager}
+
+
 def findings(
     found: Report, host_waits: bool = False, trains: bool = False, breaks: bool = False
 ) -> list[tuple[str, str]]:
@@ -116,10 +123,12 @@ def findings(
         ("race", describe(r)) for r in found.races if (host_waits or not _left_to_host(r)) and not _is_eagers(r, found)
     ]
     parts = _parts(found)
+    moved = _moved(found) if breaks else set()
     lost = [
         ("lost", str(p))
         for p in found.lost
         if (host_waits or p.who != HOST) and not _by_the_way(p, trains, breaks)
+        if p.what != "reuse" or p.call not in moved
         if (p.call, p.value) not in parts or not (p.what == "overwrite" or p.who.startswith("event"))
     ]
     blank = [("unwritten", text) for trace in found.traces for text in unwritten(trace.operations)]

@@ -15,7 +15,16 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.eager_memory import results_made
-from torch_overlay._functorch.streams.facts import Fact, fact_in, fact_of, KEY, note_fact, union_of_facts
+from torch_overlay._functorch.streams.facts import (
+    add_after,
+    add_before,
+    Fact,
+    fact_in,
+    fact_of,
+    KEY,
+    note_fact,
+    union_of_facts,
+)
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
     from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+    from torch_overlay._functorch.streams.tokens import Token
 
 
 def _placements(graph: Graph) -> dict[Node, Placed] | None:
@@ -83,25 +94,28 @@ def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results:
     ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
     come between, and then the reader comes behind it. The caller gets a result's memory at the end, and that of an
     input has its new value then: of those, the second half holds. Whose memory is read in eager is known of the same
-    stream only.
+    stream only; where the user orders that memory's stream after the node, eager may free it, so that is handed down,
+    too.
     """
     custom: Any = before[gone].custom
     fact, stream = fact_in(custom), custom.get("stream") or 0
     for user, taken in _heirs(gone, before, left):
         own = fact_of(user)
-        if is_stream_op(user) or own.after is None or fact.after is None:
+        if is_stream_op(user) or not own.is_placed or fact.after is None:
             continue
-        also: dict[str, Any] = {}
-        if node_stream(user) == stream:
-            also["reads"] = tuple(sorted({*(own.reads or ()), *(fact.reads or ())}))
         roots = set(map(viewed, taken))
         callers = any(root.op == "placeholder" for root in roots)
-        for name in ("after", "before"):
-            known, handed_down = getattr(own, name), getattr(fact, name) or ()
-            if known is not None and (callers or (name == "before" and not roots.isdisjoint(results))):
-                tokens = {*known, state(stream), *(t for t in handed_down if not t.is_blocking_copy)}
-                also[name] = tuple(sorted(tokens - {state(node_stream(user))}))
-        note_fact(user, **also)
+        if callers:
+            add_after(user, [state(stream), *_ordering(fact.after)])
+        if callers or not roots.isdisjoint(results):
+            add_before(user, [state(stream), *_ordering(fact.before)])
+        if node_stream(user) == stream and fact.reads:
+            note_fact(user, reads=tuple(sorted({*(own.reads or ()), *fact.reads})))
+            add_before(user, {state(read.stream) for read in fact.reads}.intersection(fact.before or ()))
+
+
+def _ordering(tokens: tuple[Token, ...] | None) -> Iterator[Token]:
+    return (t for t in tokens or () if not t.is_blocking_copy)
 
 
 def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:

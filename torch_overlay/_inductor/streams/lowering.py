@@ -302,7 +302,8 @@ def order_stream_operations(scheduler: Any) -> None:
 
 def order_blocking_operations(scheduler: Any) -> None:
     """What blocks the host until its stream is done comes behind what the user launched there before, and behind what
-    the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it.
+    the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it. What touches
+    the host's memory afterwards comes behind it, for the device may have written that in an earlier frame.
 
     These are no reads, so they come behind the dependencies that upstream finds: a read would have to come before
     whatever writes there later. What can't be computed before the copy stays behind it.
@@ -325,8 +326,11 @@ def order_blocking_operations(scheduler: Any) -> None:
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:
         _put_behind(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
-    for _, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
+    for at, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
         _put_behind(node, [n for _, _, n, promises in launched if token in promises], readers)
+        for other, _, n, promises in launched:
+            if other > at and token not in promises and any(map(_touches_host_memory, fx_origins(n))):
+                _put_behind(n, [node], readers)
 
 
 def _readers(scheduler: Any) -> dict[Any, set[Any]]:

@@ -212,8 +212,8 @@ class RegionReader:
         if self.enclosed:
             token = frozenset(() if ambient_device(stream) is not None else (CALLER,))
             self.concerned |= {user, *streams_of(before)}
-            # A record or a synchronisation may stand in the same region.
-            kept = frozenset(t for t in before if t.is_synchronization or t.is_record)
+            # A record, a synchronisation or a copy that blocks may stand in the same region.
+            kept = frozenset(t for t in before if t.stream is None)
             return token, token | kept
         after = self.tokens_of(node, "after")
         after = self.known.after.get(user, set()) if after is None else after
