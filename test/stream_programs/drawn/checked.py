@@ -108,7 +108,13 @@ def _moved(found: Report) -> set[str]:
     """Calls in which eager frees memory of one stream that others still use, and compiled code has that memory of
     another stream. An earlier frame chose the stream, and can't know those of a later one: neither is safe.
     """
-    return {p.call for p in found.boundary if p.what == "reuse" and p.compiled and not p.eager}
+    pool = "free memory of "
+    return {
+        call
+        for call, rows in (found.context.promises or {}).items()
+        for name, eager in rows.items()
+        if name.startswith(pool) and name.removeprefix(pool) not in eager.readable
+    }
 
 
 def findings(

@@ -183,10 +183,9 @@ class RegionReader:
 
     def note_reads(self, node: BaseSchedulerNode) -> None:
         """The streams of whose memory the next operation reads only what eager gives back like that, or hands to the
-        caller. Nothing is noted where no pass kept it, or of what an operator realizes for itself: that is better not
-        known.
+        caller. Nothing is noted where no pass kept it. What an operator realizes for itself reads what that reads.
         """
-        own, here = self.own_origins(node), len(self.ops)
+        own, here = self.own_origins(node) or list(fx_origins(node)), len(self.ops)
         known = [reads for n in own if (reads := fact_of(n).reads) is not None]
         if not known:
             if own and all(map(is_view, own)):  # a view that is made into memory of its own reads what eager doesn't
