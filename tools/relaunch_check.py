@@ -8,7 +8,6 @@ must have been launched, and nothing may be left behind. A case is a program and
 
     relaunch   cudagraphs = "relaunch"
     verify     the same, and each launch is compared with the compiled code (also switched on by --verify)
-    python     the same, with the Python fallback of the native launcher
     trees      upstream's graphs, for comparison: many programs fail
     off        no graphs: the programs themselves
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 VARIANTS: dict[str, dict[str, Any]] = {
     "relaunch": {},
     "verify": {"verify": True},
-    "python": {"native": False},
     "trees": {"graphs": "trees"},
     "off": {"graphs": "off"},
 }

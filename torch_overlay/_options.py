@@ -52,7 +52,6 @@ SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch,
 OPTIONS: Mapping[str, Option] = {
     "streams": SWITCH,
     "nvtx": Option("None, True or False", lambda v: v is None or type(v) is bool, read_switch, SPELLINGS),
-    "native_events": SWITCH,
     "fold_branches_below_us": Option(
         "a number of microseconds, not negative", lambda v: _is_number(v, math.inf), float
     ),
@@ -66,7 +65,6 @@ OPTIONS: Mapping[str, Option] = {
     "cudagraph_verify": SWITCH,
     "cudagraph_concurrency": SWITCH,
     "cudagraph_kept_scratch_mib": Option("a number of MiB, from 0 to 8e12", lambda v: _is_number(v, 8e12), float),
-    "native_relaunch": SWITCH,
 }
 
 

@@ -25,11 +25,6 @@ streams: bool = True
 # process (Nsight Systems) or a profiler runs when the function is compiled.
 nvtx: bool | None = None
 
-# Events of generated code are recorded and waited on by a small C class, built by the compiler that Triton uses.
-# False takes the Python class of the same behaviour, for example for torch.cuda._sanitizer, which can't see the
-# driver's calls.
-native_events: bool = True
-
 # A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,
 # costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. A region in which
 # every kernel takes less than this keeps to the caller's stream in each call that finds the device idle. 0 keeps every
@@ -61,13 +56,9 @@ cudagraph_concurrency: bool = True
 # since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
 cudagraph_kept_scratch_mib: float = 64
 
-# Graphs are pointed at other memory by a small C module, built by the compiler that Triton uses. False takes the Python
-# of the same behaviour.
-native_relaunch: bool = True
-
 # These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. Two decide
 # about code that asks for CUDA graphs, too: `_inductor.cache_key` adds them for that.
-_cache_config_ignore_prefix = ["cudagraph", "native_relaunch"]
+_cache_config_ignore_prefix = ["cudagraph"]
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch_overlay._options import MODES
 
 
 HUGE = 10**400
-SWITCHES = ("streams", "native_events", "cudagraph_verify", "cudagraph_concurrency", "native_relaunch")
+SWITCHES = ("streams", "cudagraph_verify", "cudagraph_concurrency")
 WRONG = {
     **dict.fromkeys(SWITCHES, ("abc", "0", "False", 0, 1, 2, None, math.nan, [], {})),
     "nvtx": ("abc", "0", "None", 0, 1, 2, math.nan, [], {}),
@@ -169,7 +169,7 @@ class TestEnvironment(unittest.TestCase):
             "cudagraphs": ("Trees", "trees"),
             "cudagraph_templates": ("8", 8),
             "cudagraph_kept_scratch_mib": ("0", 0.0),
-            "native_events": ("", True),
+            "cudagraph_concurrency": ("", True),
         }
         code = SHOW.format(list(env)) + (
             "\nprint([(f.name, f.on) for f in torch_overlay.status().features if 'environment' in f.why])"
@@ -181,7 +181,7 @@ class TestEnvironment(unittest.TestCase):
         lines = result.stdout.splitlines()
         self.assertEqual(lines[0], str([value for _, value in env.values()]))
         on = {"fold_branches_below_us", "activation_offload", "cudagraphs", "cudagraph_templates"}
-        self.assertEqual(sorted(eval(lines[1])), sorted((n, n in on) for n in env if n != "native_events"))
+        self.assertEqual(sorted(eval(lines[1])), sorted((n, n in on) for n in env if n != "cudagraph_concurrency"))
         self.assertEqual(lines[2:], ["True", "False"])
 
     def test_unknown_spellings_are_one_error(self) -> None:

@@ -1488,7 +1488,7 @@ class TestPolicy(TestCase):
         from torch_overlay._inductor.cache_key import config_digest
 
         digest = config_digest()
-        with config.patch(cudagraphs="off", cudagraph_verify=True, cudagraph_templates=3, native_relaunch=False):
+        with config.patch(cudagraphs="off", cudagraph_verify=True, cudagraph_templates=3):
             self.assertEqual(config_digest(), digest)
         with config.patch(streams=False):
             self.assertNotEqual(config_digest(), digest)

@@ -19,7 +19,6 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 from relaunch_graph_driver import DriverInC
 
 import form
-from torch_overlay import config
 from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Refusal, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -476,12 +475,6 @@ class TestReadInC(InC, TestRead):
 
 class TestTidyInC(InC, TestTidy):
     pass
-
-
-class TestWithoutC(unittest.TestCase):
-    def test_nodes_are_read_one_by_one(self):
-        with config.patch(native_relaunch=False):
-            self.assertIsNone(cu.Driver().fast)
 
 
 class TestPlainKernels(unittest.TestCase):

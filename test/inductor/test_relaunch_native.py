@@ -1,6 +1,6 @@
 """Aliased address space and the patching of executables, against a driver of our own that checks and records.
 
-The driver is `relaunch_driver`'s. The C module and the Python that replaces it run the same tests.
+The driver is `relaunch_driver`'s. The C module and its model in Python run the same tests.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
+import native_model
 import relaunch_driver
 import torch
 from torch._dynamo.test_case import TestCase
 
 import form
-from torch_overlay import config, csrc
+from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.launch import native, native_call, native_fallback
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Word
+from torch_overlay._inductor.relaunch.graph import native_read
+from torch_overlay._inductor.relaunch.launch import native, native_call
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal, Word
 
 
 MiB = 1 << 20
@@ -40,7 +42,7 @@ def setUpModule():
     global driver
     driver = relaunch_driver.driver()
     modules["native"] = relaunch_driver.module()
-    modules["fallback"] = native.fallback(driver.path)
+    modules["model"] = native.with_exec(native_model.Module(driver.path))
 
 
 class DriverCase(TestCase):
@@ -60,8 +62,8 @@ class DriverCase(TestCase):
 class RangeTests(DriverCase):
     def setUp(self):
         super().setUp()
-        self.alloc = native_fallback.ALLOC(self.module.alloc_address)
-        self.free = native_fallback.FREE(self.module.free_address)
+        self.alloc = native_model.ALLOC(self.module.alloc_address)
+        self.free = native_model.FREE(self.module.free_address)
 
     def allocate(self, *sizes, device=0):
         return [self.alloc(size, device, None) for size in sizes]
@@ -111,7 +113,7 @@ class RangeTests(DriverCase):
         found.append(driver.library.stub_remains(low, high, BLOCK))
         self.module.use(None)
         self.drop(made, addresses)
-        self.assertEqual([count > 0 for count in found], [self.form == "fallback"] * 2)  # Python can't clear them
+        self.assertEqual([count > 0 for count in found], [self.form == "model"] * 2)  # Python can't clear them
 
     def test_taken_addresses_are_nobodys_to_free(self):
         made = self.module.reserve(0, 1 << 40)
@@ -404,7 +406,7 @@ class TestNativeRanges(RangeTests):
 
 
 class TestFallbackRanges(RangeTests):
-    form = "fallback"
+    form = "model"
 
 
 del RangeTests
@@ -773,7 +775,7 @@ class TestNativeExec(ExecTests):
 
 
 class TestFallbackExec(ExecTests):
-    form = "fallback"
+    form = "model"
 
 
 del ExecTests
@@ -836,27 +838,25 @@ class TestBuild(TestCase):
         for name in vars(modules["native"]):
             # `launch.data_ptrs` has the Python of these
             if not name.startswith("_") and name not in ("addresses", "learn"):
-                self.assertTrue(hasattr(modules["fallback"], name), name)
+                self.assertTrue(hasattr(modules["model"], name), name)
 
-    def test_python_takes_its_place(self):
-        """Where that is wanted, and where the C module can't be built."""
-        library = driver.library._name
-        with mock.patch.object(native, "_python", functools.cache(lambda: native.fallback(library))):
-            with config.patch(native_relaunch=False):
-                self.assertIsInstance(native.implementation(), native_fallback.Module)
-                self.assertIs(native.implementation(), native.implementation())
-            with (
-                config.patch(native_relaunch=True),
-                mock.patch.object(native, "_native", native._native.__wrapped__),
-                mock.patch.object(csrc, "extension", csrc.extension.__wrapped__),
-                mock.patch.object(csrc, "build", mock.Mock(side_effect=RuntimeError("no compiler"))),
-                self.assertLogs(csrc.log, "INFO") as logs,
-            ):
-                self.assertIsInstance(native.implementation(), native_fallback.Module)
-        self.assertIn("the C module was not built (no compiler)", logs.output[0])
+    def test_region_has_no_graph_without_it(self):
+        """Where it can't be built; that is tried once, and the reason says what it takes."""
+        build = mock.Mock(side_effect=RuntimeError("no compiler"))
+        with (
+            mock.patch.object(native, "implementation", native.implementation.__wrapped__),
+            mock.patch.object(csrc, "_attempt", functools.cache(csrc._attempt.__wrapped__)),
+            mock.patch.object(csrc, "build", build),
+        ):
+            for _ in range(2):
+                with self.assertRaisesRegex(Refusal, r"no compiler.* a C compiler \(gcc,"):
+                    native.implementation()
+            with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
+                native_read.implementation()
+        build.assert_called_once_with()
 
     def test_missing_driver_is_named(self):
-        for make in (csrc.build, native.fallback):
+        for make in (csrc.build, native_model.Module):
             with (
                 mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
                 self.assertRaisesRegex(ImportError, "libno_such_driver.so can't be loaded"),
@@ -864,7 +864,7 @@ class TestBuild(TestCase):
                 make("libno_such_driver.so")
 
     def test_driver_that_is_too_old_is_named(self):
-        for make in (csrc.build, native.fallback):
+        for make in (csrc.build, native_model.Module):
             with (
                 mock.patch.dict(os.environ, TRITON_CACHE_DIR=relaunch_driver.folder().name),
                 self.assertRaisesRegex(ImportError, r"libm\.so\.6 has no cu\w+"),
@@ -879,18 +879,10 @@ def tensor_at(space: AddressSpace, size: int) -> torch.Tensor:
 
 @form.needs_gpu
 class TestOnAGpu(TestCase):
-    """The real driver, with both forms."""
-
-    def both(self):
-        for wanted in (True, False):
-            with config.patch(native_relaunch=wanted):
-                yield native.implementation()
-
-    def test_c_module_is_built(self):
-        self.assertNotIsInstance(native.implementation(), native_fallback.Module)
+    """The real driver."""
 
     def test_capture_of_any_size_costs_a_few_mib(self):
-        for module in self.both():
+        for module in (native.implementation(),):
             torch.zeros(64, dtype=torch.uint8, device="cuda")[:4].fill_(7).tolist()  # loads what is launched below
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
@@ -949,7 +941,7 @@ class TestOnAGpu(TestCase):
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]
         region(*warm)
         torch.cuda.synchronize()
-        for module in self.both():
+        for module in (native.implementation(),):
             (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
             proven = template.prove(first, second)
             graph.instantiate()

@@ -206,7 +206,6 @@ class TestChecker(TestCase):
             {
                 "TORCH_OVERLAY_CUDAGRAPHS": "relaunch",
                 "TORCH_OVERLAY_CUDAGRAPH_VERIFY": "1",
-                "TORCH_OVERLAY_NATIVE_RELAUNCH": "1",
             },
         )
 

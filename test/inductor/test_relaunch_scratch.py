@@ -313,7 +313,7 @@ class TestScratchThatStays(ScratchTests):
     def test_what_is_kept_is_told(self):
         made = mock.Mock(return_value=self.module)
         made.cache_info.return_value.currsize = 1
-        with mock.patch.object(native, "_native", made):
+        with mock.patch.object(native, "implementation", made):
             self.assertEqual(native.kept(), 0)
             run = self.launched()  # noqa: F841
             self.assertEqual(runner.live()["kept scratch"], SIZE)

@@ -17,7 +17,7 @@ from triton.runtime.build import compile_so_from_file
 import driver_stand_in
 import form
 from torch_overlay import config, csrc
-from torch_overlay._inductor.streams import native as stream_native
+from torch_overlay._inductor.streams import runtime as stream_runtime
 
 
 DRIVER = r"""
@@ -405,38 +405,19 @@ Region: a negative number of events
         self.assertExpectedInline(output, "destroy1 destroy2 destroy3\n")
 
 
-class TestPythonEvents(TestCase):
-    def test_they_take_the_native_ones_place(self):
-        with config.patch(native_events=False):
-            self.assertIsNone(stream_native.module())
-
-    def test_generated_code_finds_the_same_methods(self):
-        for name in ("record", "wait", "wait_entry", "synchronize"):
-            self.assertTrue(callable(getattr(stream_native.PythonEvent, name)))
-            self.assertIn(f'{{"{name}", ', (csrc.FOLDER / "events.c").read_text())
-
-    @form.needs_gpu
-    def test_both_order_streams_on_a_gpu(self):
-        for make in (stream_native.module().Event, stream_native.PythonEvent):
-            first, second = torch.cuda.Stream(), torch.cuda.Stream()
-            event = make(torch.cuda.current_device())
-            x = torch.zeros(1 << 20, device="cuda")
-            torch.cuda.synchronize()
-            with torch.cuda.stream(first):
-                torch.cuda._sleep(20_000_000)
-                x.add_(1)
-            event.record(first.cuda_stream)
-            event.wait(second.cuda_stream)
-            with torch.cuda.stream(second):
-                y = x.clone()
-            event.synchronize()
-            torch.cuda.synchronize()
-            self.assertTrue(bool((y == 1).all()), make)
+class TestNotBuilt(TestCase):
+    def test_first_call_says_what_it_takes(self):
+        error = csrc.NotBuiltError("torch_overlay's C module can't be built")
+        one_device = stream_runtime.region(device=0, streams={"stream0": "cuda:0"})
+        with mock.patch.object(csrc, "extension", side_effect=error):
+            for _ in range(2):
+                with self.assertRaisesRegex(csrc.NotBuiltError, "can't be built"):
+                    one_device.enter()
 
 
 @form.needs_gpu
 class TestCallersCapture(TestCase):
-    def check(self) -> None:
+    def test_branches_and_waits(self) -> None:
         """Folded and unfolded branches, and waits for what a stream held before, inside torch.cuda.graph."""
         for limit in (0.0, 5.0):
             torch._dynamo.reset()
@@ -466,10 +447,3 @@ class TestCallersCapture(TestCase):
             graph.replay()
             torch.cuda.synchronize()
             self.assertEqual(result, x.sin() + x)
-
-    def test_with_the_native_region(self):
-        self.check()
-
-    def test_with_the_python_region(self):
-        with config.patch(native_events=False):
-            self.check()

@@ -43,11 +43,10 @@ class Settings:
     device: str
     graphs: str = "relaunch"
     verify: bool = False
-    native: bool = True
     timeout: float = 100.0
 
     def options(self) -> dict[str, Any]:
-        return {"cudagraphs": self.graphs, "cudagraph_verify": self.verify, "native_relaunch": self.native}
+        return {"cudagraphs": self.graphs, "cudagraph_verify": self.verify}
 
     def environment(self) -> dict[str, str]:
         """The same for every thread of a process."""

@@ -250,7 +250,7 @@ class Process:
 
 def prepare(names: Sequence[str], sides: Sequence[str], jobs: int, timeout: float) -> None:
     """Fill the compile caches. What fails here fails again, and is told then."""
-    pairs = [(name, side) for name in names for side in sides if side not in ("replay", "chain", "python")]
+    pairs = [(name, side) for name in names for side in sides if side not in ("replay", "chain")]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda pair: Process(*pair, warm=True).ask(timeout), pairs))
 

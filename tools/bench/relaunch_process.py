@@ -44,12 +44,11 @@ SIDES: dict[str, tuple[dict[str, str], bool]] = {
     "stock": ({"TORCH_OVERLAY_DISABLE": "1"}, True),
     "relaunch": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"}, True),
     "chain": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_CUDAGRAPH_CONCURRENCY": "0"}, True),
-    "python": ({"TORCH_OVERLAY_CUDAGRAPHS": "relaunch", "TORCH_OVERLAY_NATIVE_RELAUNCH": "0"}, True),
     "replay": ({"TORCH_OVERLAY_CUDAGRAPHS": "off"}, False),
 }
 
 
-RELAUNCH = ("relaunch", "chain", "python")  # chain: with nothing side by side
+RELAUNCH = ("relaunch", "chain")  # chain: with nothing side by side
 
 
 def gpu_time(step: Callable[[], Any], calls: int = 20, rounds: int = 9, busy: float = 0.0) -> float:

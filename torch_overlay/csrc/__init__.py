@@ -1,7 +1,7 @@
 """The parts that are C: events and region boundaries, relaunches of CUDA graphs, and the reading of captured graphs.
 
     driver_api.c      the driver's functions, as one table         driver_api.h
-    events.c          `events`: Event (`_inductor.streams.native`)   events.h
+    events.c          `events`: Event (`_inductor.streams.runtime`)   events.h
     region.c          and Region, the boundary of generated code
     aliased_memory.c  `relaunch`: memory for captures              relaunch.h, for all of `relaunch`
     data_ptr.c        addresses of tensors (`launch.data_ptrs`)
@@ -11,21 +11,18 @@
     graph_reader.c    `graph`: nodes and edges (`graph.native_read`)
     module.c          the extension module, which has `events`, `relaunch` and `graph` in it
 
-It is built at first use by the compiler that Triton needs, and Triton caches it. Without a compiler, or without the
-driver, Python does the same. The environment variable TORCH_OVERLAY_CFLAGS has further flags, as those of a sanitizer.
+It is built at first use by the compiler that Triton needs, and Triton caches it. The environment variable
+TORCH_OVERLAY_CFLAGS has further flags, as those of a sanitizer.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-
-log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 MAIN = "module.c"
@@ -59,14 +56,25 @@ def build(driver: str = DRIVER) -> Any:
     return compile_module_from_file(**arguments(driver))
 
 
+class NotBuiltError(RuntimeError):
+    """The extension module can't be had on this host."""
+
+
 @functools.cache
-def extension() -> Any:
-    """The extension module, one a process; None, and a log line, if it can't be built or has no driver."""
+def _attempt() -> Any:
+    """The extension module, or why there is none."""
     try:
         return build()
     except Exception as error:
-        log.info(
-            "events and relaunches run in Python, some 0.5 us slower an event or node: the C module was not built (%s)",
-            error,
+        return NotBuiltError(
+            f"torch_overlay's C module can't be built: {error}. It takes what Triton takes: a C compiler (gcc, clang, "
+            f"or the one that CC names), Python's headers, and {DRIVER}, which comes with NVIDIA's driver"
         )
-        return None
+
+
+def extension() -> Any:
+    """The extension module, one a process. Raises `NotBuiltError`; it isn't tried again."""
+    found = _attempt()
+    if isinstance(found, NotBuiltError):
+        raise found
+    return found

@@ -1,4 +1,4 @@
-/* Events for generated code: `streams.native` tells their story. */
+/* Events for generated code: `streams.runtime` tells their story. */
 
 #include "events.h"
 

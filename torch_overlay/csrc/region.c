@@ -1,4 +1,4 @@
-/* What a region of generated code looks up, records and waits for when it is entered and left: `streams.native`. */
+/* What a region of generated code looks up, records and waits for when it is entered and left: `streams.runtime`. */
 
 #include "events.h"
 

@@ -12,23 +12,39 @@ that device), records and waits as `entry` says, in its order, and returns the f
 between uses; `leave` does what the region owes to the caller's streams. Events belong to the compiled module: a call
 takes a frame, with a set of them, and gives it back when it leaves, so two threads, or a call inside a call, never
 share one; a call that raises only leaves its frame to be collected.
+
+On one device a region and its events are C (`csrc/region.c`, `csrc/events.c`), which take the raw handles of streams
+that generated code has anyway: `torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third,
+and a fork and a join of eight streams is 25 such calls. Such an event orders streams of its device; one that crosses
+devices is a torch.Event (`EventRegion`).
+
+Note [Boundary events under the caller's capture]
+When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a stream
+that is. What another stream held before that is no part of the graph, and waiting for it would end the capture: such
+a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the ambient stream when the
+region is left would be part of the capture and never joined: it is joined at once (`wait_exit`), so that it stands as
+eager leaves a stream that was forked and joined.
+
+Note [Streams that hold nothing]
+Where several streams wait for what the ambient stream held at the entry, `record_busy` asks first whether it holds
+anything at all. On a device that waits for its host it doesn't, and then there is nothing to record and to wait for. A
+kernel behind a wait costs the host about a microsecond more than one that isn't. The question itself costs as much for
+a stream that has just come to rest, so a side stream is not asked: a record and a wait are cheaper.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._C._dynamo.guards import copy_if_misaligned
 
+from torch_overlay import csrc
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
 from torch_overlay._functorch.offload.runtime import copy_stream
 from torch_overlay._functorch.streams.ids import is_copy_stream
-from torch_overlay._inductor.streams import native as stream_native
-from torch_overlay._inductor.streams.native import PythonEvent
 
 
 if TYPE_CHECKING:
@@ -138,42 +154,37 @@ class Spec:
                 resolve(get_object(self.objects[event])).record(self.find(stream))
 
 
-class _Frame:
-    """One call of a PythonRegion."""
+class EventFrame:
+    """One call of an `EventRegion`."""
 
-    def __init__(self, region: PythonRegion) -> None:
-        make: Callable[[], Any] = (
-            functools.partial(torch.Event, device="cuda")
-            if region.spec.device is None
-            else functools.partial(PythonEvent, region.spec.device)
-        )
+    def __init__(self, region: EventRegion) -> None:
         self.region = region
-        self.events = [make() for _ in range(region.spec.events)]
+        self.events = [region.make_event() for _ in range(region.spec.events)]
         self.streams: dict[str, Any] = {}
         self.is_aliased = False
-        self.spread = True
+
+    def enter(self) -> None:
+        spec = self.region.spec
+        self.streams = {name: spec.find(name) for name in spec.streams}
+        handles = {self.streams[name].cuda_stream for name in spec.distinct}
+        self.is_aliased = len(handles) < len(spec.distinct)
+        if self.is_aliased:
+            spec.aliased(True)
+        self.begin()
+
+    def begin(self) -> None:
+        self.run(self.region.spec.entry)
+
+    def end(self) -> None:
+        self.run(self.region.spec.exit)
 
     def handle(self, stream: str) -> Any:
-        found = self.streams[stream]
-        return found if self.region.spec.device is None else found.cuda_stream
+        """What the events take for a stream."""
+        return self.streams[stream]
 
     def run(self, operations: Sequence[tuple[str, str, str]]) -> None:
-        spec = self.region.spec
-        captured = bool(operations) and spec.device is not None and self.is_captured()
-        for kind, name, stream in operations:
-            event, handle = self.events[spec.event(name)], self.handle(stream)
-            if kind == "record_entry":
-                event.captured = event.is_capturing(handle)
-                event.record(handle)
-            elif kind == "wait_exit":
-                joins = captured and not event.is_capturing(handle)
-                event.wait(handle)
-                if joins:
-                    back = PythonEvent(event.device.index)
-                    back.record(handle)
-                    back.wait(self.handle(next(iter(spec.streams))))
-            else:
-                getattr(event, kind)(handle)
+        for kind, event, stream in operations:
+            getattr(self.events[self.region.spec.event(event)], kind)(self.handle(stream))
 
     def result(self, name: str) -> Any:
         spec = self.region.spec
@@ -181,63 +192,38 @@ class _Frame:
             return self.streams[name]
         if name in spec.objects:
             return resolve(get_object(spec.objects[name]))
-        if name.startswith("spread"):
-            return self.spread
         if name.endswith("_raw"):
-            return self.streams[name[:-4] if self.spread else next(iter(spec.streams))].cuda_stream
+            return self.streams[name[:-4]].cuda_stream
         return self.events[spec.event(name)]
 
-    def holds_nothing(self) -> bool:
-        """Note [Streams can't pay on an idle device]. A captured stream can't be asked."""
-        if self.is_aliased or self.is_captured():
-            return False
-        caller = next(iter(self.streams.values()))
-        return all(s.query() for s in (caller, *(self.streams[name] for name in self.region.spec.follows or ())))
-
-    def is_captured(self) -> bool:
-        """The caller captures a CUDA graph on the region's first stream."""
-        with torch.cuda.stream(next(iter(self.streams.values()))):
-            return torch.cuda.is_current_stream_capturing()
-
     def leave(self) -> None:
-        spec = self.region.spec
-        if self.spread:
-            self.run(spec.exit)
-        elif spec.follows:
-            caller = next(iter(spec.streams))
-            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.follows)])
+        self.end()
         self.streams = {}
         self.region.frames.append(self)
         if self.is_aliased:
             self.region.spec.aliased(False)
 
 
-class PythonRegion:
-    """The native Region's behaviour in Python, and the only one for streams of several devices."""
+class EventRegion:
+    """A region by torch.Events, which order streams of several devices."""
+
+    frame = EventFrame
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.frames: list[_Frame] = []
+        self.frames: list[EventFrame] = []
+
+    def make_event(self) -> Any:
+        return torch.Event(device="cuda")
 
     def enter(self) -> tuple[Any, ...]:
-        spec = self.spec
-        frame = self.frames.pop() if self.frames else _Frame(self)
-        frame.streams = {name: spec.find(name) for name in spec.streams}
-        handles = {frame.streams[name].cuda_stream for name in spec.distinct}
-        frame.is_aliased = len(handles) < len(spec.distinct)
-        if frame.is_aliased:
-            spec.aliased(True)
-        frame.spread = spec.follows is None or not frame.holds_nothing()
-        if frame.spread:
-            frame.run(spec.entry)
-        return frame, *(frame.result(name) for name in spec.returns)
+        frame = self.frames.pop() if self.frames else self.frame(self)
+        frame.enter()
+        return frame, *(frame.result(name) for name in self.spec.returns)
 
 
 def native_region(spec: Spec) -> Any:
-    """The region by the native module; None where that can't be had."""
-    native = stream_native.module()
-    if native is None or spec.device is None:
-        return None
+    """The region of one device, in C. Raises `csrc.NotBuiltError`."""
     slots = {name: slot for slot, name in enumerate(spec.streams)}
 
     def operations(chosen: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, int, int], ...]:
@@ -252,7 +238,7 @@ def native_region(spec: Spec) -> Any:
             return "spread", 0
         return ("raw", slots[name[:-4]]) if name.endswith("_raw") else ("event", spec.event(name))
 
-    return native.Region(
+    return csrc.extension().events.Region(
         device=spec.device,
         indices=tuple(-1 if isinstance(where, str) else where for where in spec.streams.values()),
         events=spec.events,
@@ -278,7 +264,7 @@ class Region:
         self.enter: Callable[[], tuple[Any, ...]] = self._enter_first
 
     def _enter_first(self) -> tuple[Any, ...]:
-        self.enter = (native_region(self.spec) or PythonRegion(self.spec)).enter
+        self.enter = (EventRegion if self.spec.device is None else native_region)(self.spec).enter
         return self.enter()
 
 

@@ -10,6 +10,7 @@ pointers, every pointer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from typing import Any, TYPE_CHECKING
@@ -17,9 +18,10 @@ from unittest import mock
 
 import torch
 
-from torch_overlay._inductor.streams import native, runtime as stream_runtime
+from torch_overlay._inductor.streams import runtime as stream_runtime
 from torch_overlay.analysis.race_check.host_kernel_ranges import HostKernelRanges
 from torch_overlay.analysis.race_check.kernel_ranges import KernelRanges
+from torch_overlay.analysis.race_check.simulated_region import SimulatedRegion
 from torch_overlay.analysis.race_check.trace import HOST, Span, View
 
 
@@ -249,21 +251,7 @@ def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def runtime(device: SimulatedDevice) -> Iterator[None]:
-    """Regions run in Python, by streams and events that are simulated, and are told whether their streams are idle."""
-    holds_nothing = stream_runtime._Frame.holds_nothing
-
-    def asks(frame: Any) -> bool:
-        device.asked_idle = True
-        return device.idle and holds_nothing(frame)
-
-    record_busy = native.PythonEvent.record_busy
-
-    def records(event: Any, raw_stream: int) -> None:
-        device.asked_idle = True
-        if device.idle:
-            record_busy(event, raw_stream)
-        else:
-            event.record(raw_stream)
+    """Regions are simulated, and so is what runs outside of them."""
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         """A kernel of the user's, outside of compiled code."""
@@ -284,9 +272,7 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
     with (
         mock.patch("torch._inductor.utils.copy_misaligned_inputs", realign),
         mock.patch("triton.runtime.jit.JITFunction.run", launch),
-        mock.patch.object(stream_runtime, "native_region", lambda spec: None),
-        mock.patch.object(stream_runtime._Frame, "holds_nothing", asks),
-        mock.patch.object(native.PythonEvent, "record_busy", records),
+        mock.patch.object(stream_runtime, "native_region", functools.partial(SimulatedRegion, device)),
     ):
         yield
 

@@ -7,17 +7,16 @@
 
 `kernels` has None for a node that it can't describe; `graph.read` then reads that one through `driver`, which says why.
 What a function's parameters look like is asked once a call, not once a node. A clone that `cut` fails on is of no use
-any more. Without this C module (`csrc/graph_reader.c`; `config.native_relaunch`) all nodes are read through `driver`.
+any more. It is C: `csrc/graph_reader.c`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch_overlay import config, csrc
+from torch_overlay import csrc
 
 
 def implementation() -> Any:
-    """`graph` of the extension module, or None."""
-    extension = csrc.extension() if config.native_relaunch else None
-    return extension.graph if extension is not None else None
+    """`graph` of the extension module. Raises `csrc.NotBuiltError`."""
+    return csrc.extension().graph

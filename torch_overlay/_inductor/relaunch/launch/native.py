@@ -13,8 +13,7 @@ grows with what moved alone.
 
 *Calling.* `call(...)` of an Exec's blocks is a whole relaunch in one call: `native_call`.
 
-It is C (`torch_overlay/csrc`). `config.native_relaunch = False`, or a host without a compiler, takes the Python of the
-same behaviour in `native_fallback`.
+It is C (`torch_overlay/csrc`). The tests have a model of it in Python, which behaves the same.
 
 Note [Addresses of captures]
 1. Within a range no address is handed out twice, so one address stands for one allocation.
@@ -56,9 +55,9 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config, csrc
-from torch_overlay._inductor.relaunch.launch import data_ptrs, native_fallback
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode
+from torch_overlay import csrc
+from torch_overlay._inductor.relaunch.launch import data_ptrs
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal
 
 
 if TYPE_CHECKING:
@@ -78,39 +77,26 @@ TORCH_FUNCTIONS = (
 def complete(module: Any) -> Any:
     """`relaunch` of the extension module, with `Exec` in it."""
     data_ptrs.teach(module)
-    return _with_exec(module)
+    return with_exec(module)
 
 
-def fallback(driver: str = csrc.DRIVER) -> Any:
-    """The same in Python. Raises ImportError without a driver."""
-    return _with_exec(native_fallback.Module(driver))
-
-
-def _with_exec(module: Any) -> Any:
+def with_exec(module: Any) -> Any:
     module.Exec = functools.partial(_make_exec, module)
     return module
 
 
-def implementation() -> Any:
-    """The C module if it is wanted (`config.native_relaunch`) and can be built, else the Python of the same behaviour.
-    Each is one per process. What a range was made by must take it apart, whatever the option says by then."""
-    return (config.native_relaunch and _native()) or _python()
-
-
 @functools.cache
-def _native() -> Any:
-    extension = csrc.extension()
-    return complete(extension.relaunch) if extension is not None else None
+def implementation() -> Any:
+    """The C module, one a process. Without one there are no graphs: raises `Refusal`."""
+    try:
+        return complete(csrc.extension().relaunch)
+    except csrc.NotBuiltError as error:
+        raise Refusal("c-module", str(error)) from None
 
 
 def _built() -> Any:
     """The C module if somebody has asked for it, and it could be built; else None."""
-    return _native() if _native.cache_info().currsize else None
-
-
-@functools.cache
-def _python() -> Any:
-    return fallback()
+    return implementation() if implementation.cache_info().currsize else None
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""The Python of `native`, for hosts without a C compiler: the same functions, the same errors, through ctypes.
+"""A model of the C module in Python: the same functions, the same errors, through ctypes. Tests run both.
 
-One thing is worse than slower. The allocator's functions are Python here, and torch calls them while it holds its own
+It is good for tests only. The allocator's functions are Python here, and torch calls them while it holds its own
 lock: a thread that has the interpreter's lock and waits for torch's allocator would wait for ever. So while a capture
 allocates, other threads must not.
 """

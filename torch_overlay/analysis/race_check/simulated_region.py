@@ -1,0 +1,109 @@
+"""The boundary of generated code, by the simulated device's streams and events, in the place of the native one.
+
+Nothing is captured there, so the events for a caller's capture are ordinary ones; and whether streams are idle is what
+the run is to be told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.streams.runtime import EventFrame, EventRegion
+
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from torch_overlay._inductor.streams.runtime import Spec
+    from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+
+
+class SimulatedEvent:
+    """`events.Event` of the C module: it takes raw handles of streams."""
+
+    def __init__(self, device: SimulatedDevice, index: int) -> None:
+        self.device, self.index = device, index
+        self.event = torch.Event(device=torch.device("cuda", index))
+        self.idle = False
+
+    def _stream(self, raw_stream: int) -> torch.cuda.Stream:
+        if raw_stream == 0:
+            return torch.cuda.default_stream(self.index)
+        return torch.cuda.ExternalStream(raw_stream, device=self.index)
+
+    def record(self, raw_stream: int) -> None:
+        self.idle = False
+        self.event.record(self._stream(raw_stream))
+
+    def record_busy(self, raw_stream: int) -> None:
+        self.device.asked_idle = True
+        self.idle = self.device.idle and self._stream(raw_stream).query()
+        if not self.idle:
+            self.record(raw_stream)
+
+    def wait(self, raw_stream: int) -> None:
+        if not self.idle:
+            self.event.wait(self._stream(raw_stream))
+
+    record_entry = record
+    wait_entry = wait_exit = wait
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class SimulatedFrame(EventFrame):
+    def __init__(self, region: SimulatedRegion) -> None:
+        super().__init__(region)
+        self.device = region.device
+        self.spread = True
+
+    def begin(self) -> None:
+        self.spread = self.region.spec.follows is None or not self._holds_nothing()
+        if self.spread:
+            super().begin()
+
+    def end(self) -> None:
+        spec = self.region.spec
+        if self.spread:
+            super().end()
+        elif spec.follows:
+            caller = next(iter(spec.streams))
+            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.follows)])
+
+    def _holds_nothing(self) -> bool:
+        """Note [Streams can't pay on an idle device]."""
+        device, follows = self.device, self.region.spec.follows or ()
+        device.asked_idle = True
+        caller = next(iter(self.streams.values()))
+        return (
+            device.idle
+            and not self.is_aliased
+            and all(s.query() for s in (caller, *(self.streams[name] for name in follows)))
+        )
+
+    def handle(self, stream: str) -> Any:
+        return self.streams[stream].cuda_stream
+
+    def result(self, name: str) -> Any:
+        if name.startswith("spread"):
+            return self.spread
+        if name.endswith("_raw") and not self.spread:
+            return next(iter(self.streams.values())).cuda_stream
+        return super().result(name)
+
+
+class SimulatedRegion(EventRegion):
+    frame = SimulatedFrame
+
+    def __init__(self, device: SimulatedDevice, spec: Spec) -> None:
+        super().__init__(spec)
+        self.device = device
+
+    def make_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.device, self.spec.device or 0)
+
+
+__all__ = ["SimulatedRegion"]
