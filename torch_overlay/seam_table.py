@@ -52,6 +52,12 @@ PATCHES: tuple[Patch, ...] = (
         "partition had computed was missing, silently. The first one now hands the result on.",
     ),
     Patch(
+        slug="inductor-concat-results",
+        subject="A result that shows a part of a concatenation has memory of its own",
+        description="Inputs of a concatenation are computed in place, but for those that the graph returns. A view of "
+        "one, as a result, lay in the concatenation: who wrote to one of the results changed the other.",
+    ),
+    Patch(
         slug="inductor-host-constants",
         subject="A constant that is returned on the host is not made on the GPU",
         description="With CUDA graphs, constants of the host that a graph returns, or saves for its backward, came on "
@@ -172,6 +178,16 @@ SEAMS: tuple[Seam, ...] = (
         why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
         "in the first.",
         ends="upstream hands the result on from partition to partition",
+    ),
+    # ---- inductor-concat-results
+    Seam(
+        target="torch._inductor.ir:ConcatKernel.create",
+        impl="torch_overlay.upstream_fixes.concat_results:create",
+        kind="wrap",
+        patch="inductor-concat-results",
+        fingerprint="b391e68816c3f097",
+        why="An input of a concatenation that is returned through a view is computed in the concatenation's memory.",
+        ends="upstream looks at the storages of what the graph returns",
     ),
     # ---- inductor-host-constants
     Seam(

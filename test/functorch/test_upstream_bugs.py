@@ -65,6 +65,11 @@ class TestUpstreamBugs(TestCase):
         self.assertEqual([text.split(":")[0] for text in found], ["matmuls", "nested", "read"])
 
     @form.overlay_only
+    def test_on_stock_views_lie_in_concatenations(self) -> None:
+        found = found_on_stock()["views_of_what_is_concatenated"]
+        self.assertEqual([text.split(":")[0] for text in found], ["viewed", "filled"])
+
+    @form.overlay_only
     def test_on_stock_constants_of_the_host_are_on_the_gpu(self) -> None:
         found = found_on_stock()["constants_on_the_host"]
         self.assertEqual([text.split(":")[0] for text in found], ["constants", "constants", "number", "download"])

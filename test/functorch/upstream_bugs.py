@@ -409,6 +409,28 @@ def _allocations(text: str, rows: int) -> list[str]:
 
 
 @simulated_gpu()
+def views_of_what_is_concatenated() -> list[str]:
+    """What a concatenation is made of is computed in it, though a view of that is another result."""
+
+    def viewed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        return torch.cat([y, x]), y.view(32, 128)
+
+    def filled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.mul(x, 2, out=torch.empty_like(x))
+        return torch.cat([x, y])[32:], y[:32]
+
+    found = []
+    for function in (viewed, filled):
+        torch._dynamo.reset()
+        with observe() as seen:
+            torch.compile(function)(_square().detach())
+        if not _allocations(_wrapper(seen, "inference"), 64):
+            found.append(f"{function.__name__}: the second result lies in the first")
+    return found
+
+
+@simulated_gpu()
 def constants_on_the_host() -> list[str]:
     """With CUDA graphs, constants that a program makes on the host, and returns, come on the GPU."""
 
@@ -467,6 +489,7 @@ CHECKS = (
     inputs_saved_and_written,
     read_behind_the_write,
     concatenated_in_partitions,
+    views_of_what_is_concatenated,
     constants_on_the_host,
     results_that_are_inputs,
     views_of_what_takes_no_computing,

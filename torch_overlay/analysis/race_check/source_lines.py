@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch._dynamo.compiled_autograd
 
+from torch_overlay._inductor.streams.runtime import EventFrame
 from torch_overlay.testing._text import OURS, TORCH
 
 
@@ -46,8 +47,8 @@ def site() -> str:
     """The statement that is being executed: of generated code, or of the user's."""
     operation = ""
     for frame in _frames():
-        if frame.f_code.co_name == "run" and "operations" in frame.f_locals and "kind" in frame.f_locals:
-            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "name", "stream"))
+        if frame.f_code is EventFrame.run.__code__:
+            operation = ": " + " ".join(str(frame.f_locals[k]) for k in ("kind", "event", "stream"))
         if _is_generated(frame):
             at = f"{frame.f_code.co_filename[1:-1]}, line {frame.f_lineno}"
             return at + (operation or f": {_statement(frame)}")
