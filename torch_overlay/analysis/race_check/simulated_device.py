@@ -5,7 +5,8 @@
     findings = analyse(device.trace.operations)
 
 Inside `simulated_gpu()` tensors are fake, and streams and events are names. This class listens to them. Operators tell
-by their schema what they read and write, generated kernels by their signature (`simulated_module`); a tensor is a
+by their schema what they read and write (`simulated_operators`), generated kernels by their signature
+(`simulated_module`); a tensor is a
 strided range of bytes of its storage. Storages are allocated where they appear, on the stream that is current, and
 freed where their last reference goes away. What Dynamo and the compiler do to fake tensors is no part of the program,
 and left out.
@@ -23,7 +24,7 @@ import torch
 import torch._dynamo.compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torch_overlay.analysis.race_check.operators import Identical, Operator
+from torch_overlay.analysis.race_check.simulated_operators import SimulatedOperators
 from torch_overlay.analysis.race_check.source_lines import _is_compiling, assigned_name, site, user_line
 from torch_overlay.analysis.race_check.trace import (
     Access,
@@ -48,13 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch_overlay.testing import Simulation
-
-aten = torch.ops.aten
-
-
-_COPIES = (aten.copy_.default, aten._to_copy.default)
-_WAITING_COPIES = (*_COPIES, aten._foreach_copy_.default)
-_ALLOCATES = ("aten::empty", "aten::new_empty")
 
 
 def _one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,16 +100,15 @@ class SimulatedDevice:
         self.events: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.event_count = 0
         self.memories: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        self.outside: dict[
-            int, tuple[StorageWeakRef, str]
-        ] = {}  # what the program didn't allocate, and how it is called
-        self.constants: dict[int, StorageWeakRef] = {}  # host memory that no input of the program reaches
+        # What the program didn't allocate, and how it is called
+        self.outside: dict[int, tuple[StorageWeakRef, str]] = {}
         self.described: dict[str, str] = {}  # what is known of captured tensors
         self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
         self.lock = threading.RLock()  # several threads may run parts of the program
         self.of_thread = _OfThread()
+        self.operators = SimulatedOperators(self)
         self._stack = contextlib.ExitStack()
 
     # ---- listening
@@ -403,96 +396,7 @@ class SimulatedDevice:
         if not self.is_listening():
             return run()
         with self.lock:
-            return self.call(func, args, kwargs, run)
-
-    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        name = func._schema.name
-        if func is aten.record_stream.default:
-            return self.record_stream(*args)
-        if name == "streams::synchronize_device":
-            out = run()
-            self.synchronize_device(int(args[0]) if args and isinstance(args[0], int) else 0)
-            return out
-        with self.pause():
-            out = run()
-        operator = Operator(func, args, kwargs, out)
-        if func is aten.lift_fresh.default and not out.is_cuda:  # of `torch.tensor([...])`
-            self.constants[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
-        if operator.is_view:
-            return out
-        self.note_constants(func, operator)
-        for tensor in operator.results:
-            self.allocate(tensor, assigned_name() or f"result of {name.removeprefix('aten::')}")
-        if name.startswith(_ALLOCATES) or func.namespace == "prim" or not operator.touched:
-            return out
-        self.work(func, operator)
-        return out
-
-    def work(self, func: Any, operator: Operator) -> None:
-        name, reads, writes = str(func), operator.reads, [*operator.writes, *operator.results]
-        on_device = [t for t in operator.touched if t.is_cuda]
-        if not on_device:
-            self.launch(name, HOST, reads, writes)
-            return
-        if func is aten._local_scalar_dense.default:
-            stream = self.place(on_device[0])
-            self.launch(name, stream, reads, writes)
-            self.trace.add(Synchronize(stream=stream, site=site()))
-            return
-        where = {self.place(t) for t in on_device}
-        stream = self.place(on_device[0])
-        if len(where) > 1 and func in _COPIES:
-            self.peer_copy(name, reads, writes)
-            return
-        # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
-        for gradient in reads if self.gradients else ():
-            self.engine_takes(stream, self.gradients.get(gradient.untyped_storage()._cdata, ()), reads)
-        host_reads = [t for t in reads if not t.is_cuda and not self.mode.is_pinned(t)]
-        if host_reads:  # read before the operator returns
-            self.launch(f"{name} (reads host memory)", HOST, host_reads, [])
-        self.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
-        if self.blocks_host(func, operator):
-            of_constant = func in _COPIES and bool(host_reads) and all(map(self.is_constant, host_reads))
-            wait = Synchronize(stream=stream, site=site(), of_constant=of_constant, implied=bool(operator.no_wait))
-            self.trace.add(wait)
-
-    def note_constants(self, func: Any, operator: Operator) -> None:
-        """Host memory that an operator fills with what a compiler knows, or no longer."""
-        known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.is_constant, operator.reads))
-        for storage in (t.untyped_storage() for t in (*operator.writes, *operator.results) if not t.is_cuda):
-            if known:
-                self.constants[storage._cdata] = StorageWeakRef(storage)
-            else:
-                self.constants.pop(storage._cdata, None)
-
-    def is_constant(self, tensor: torch.Tensor) -> bool:
-        known = self.constants.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known.expired()
-
-    def blocks_host(self, func: Any, operator: Operator) -> bool:
-        """Whether the operator returns only when the device is done: copies between host and device, by default."""
-        if not any(t.numel() for t in operator.touched):
-            return False  # nothing is copied: `torch.tensor([], device="cuda")`
-        host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
-        if host_writes:
-            made = func is aten._to_copy.default  # into pinned memory, if it may return early
-            return not (operator.no_wait and (made or all(self.mode.is_pinned(t) for t in host_writes)))
-        return (
-            func in _WAITING_COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
-        )
-
-    def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """A copy between devices runs on the source's stream, and PyTorch orders both streams around it."""
-        source, target = self.place(reads[-1]), self.place(writes[0])
-        for event, first, second in (("before", target, source), ("after", source, target)):
-            if event == "after":
-                self.launch(name, source, reads, writes)
-            self.event_count += 1
-            self.trace.add(Record(f"event {self.event_count}", first, "a copy between devices"))
-            self.trace.add(Wait(f"event {self.event_count}", second, "a copy between devices"))
-
-
-# ---- where in the program
+            return self.operators.call(func, args, kwargs, run)
 
 
 __all__ = ["SimulatedDevice"]

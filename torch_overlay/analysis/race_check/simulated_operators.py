@@ -1,0 +1,121 @@
+"""Operators that the program calls, on the simulated device: what they allocate, read and write, and whether they block
+the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torch_overlay.analysis.race_check.operators import Identical, Operator
+from torch_overlay.analysis.race_check.source_lines import assigned_name, site
+from torch_overlay.analysis.race_check.trace import HOST, Record, Synchronize, Wait
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
+
+aten = torch.ops.aten
+
+_COPIES = (aten.copy_.default, aten._to_copy.default)
+_WAITING_COPIES = (*_COPIES, aten._foreach_copy_.default)
+_ALLOCATES = ("aten::empty", "aten::new_empty")
+
+
+class SimulatedOperators:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.constants: dict[int, StorageWeakRef] = {}  # host memory that no input of the program reaches
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        name = func._schema.name
+        if func is aten.record_stream.default:
+            return self.device.record_stream(*args)
+        if name == "streams::synchronize_device":
+            out = run()
+            self.device.synchronize_device(int(args[0]) if args and isinstance(args[0], int) else 0)
+            return out
+        with self.device.pause():
+            out = run()
+        operator = Operator(func, args, kwargs, out)
+        if func is aten.lift_fresh.default and not out.is_cuda:  # of `torch.tensor([...])`
+            self.constants[out.untyped_storage()._cdata] = StorageWeakRef(out.untyped_storage())
+        if operator.is_view:
+            return out
+        self.note_constants(func, operator)
+        for tensor in operator.results:
+            self.device.allocate(tensor, assigned_name() or f"result of {name.removeprefix('aten::')}")
+        if name.startswith(_ALLOCATES) or func.namespace == "prim" or not operator.touched:
+            return out
+        self.work(func, operator)
+        return out
+
+    def work(self, func: Any, operator: Operator) -> None:
+        name, reads, writes = str(func), operator.reads, [*operator.writes, *operator.results]
+        on_device = [t for t in operator.touched if t.is_cuda]
+        if not on_device:
+            self.device.launch(name, HOST, reads, writes)
+            return
+        if func is aten._local_scalar_dense.default:
+            stream = self.device.place(on_device[0])
+            self.device.launch(name, stream, reads, writes)
+            self.device.trace.add(Synchronize(stream=stream, site=site()))
+            return
+        where = {self.device.place(t) for t in on_device}
+        stream = self.device.place(on_device[0])
+        if len(where) > 1 and func in _COPIES:
+            self.peer_copy(name, reads, writes)
+            return
+        # Pinned memory is read by the device, on the stream, whether or not the host waits for that.
+        for gradient in reads if self.device.gradients else ():
+            self.device.engine_takes(stream, self.device.gradients.get(gradient.untyped_storage()._cdata, ()), reads)
+        host_reads = [t for t in reads if not t.is_cuda and not self.device.mode.is_pinned(t)]
+        if host_reads:  # read before the operator returns
+            self.device.launch(f"{name} (reads host memory)", HOST, host_reads, [])
+        self.device.launch(name, stream, [t for t in reads if t not in Identical(host_reads)], writes)
+        if self.blocks_host(func, operator):
+            of_constant = func in _COPIES and bool(host_reads) and all(map(self.is_constant, host_reads))
+            wait = Synchronize(stream=stream, site=site(), of_constant=of_constant, implied=bool(operator.no_wait))
+            self.device.trace.add(wait)
+
+    def note_constants(self, func: Any, operator: Operator) -> None:
+        """Host memory that an operator fills with what a compiler knows, or no longer."""
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.is_constant, operator.reads))
+        for storage in (t.untyped_storage() for t in (*operator.writes, *operator.results) if not t.is_cuda):
+            if known:
+                self.constants[storage._cdata] = StorageWeakRef(storage)
+            else:
+                self.constants.pop(storage._cdata, None)
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        known = self.constants.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+    def blocks_host(self, func: Any, operator: Operator) -> bool:
+        """Whether the operator returns only when the device is done: copies between host and device, by default."""
+        if not any(t.numel() for t in operator.touched):
+            return False  # nothing is copied: `torch.tensor([], device="cuda")`
+        host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
+        if host_writes:
+            made = func is aten._to_copy.default  # into pinned memory, if it may return early
+            return not (operator.no_wait and (made or all(self.device.mode.is_pinned(t) for t in host_writes)))
+        return (
+            func in _WAITING_COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
+        )
+
+    def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """A copy between devices runs on the source's stream, and PyTorch orders both streams around it."""
+        source, target = self.device.place(reads[-1]), self.device.place(writes[0])
+        for event, first, second in (("before", target, source), ("after", source, target)):
+            if event == "after":
+                self.device.launch(name, source, reads, writes)
+            self.device.event_count += 1
+            self.device.trace.add(Record(f"event {self.device.event_count}", first, "a copy between devices"))
+            self.device.trace.add(Wait(f"event {self.device.event_count}", second, "a copy between devices"))
+
+
+__all__ = ["SimulatedOperators"]
