@@ -3,6 +3,8 @@
 `tools/fuzz` draws others, and so does `pytest --hypothesis-profile default`.
 """
 
+import collections
+
 import hypothesis
 import pytest
 
@@ -15,6 +17,7 @@ hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also what carries the mark slow: whole corpora")
     parser.addoption("--each-hook", action="store_true", help="in the patched form: few tests, which reach every hook")
 
 
@@ -24,3 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--each-hook is for the patched form: tools/run_patched.py pytest --each-hook")
         patched_form.record()
         config.pluginmanager.register(patched_form.Plugin())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that is named on the command line runs, slow or not."""
+    if config.getoption("--slow") or any("::" in argument for argument in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, a line for each reason."""
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count} skipped: {reason}")

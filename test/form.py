@@ -45,13 +45,14 @@ def needs_gpu(test: Any) -> Any:
     return pytest.mark.gpu(unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")(test))
 
 
-def representative(cases: Sequence[Case]) -> list[Case]:
-    """All cases in the overlay form, every fourth in the patched one.
-
-    Both forms run the same text; what the patched form has to show is that each seam is in its place. For tests that
-    compile a whole corpus of programs, no others.
+def sampled(cases: Sequence[Case], part: int) -> list[Any]:
+    """All cases, for `parametrize`. Every `part`th one always runs, the others have the mark `slow`: they run with
+    `--slow`. For tests that compile a whole corpus of programs, no others. An odd `part` takes of each mode some.
     """
-    return list(cases)[::4] if PATCHED else list(cases)
+    import pytest
+    from torch.testing._internal.common_utils import subtest
+
+    return [subtest(case, decorators=[pytest.mark.slow] if i % part else []) for i, case in enumerate(cases)]
 
 
 class AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

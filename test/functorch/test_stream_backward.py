@@ -123,26 +123,26 @@ class TestPrograms(TestCase):
                         report = check_step(forward, backward)
                     self.assertTrue(report.ok, f"{report}\n{forward.wrapper}{backward.wrapper}")
 
-    @parametrize("name,mode", form.representative(PAIRS))
+    @parametrize("name,mode", form.sampled(PAIRS, 5))
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
 
-    @parametrize("name,mode", form.representative(PAIRS))
+    @parametrize("name,mode", form.sampled(PAIRS, 5))
     def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
         report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], report)
         self.assertEqual(corpus.needless(by_name(name), report), [])
 
-    @parametrize("name", form.representative(WRITTEN))
+    @parametrize("name", form.sampled(WRITTEN, 9))
     def test_compiles_with_operators_between(self, name: str) -> None:
         self.check(name, sleeps=True)
 
-    @parametrize("name", form.representative(WRITTEN))
+    @parametrize("name", form.sampled(WRITTEN, 9))
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", form.representative(DRAWN))
+    @parametrize("name", form.sampled(DRAWN, 5))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:
@@ -517,7 +517,7 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", form.representative(COMPARED))
+    @parametrize("name", form.sampled(COMPARED, 9))
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
 

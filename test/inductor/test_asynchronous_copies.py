@@ -52,7 +52,7 @@ class TestCode(TestCase):
         self.assertTrue(found)
         return found
 
-    @parametrize("name", form.representative(list(COPIES)))
+    @parametrize("name", form.sampled(list(COPIES), 3))
     def test_copy_between_the_memory_that_is_named(self, name: str) -> None:
         """On a side stream and on the caller's."""
         for mode in (None, "reduce-overhead"):
@@ -62,7 +62,7 @@ class TestCode(TestCase):
 
     @parametrize(
         "name",
-        form.representative(
+        form.sampled(
             [
                 "converting_copies",
                 "copies_of_other_shapes",
@@ -72,7 +72,8 @@ class TestCode(TestCase):
                 "offloaded_and_loaded",
                 "source_updated_after_copy",
                 "copies_of_dynamic_shape",
-            ]
+            ],
+            3,
         ),
     )
     def test_copies_with_other_work_around_them(self, name: str) -> None:
