@@ -4,7 +4,7 @@ Batches come from a pinned ring of host buffers, so the copies are asynchronous.
 whole step, promises included, is one compiled region:
 
     wait_stream     the step reads a batch only after its copy has arrived
-    record_stream   the batch's memory is not given back to the transfer stream while the step still reads it
+    record_stream   the batch's memory is not freed to the transfer stream while the step still reads it
     an event        the host refills a buffer of the ring only after its copy has left
 
     python examples/prefetch_loop.py
@@ -30,7 +30,7 @@ BATCH, FEATURES, LAYERS = 512, 8192, 4
 class PinnedBatches:
     """Cuts a data set into batches, each in a page-locked buffer of a small ring.
 
-    Yields a buffer and an event. Whoever copies the buffer to the GPU records the event behind the copy: the buffer is
+    Yields a buffer and an event. Whoever copies the buffer to the GPU records the event after the copy: the buffer is
     refilled when that event has happened.
     """
 

@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class Prefetcher:
-    """Pinned batches, copied on a transfer stream one step ahead of the step that uses them."""
+    """Pinned batches, copied on a transfer stream one step before the step that uses them."""
 
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]], overlapped: bool) -> None:
         self.batches, self.overlapped = batches, overlapped

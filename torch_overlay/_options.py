@@ -64,7 +64,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "cudagraph_verify": SWITCH,
     "cudagraph_concurrency": SWITCH,
-    "cudagraph_kept_scratch_mib": Option("a number of MiB, from 0 to 8e12", lambda v: _is_number(v, 8e12), float),
+    "cudagraph_scratch_cache_mib": Option("a number of MiB, from 0 to 8e12", lambda v: _is_number(v, 8e12), float),
 }
 
 

@@ -26,7 +26,7 @@ streams: bool = True
 nvtx: bool | None = None
 
 # A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,
-# costs more to launch than it can gain: it runs on the ambient stream, fused with what stands there. A region in which
+# costs more to launch than it can gain: it runs on the caller's stream, fused with what stands there. A region in which
 # every kernel takes less than this keeps to the caller's stream in each call that finds the device idle. 0 keeps every
 # branch where the user put it.
 fold_branches_below_us: float = 5.0
@@ -54,7 +54,7 @@ cudagraph_concurrency: bool = True
 
 # Inference graphs leave this much scratch memory allocated on a device between their launches, in MiB, for each other,
 # since to allocate it is a good part of what a launch takes the host. 0: all is freed at once.
-cudagraph_kept_scratch_mib: float = 64
+cudagraph_scratch_cache_mib: float = 64
 
 # These decide what is done with compiled code, and nothing about the code: caches serve it to either choice. Two decide
 # about code that asks for CUDA graphs, too: `_inductor.cache_key` adds them for that.

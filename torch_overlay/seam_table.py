@@ -29,7 +29,7 @@ PATCHES: tuple[Patch, ...] = (
         slug="inductor-stream-planner",
         subject="Derive stream events from data dependencies on the final schedule",
         description="A planner emits the fewest events that order what the schedule placed on several streams, delays "
-        "frees until the memory's stream is ordered behind every access, and switches the current stream only for "
+        "frees until the memory's stream is ordered after every access, and switches the current stream only for "
         "lines that read it.",
         upstream="not sent yet; fixes the causes of pytorch#178549, #186023, #194234",
     ),
@@ -43,7 +43,7 @@ PATCHES: tuple[Patch, ...] = (
         slug="inductor-mutation-order",
         subject="A buffer is read before it is written over by a library or custom operator",
         description="Readers of the old value that become buffers while such an operator is lowered were launched "
-        "behind it, and read the new value. No program that was right compiles to other code.",
+        "after it, and read the new value. No program that was right compiles to other code.",
     ),
     Patch(
         slug="inductor-partition-concat",
@@ -207,7 +207,7 @@ SEAMS: tuple[Seam, ...] = (
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
         why="A result of the graph becomes an input, or another result, where the operation that made it is removed.",
-        ends="upstream keeps what makes a result, as its pass behind the partitioner does",
+        ends="upstream keeps what makes a result, as its pass after the partitioner does",
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
@@ -287,7 +287,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:get_stream_or_current_stream",
-        impl="torch_overlay._functorch.streams.placement:stream_or_ambient",
+        impl="torch_overlay._functorch.streams.placement:stream_or_callers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="7baf07ae3af0231d",
@@ -300,7 +300,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="b1e2f744c677eecc",
-        why="Mutations written back by the caller are joined into the ambient stream, where upstream raises.",
+        why="Mutations written back by the caller are joined into the caller's stream, where upstream raises.",
         ends="the patch is merged",
     ),
     Seam(
@@ -309,7 +309,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
-        why="What the program orders behind an update comes behind the copy that writes it back.",
+        why="What the program orders after an update comes after the copy that writes it back.",
         upstream="pytorch#172522",
         ends="the patch is merged",
     ),
@@ -337,7 +337,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="cc06e8512db5b9bf",
-        why="A sum of gradients runs where its consumer runs; upstream overlooks consumers on the ambient stream.",
+        why="A sum of gradients runs where its consumer runs; upstream overlooks consumers on the caller's stream.",
         upstream="pytorch#167513, #151079",
         ends="the patch is merged",
     ),
@@ -486,7 +486,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="1952ca3742b1b66b",
-        why="A buffer that another stream uses is freed when its own stream is ordered behind that use.",
+        why="A buffer that another stream uses is freed when its own stream is ordered after that use.",
         upstream="pytorch#178549",
         ends="the patch is merged",
     ),
@@ -582,7 +582,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f014a82e793a34ed",
-        why="An aligned copy is made behind the waits of a kernel that reads the input, and the original is kept.",
+        why="An aligned copy is made after the waits of a kernel that reads the input, and the original is kept.",
         upstream="pytorch#187224",
         ends="the patch is merged",
     ),

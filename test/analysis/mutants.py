@@ -2,7 +2,7 @@
 
     delete      a wait, a record, a host synchronisation, a record_stream
     early free  a free moved one operation forward
-    swap        two launches on different streams, one behind the other, change places
+    swap        two launches on different streams, one after the other, change places
 
 `of_trace` makes all mutants of a small trace, to be judged by `brute_force`. `of_compiled` makes those of a compiled
 program, and only such as are wrong or right by construction: Note [Right and wrong by construction].
@@ -17,7 +17,7 @@ which another region may have waited for; and waits for the caller's state befor
 which are for memory that the caller gave back while a stream still used it: the simulated caller does no such thing.
 Such mutants are counted as not decided.
 
-A free that moves ahead of a launch which uses the memory is wrong. One that moves ahead of an operation that neither
+A free that moves before a launch which uses the memory is wrong. One that moves before an operation that neither
 uses the memory nor allocates any is right: no allocation can tell. Two launches of different streams with no wait or
 record between them are not ordered, and if the program is right they have nothing to do with each other: which of them
 the host launches first doesn't matter.

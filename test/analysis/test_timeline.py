@@ -131,7 +131,7 @@ class TestClock(TestCase):
         self.assertEqual([lane.name for lane in p.timeline().lanes], ["main", "stream 1, to the host"])
 
     def test_memory_is_taken_by_the_first_kernel_and_given_back_behind_the_last(self) -> None:
-        # a is of the stream main, which is behind its last reader on side only when it has waited for it.
+        # a is of the stream main, which is after its last reader on side only when it has waited for it.
         self.assertEqual(fork_and_join().timeline().memory, ((0, 4096), (10, 12288), (34, 0)))
 
     def test_memory_of_the_caller_is_not_counted(self) -> None:
@@ -638,7 +638,7 @@ def kineto() -> dict[str, Any]:
     host("cpu_op", "aten::mm", 1050, 10)
     host("cuda_runtime", "cudaMemsetAsync", 1051, 2, correlation=16)
     host("cuda_runtime", "cudaLaunchKernel", 1055, 4, correlation=17)
-    host("cpu_op", "aten::mm", 1200, 10)  # of eager code behind the call
+    host("cpu_op", "aten::mm", 1200, 10)  # of eager code after the call
     host("cuda_runtime", "cudaLaunchKernel", 1202, 4, correlation=30)
     device("kernel", "triton_poi_fused_sin_0", 1020.5, 20, 7, 11)
     found.append(
@@ -732,7 +732,7 @@ class TestProfile(TestCase):
         mm = "triton_tem_fused_mm_2"
         module = WRAPPER.replace("extern_kernels.mm(buf0, arg1_1, out=buf1)", f"{mm}.run(buf1, stream=stream1_raw)")
         rows = module.splitlines()
-        rows[4:4] = ["        ev0.record(stream0_raw)", "        if spread: ev0.wait(stream1_raw)"]
+        rows[4:4] = ["        ev0.record(stream0_raw)", "        if multi_stream: ev0.wait(stream1_raw)"]
         for event in trace["traceEvents"]:
             if event.get("name") == "nvjet_hsh_128x128" or (event.get("name") == "aten::mm" and event["ts"] == 1030):
                 event["name"] = mm

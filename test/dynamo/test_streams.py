@@ -1466,10 +1466,10 @@ class TestLifetime(StreamTestCase):
 
     def test_backward_uses_the_objects_of_its_forward(self) -> None:
         """Two forwards before one backward; upstream gives it the objects of the first frame of the process."""
-        leave = objects.enter(objects.ambient(), self.s)
+        leave = objects.enter(objects.callers_stream(), self.s)
         snapshot = objects.snapshot()
         leave()
-        leave = objects.enter(objects.ambient(), self.s2)
+        leave = objects.enter(objects.callers_stream(), self.s2)
         running = objects.current()
         with self.s2:
             found = snapshot.run(lambda: [objects.get(0), objects.get(1)], ())

@@ -39,7 +39,7 @@ from torch_overlay._functorch.offload import (
     settings as offload_config,
 )
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
-from torch_overlay._functorch.offload.plan import _spread, Again, Candidate, choose, Link, Model, Step
+from torch_overlay._functorch.offload.plan import _spread, Candidate, choose, Link, Model, Recompute, Step
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
@@ -86,7 +86,7 @@ class TestPlan(TestCase):
 
     def test_steps_that_wait_for_copies_so_that_the_peak_fits_are_counted(self) -> None:
         """Layers take 10 us and copies 15; a launch has the memory of all that stays from its begin on, so copies of
-        layers in a row can't fall behind. Those of every second one or so needn't."""
+        layers in a row can't fall after. Those of every second one or so needn't."""
         model = chain(20)
         graphed = Model(model.forward, model.backward, model.saved, ["g0"], model.candidates, at_once=True)
         link = Link(out=MB / 15, back=MB / 15, latency_us=0.0)
@@ -101,7 +101,7 @@ class TestPlan(TestCase):
         """Each second value can be made of the one before it, for next to nothing."""
         base = chain(20)
         candidates = [
-            dataclasses.replace(c, again=Again(0.5, frozenset({f"a{i - 1}"})) if i % 2 else None)
+            dataclasses.replace(c, again=Recompute(0.5, frozenset({f"a{i - 1}"})) if i % 2 else None)
             for i, c in enumerate(base.candidates)
         ]
         link = Link(out=MB / 60, back=MB / 60, latency_us=0.0)
@@ -161,7 +161,7 @@ class TestPlan(TestCase):
         self.assertLess(found.hidden, 0.7)
 
     def test_each_copy_says_when_it_runs_and_how_much_of_it_shows(self) -> None:
-        """Layers take 10 us and copies 25: the third one ends 5 us behind the forward, and is waited for in between."""
+        """Layers take 10 us and copies 25: the third one ends 5 us after the forward, and is waited for in between."""
         model, slow = chain(8), Link(out=MB / 25, back=MB / 25, latency_us=0.0)
         found = {t.name: t for t in model.transfers(["a0", "a1", "a2"], slow)}
         self.assertEqual([found[n].out for n in ("a0", "a1", "a2")], [(10.0, 35.0), (35.0, 60.0), (60.0, 85.0)])
@@ -179,7 +179,7 @@ class TestPlan(TestCase):
     def test_what_is_cheap_to_compute_again_is_not_copied_where_the_copy_would_show(self) -> None:
         slow = Link(out=MB / 100, back=MB / 100, latency_us=0.0)
         model = chain(8)
-        again = Again(1.0, frozenset({"a0"}))
+        again = Recompute(1.0, frozenset({"a0"}))
         model.candidates = [dataclasses.replace(c, again=again if c.name == "a1" else None) for c in model.candidates]
         found = choose(model, 6 * MB, slow)
         self.assertEqual(found.recomputed, ("a1",))
@@ -192,7 +192,7 @@ class TestPlan(TestCase):
         """Half of the values can be made of others, for next to nothing; the plan would have copied the first ones."""
         base = chain(8)
         cheap = [
-            dataclasses.replace(c, again=Again(0.5, frozenset({f"a{i - 1}"})) if i % 2 and i >= 5 else None)
+            dataclasses.replace(c, again=Recompute(0.5, frozenset({f"a{i - 1}"})) if i % 2 and i >= 5 else None)
             for i, c in enumerate(base.candidates)
         ]
         slow = Link(out=MB / 25, back=MB / 25, latency_us=0.0)
@@ -209,7 +209,7 @@ class TestPlan(TestCase):
         model = chain(8)
         reads = {"a1": "a0", "a2": "a1"}
         model.candidates = [
-            dataclasses.replace(c, again=Again(1.0, frozenset({reads[c.name]})) if c.name in reads else None)
+            dataclasses.replace(c, again=Recompute(1.0, frozenset({reads[c.name]})) if c.name in reads else None)
             for c in model.candidates
         ]
         self.assertEqual(len(choose(model, 6 * MB, slow).recomputed), 1)
@@ -243,7 +243,7 @@ class TestPlacement(TestCase):
         self.assertEqual(place_loads([4, 4, 4, 4, 4], [Load(4, 2)], 6), [0])
 
     def test_load_is_launched_no_earlier_than_it_takes_to_end_well_before_its_reader(self) -> None:
-        """Steps of 10 us, copies of 5 that are counted four times, and half as long again behind one another."""
+        """Steps of 10 us, copies of 5 that are counted four times, and half as long again after one another."""
         starts = [10.0 * i for i in range(10)]
         self.assertEqual(just_in_time(starts, [9, 6, 8], [5.0, 5.0, 5.0]), [7, 4, 6])
         self.assertEqual(just_in_time(starts, [9, 9, 9, 9, 9], [5.0] * 5), [7, 7, 6, 6, 5])
@@ -284,12 +284,12 @@ class TestPlacement(TestCase):
             Op("make", 0, writes=frozenset({"x"})),
             Op("copy", 9, reads=frozenset({"x"}), writes=frozenset({"slab"}), before=frozenset({CALLER})),
             Op("next", 0, writes=frozenset({"y"})),
-            Op("last", 0, writes=frozenset({"z"}), behind=frozenset({"copy"})),
+            Op("last", 0, writes=frozenset({"z"}), order_after=frozenset({"copy"})),
         ]
         plan = plan_streams(ops, [Buffer("x", 0), Buffer("y", 0), Buffer("z", 0)])
         self.assertEqual(plan.release["x"], 3)
         self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((1, 9),)), (1, ((3, 0),))])
-        free = plan_streams([dataclasses.replace(op, behind=frozenset()) for op in ops], [Buffer("x", 0)])
+        free = plan_streams([dataclasses.replace(op, order_after=frozenset()) for op in ops], [Buffer("x", 0)])
         self.assertEqual(free.release["x"], 4)  # the exit
 
 
@@ -1192,7 +1192,7 @@ class TestGpu(TestCase):
         self.assertGreater(len(reports[0].rows), 0)
 
     def test_slow_device_work_does_not_let_a_slab_be_overwritten(self) -> None:
-        """The host is far ahead of the device for many steps."""
+        """The host is far before the device for many steps."""
         expected, _, _ = self.step(None, None, steps=20)
         found, _, _ = self.step({"budget_gb": 0.3}, None, steps=20)
         self.assertEqual(found, expected, rtol=0, atol=0)

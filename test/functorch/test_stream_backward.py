@@ -173,7 +173,7 @@ class TestOracle(TestCase):
 
     @simulated_gpu(2)
     def test_oracle_runs_on_the_current_stream_alone(self) -> None:
-        """In eager `train_views` frees a side stream's memory while the ambient stream still reads it, and in
+        """In eager `train_views` frees a side stream's memory while the caller's stream still reads it, and in
         `train_autocast` one stream reads the cast of a weight that another one is still writing.
         """
         made: list[Kit] = []
@@ -234,8 +234,8 @@ return (add_3, add_1, add_2)
         )
 
     def test_sum_runs_where_its_consumer_runs(self) -> None:
-        """The gradient of `weight * 2` is summed on the ambient stream, which is where `weight * 2` ran. Upstream takes
-        the stream of the first summand that has one.
+        """The gradient of `weight * 2` is summed on the caller's stream, which is where `weight * 2` ran. Upstream
+        takes the stream of the first summand that has one.
         """
         graph = self.backward("train_weight_of_three_streams")
         sums = re.findall(r"(add\w*): .*aten\.add\.Tensor\(.*\)(.*)", graph)
@@ -247,7 +247,7 @@ return (add_3, add_1, add_2)
         self.assertRegex(graph, r"add: .*aten\.add\.Tensor\(mul_\d, mul_\d\)  # stream 1")
 
     def test_recomputed_operations_run_with_their_consumers(self) -> None:
-        """`b` was computed on the side stream, and is computed again for the gradients of `c` on the ambient one."""
+        """`b` was computed on the side stream, and is computed again for the gradients of `c` on the caller's."""
         self.assertExpectedInline(
             self.backward("train_recomputed"),
             """\
@@ -326,7 +326,7 @@ return (mm_4, mm_2, mm_5)
 
 class TestBoundary(TestCase):
     def test_gradients_are_joined(self) -> None:
-        """Each gradient's last write is ordered before the ambient stream's next operation; upstream's isn't (S4)."""
+        """Each gradient's last write is ordered before the caller's stream's next operation; upstream's isn't (S4)."""
         seen = compile_step("train_input_of_three_streams")
         (plan,) = region(seen, "backward").plans
         for stream in (1, 2):
@@ -355,18 +355,18 @@ class TestBoundary(TestCase):
         self.assertEqual(donated, [0])
 
     def test_memory_of_a_saved_tensor_is_given_back_in_its_stream_s_order(self) -> None:
-        """Written on stream 1 by the forward, read on the ambient stream: stream 1 must not get the block before."""
+        """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""
         ops = [
             Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
             Op(
                 "next", 1, frozenset({"other"}), frozenset({"b"}), after=frozenset({CALLER}), before=frozenset({CALLER})
             ),
         ]
-        saved = Buffer("saved", 0, fresh=False, lender=1)
+        saved = Buffer("saved", 0, fresh=False, saved_on=1)
         plan = plan_streams(ops, [saved, Buffer("a", 0), Buffer("b", 1)])
         self.assertEqual(plan.release["saved"], len(ops))
         self.assertIn("saved", plan.unordered_at_exit)
-        settled = plan_streams(ops, [Buffer("saved", 0, fresh=False, lender=1, settles=True)])
+        settled = plan_streams(ops, [Buffer("saved", 0, fresh=False, saved_on=1, settles=True)])
         self.assertNotIn("saved", settled.unordered_at_exit)
         self.assertTrue(any((len(ops), 1) in e.waits for e in settled.events), settled.table())
 
@@ -391,8 +391,8 @@ class TestBoundary(TestCase):
         )
 
     def test_activations_of_a_branch_are_given_back_as_the_branch_goes_on(self) -> None:
-        """They are its stream's memory, which the forward's code knows. As memory that may be the ambient stream's they
-        would stay to the exit, where that stream is ordered behind the branch.
+        """They are its stream's memory, which the forward's code knows. As memory that may be the caller's stream's
+        they would stay to the exit, where that stream is ordered after the branch.
         """
         backward = region(compile_step("train_saved_chain"), "backward")
         (plan,) = backward.plans
@@ -451,13 +451,13 @@ class TestOverlap(TestCase):
 
     def test_value_for_another_stream_is_launched_where_it_stands(self) -> None:
         """The gradient that both branches begin with is made before either. As a part of the side stream's first kernel
-        it would be launched behind all that the ambient stream does for the other branch.
+        it would be launched after all that the caller's stream does for the other branch.
         """
         (plan,) = region(compile_step("train_user_kernels"), "backward").plans
-        ambient = [i for i, op in enumerate(plan.ops) if op.stream == 0]
+        callers_stream = [i for i, op in enumerate(plan.ops) if op.stream == 0]
         end = len(plan.ops)
         (fork,) = [e for e in plan.events if any(stream == 1 and at < end for at, stream in e.waits)]
-        self.assertEqual((fork.stream, fork.after), (0, ambient[0]), plan.table())
+        self.assertEqual((fork.stream, fork.after), (0, callers_stream[0]), plan.table())
 
     def test_memory_that_a_user_s_kernel_writes_is_its_stream_s(self) -> None:
         """`torch.empty` launches nothing, so its block belongs to the stream of the kernel that fills it."""
@@ -673,7 +673,7 @@ class TestTable(TestCase):
             loss.backward()
         self.assertTrue(described)
         origins = [sorted(i.origin for i in infos) for infos in described]
-        self.assertEqual(origins, [["ambient", "caller", "frame"]] * len(origins))
+        self.assertEqual(origins, [["current", "caller", "frame"]] * len(origins))
 
     @simulated_gpu()
     def test_engine_that_knows_no_stream_is_ordered_behind_the_forward(self) -> None:
@@ -681,7 +681,7 @@ class TestTable(TestCase):
         forward, other = torch.cuda.Stream(), torch.cuda.Stream()
         calls: list[str] = []
         with torch.cuda.stream(forward):
-            leave = objects.enter(objects.ambient())
+            leave = objects.enter(objects.callers_stream())
             snapshot = objects.snapshot()
             leave()
 

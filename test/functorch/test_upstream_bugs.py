@@ -46,7 +46,7 @@ class TestUpstreamBugs(TestCase):
     @form.overlay_only
     def test_on_stock_a_saved_buffer_with_two_names_is_written_over(self) -> None:
         self.assertRegex(
-            "; ".join(found_on_stock()["donated_twins"]), r"\w+ is written over, and \w+ is the same memory"
+            "; ".join(found_on_stock()["donated_duplicates"]), r"\w+ is written over, and \w+ is the same memory"
         )
 
     @form.overlay_only

@@ -1,7 +1,7 @@
 """Silent bugs of stock PyTorch 2.15.0 in the backward of a forward with streams, each as a check.
 
 A check compiles a small training step on a simulated GPU and returns what is wrong with it, in words; with the overlay
-that is nothing. On stock most training steps with streams don't compile at all, and the silent bugs are behind the
+that is nothing. On stock most training steps with streams don't compile at all, and the silent bugs are after the
 loud ones: `mend` repairs two of those, so that the checks can say on stock what they are for. Run as a script, the
 module prints what each check finds.
 """
@@ -120,7 +120,7 @@ def stale_streams() -> list[str]:
 
 
 @simulated_gpu()
-def donated_twins() -> list[str]:
+def donated_duplicates() -> list[str]:
     """S3: a buffer that is saved under two names is written over before it is read by its second one."""
     seen = _two_branches()
     outputs = re.findall(r"\n +return \((.*?),? *\)", _wrapper(seen, "forward"))[-1]
@@ -481,7 +481,7 @@ def offloaded_storage() -> list[str]:
 
 CHECKS = (
     stale_streams,
-    donated_twins,
+    donated_duplicates,
     unjoined_gradients,
     streams_by_other_numbers,
     offloaded_storage,

@@ -247,11 +247,11 @@ class Module:
     def error(self, range: int) -> str | None:
         return self._range(range).error
 
-    def kept(self) -> int:
-        """Bytes of scratch memory that stay between launches: what launches in Python need is freed behind each."""
+    def cached(self) -> int:
+        """Bytes of scratch memory that stay between launches: what launches in Python need is freed after each."""
         return 0
 
-    def give_back(self) -> int:
+    def free_cached(self) -> int:
         return 0
 
     def launching(self) -> bool:

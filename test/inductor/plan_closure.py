@@ -26,7 +26,7 @@ def happens_before(plan, events):
             waits.setdefault((position, stream), []).append((e.after, e.stream))
     boundary = {}
     for w in plan.boundary_waits:
-        if all(op.renews != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
+        if all(op.rerecords != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
             boundary.setdefault((w.before, w.stream), []).append(w.token)
     streams = set(plan.streams) | {s for op in plan.ops for s in streams_of(op.before)}
     streams.add(planner.CALLER)
@@ -80,8 +80,8 @@ def at_exit(done, stream):
 def obligations(plan, buffers, done):
     """Every (earlier point, later point) that must be ordered, found by looking at all pairs.
 
-    A block comes behind what its stream did last, but a record of an event uses no block: it counts only if the stream
-    comes behind something new there, by what is `done` at each point.
+    A block comes after what its stream did last, but a record of an event uses no block: it counts only if the stream
+    comes after something new there, by what is `done` at each point.
     """
     members = {}
     taken = {}
@@ -121,7 +121,7 @@ def obligations(plan, buffers, done):
         at_entry = {("entry", op.stream), *(("entry", s) for s in streams_of(plan.known.get(op.stream, ())))}
         before = done[latest[op.stream]] if op.stream in latest else at_entry
         latest[op.stream] = i
-        if not op.renews or done[i] - {("op", i)} != before:
+        if not op.rerecords or done[i] - {("op", i)} != before:
             last_on[op.stream] = i
     for i, op in enumerate(plan.ops):
         found |= {(("op", i), ("exit", stream)) for stream in streams_of(op.before)}
@@ -160,7 +160,7 @@ def schedules(draw):
         writes = frozenset(draw(st.lists(st.sampled_from(NAMES), max_size=2)))
         after = before = requires = frozenset()
         blocking = waits = False
-        renews = None
+        rerecords = None
         if stream == HOST and draw(st.integers(0, 3)) == 0:  # a synchronisation with the device
             waits = True
             after = frozenset(
@@ -180,8 +180,8 @@ def schedules(draw):
                 kept += 1
                 requires, before = tokens_of("e7.0" if kept == 1 else "h0"), frozenset()
                 reads = writes = frozenset()
-                renews = draw(st.sampled_from([None, token_of("e9")]))
-        ops.append(Op(f"op{i}", stream, reads, writes, after, before, requires, blocking, waits, renews=renews))
+                rerecords = draw(st.sampled_from([None, token_of("e9")]))
+        ops.append(Op(f"op{i}", stream, reads, writes, after, before, requires, blocking, waits, rerecords=rerecords))
     parts = draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
     buffers = [draw_buffer(draw, n, streams) for n in draw(st.lists(st.sampled_from(NAMES), unique=True))]
     if parts:  # a concatenation of them, written in place
@@ -210,7 +210,7 @@ def draw_buffer(draw, name, streams):
     """Memory of the region, or of one of two streams that came in."""
     stream, fresh = draw(st.integers(0, streams - 1)), draw(st.booleans())
     lender = None if fresh else draw(st.sampled_from([None, *range(streams)]))
-    return Buffer(name, stream, fresh=fresh, lender=lender, settles=draw(st.integers(0, 3)) == 0)
+    return Buffer(name, stream, fresh=fresh, saved_on=lender, settles=draw(st.integers(0, 3)) == 0)
 
 
 def uses_of(ops, buffer):

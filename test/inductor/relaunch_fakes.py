@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         return tree_unflatten(placed, spec)
 
 
-class Apart:
+class IsolatedAllocations:
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
         self.requested = 0
@@ -138,7 +138,7 @@ class Recording:
 
     @contextlib.contextmanager
     def apart(self, asked: Any) -> Any:
-        apart, before = Apart(), len(self.taken)
+        apart, before = IsolatedAllocations(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
         apart.requested, apart.once = sum(apart.segments.values()), True

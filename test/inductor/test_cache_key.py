@@ -93,11 +93,11 @@ class TestCacheKey(TestCase):
     def test_objects_that_escape_enter_the_key_of_dynamos_graph_only(self) -> None:
         from torch_overlay._dynamo import registry
 
-        ambient = registry.ObjectInfo(0, "ambient", False, "stream", None)
+        callers_stream = registry.ObjectInfo(0, "current", False, "stream", None)
         inside = registry.ObjectInfo(1, "frame", False, "event", None)
         outside = registry.ObjectInfo(1, "frame", True, "event", None)
         keys = []
-        for described in ((), (ambient,), (ambient, inside), (ambient, outside)):
+        for described in ((), (callers_stream,), (callers_stream, inside), (callers_stream, outside)):
             with mock.patch.object(registry, "describe", return_value=described):
                 keys.append((inductor_key(graph()), autograd_key(graph())))
         self.assertEqual(len({inductor for inductor, _ in keys}), 1)

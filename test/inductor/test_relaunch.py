@@ -685,7 +685,7 @@ def region(args):
         self.assertEqual(len(self.device.random), 2, "two captures: the program, and the proof")
 
     def test_storage_that_nobody_placed_is_copied_out(self):
-        """Allocated behind the back of generated code and of operators: here by a function that keeps its name."""
+        """Allocated after the back of generated code and of operators: here by a function that keeps its name."""
         self.check(
             """
 allocate = empty_strided_cuda
@@ -1113,7 +1113,7 @@ class TestStreamAndRawMemory(Native):
         self.assertEqual(self.counted("relaunches"), before)
 
     def select(self, device, context):
-        """The thread's device and context, None for none. The context it has now comes back behind the test."""
+        """The thread's device and context, None for none. The context it has now comes back after the test."""
         library, before = relaunch_driver.driver().library, ctypes.c_void_p()
         library.cuCtxGetCurrent(ctypes.byref(before))
         self.addCleanup(library.cuCtxSetCurrent, before)
@@ -1442,7 +1442,7 @@ class TestPolicy(TestCase):
         self.assertEqual([code.name.rpartition(", ")[2] for code in made], ["partition 0", "partition 1"])
 
     def test_outputs_are_saved_by_a_forward(self):
-        """Gradients behind those that somebody looks at, and bases of views, are not."""
+        """Gradients after those that somebody looks at, and bases of views, are not."""
         graph = SimpleNamespace(_overlay_visible_outputs=(0,), cudagraph_info=SimpleNamespace(stack_traces=[""] * 3))
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             with policy.compiling(graph, "relaunch"):

@@ -44,7 +44,7 @@ def chain(count):
 
 
 def reach(count, edges):
-    """What comes behind each node."""
+    """What comes after each node."""
     behind = [0] * count
     for u, v in sorted(edges, reverse=True):
         behind[u] |= 1 << v | behind[v]
@@ -100,7 +100,7 @@ class TestEdges(unittest.TestCase):
         self.assertEqual(self.edges(use((), {0}, 120), use((), {1}, 70), use((), {2}, 90)), [(0, 2)])
 
     def test_nothing_is_far_ahead(self):
-        """A node that needs nothing comes behind the ninth before it."""
+        """A node that needs nothing comes after the ninth before it."""
         links = [use({i}, {i + 1}) for i in range(12)]
         behind = reach(13, self.edges(*links, use((), {20})))
         self.assertEqual([behind[i] >> 12 & 1 for i in range(12)], [1] * 4 + [0] * 8)

@@ -74,7 +74,7 @@ def orders(edges, u, v):
 
 
 def chain(*allocations):
-    """A program on one stream. An allocation is (size, first node, last node): made just before, freed just behind."""
+    """A program on one stream. An allocation is (size, first node, last node): made just before, freed just after."""
     length = 1 + max(last for _, _, last in allocations)
     starts = [first for _, first, _ in allocations]
     lives = [Life(s, sum(x < f for x in starts), sum(x <= last for x in starts)) for s, f, last in allocations]
@@ -163,7 +163,7 @@ class TestPacking(unittest.TestCase):
         self.assertFalse(order.follows(1, 0))
 
     def test_node_without_an_address_may_have_been_told_one(self):
-        """Node 1 reads what node 0 left in memory; the program freed allocation 0 behind it."""
+        """Node 1 reads what node 0 left in memory; the program freed allocation 0 after it."""
         lives = [Life(512, 0, 2), Life(512, 1, 2), Life(512, 2, 3)]
         order = Order(4, [(0, 1), (0, 2), (2, 3)], lives, [(0, 0), (2, 1), (3, 2)])
         self.assertEqual(order.touching[0], 0b111)

@@ -152,7 +152,7 @@ class TestLives(unittest.TestCase):
         a = self.allocate(lives)
         b = self.allocate(lives)
         first, second = a.data_ptr(), b.data_ptr()
-        del a  # behind the second allocation: that one must not take its place
+        del a  # after the second allocation: that one must not take its place
         c = self.allocate(lives)
         end = lives.life(first, 32).freed
         self.assertGreater(end, lives.life(second, 32).made)
@@ -217,7 +217,7 @@ class TestScratch(RelaunchTestCase):
         self.assertEqual(asked, [64 * 64 * 4, 2 * 64 * 4, 64 * 4])
 
     def test_memory_that_runs_out_at_any_allocation(self):
-        """The inputs stay, what was allocated is given back, and the next call is right."""
+        """The inputs stay, what was allocated is freed, and the next call is right."""
         made, full, empty = [], [0], self.device.empty
 
         def allocate(*args):

@@ -25,7 +25,7 @@ from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.launch import native
 
 
-AGAIN = 2  # the launch behind which scratch stays
+AGAIN = 2  # the launch after which scratch stays
 SIZE = 512  # of a region's scratch: a multiple of the alignment
 
 
@@ -81,7 +81,7 @@ class ScratchTests(Native):
         self.asked = []
         self.ordinary = True
         self.device.is_ordinary = self.is_ordinary
-        self.addCleanup(lambda: self.assertEqual((self.module.kept(), self.memory.held), (0, {})))
+        self.addCleanup(lambda: self.assertEqual((self.module.cached(), self.memory.held), (0, {})))
         self.addCleanup(gc.collect)
         self.addCleanup(runner.forget_all)
 
@@ -108,9 +108,9 @@ class TestScratchThatStays(ScratchTests):
     def test_scratch_stays_when_a_graph_is_launched_again(self):
         run = self.runner(source())
         self.launch(run, AGAIN)
-        self.assertEqual((self.module.kept(), self.memory.bytes), (0, 0))
+        self.assertEqual((self.module.cached(), self.memory.bytes), (0, 0))
         self.launch(run)
-        self.assertEqual((self.module.kept(), self.memory.bytes), (SIZE, SIZE))
+        self.assertEqual((self.module.cached(), self.memory.bytes), (SIZE, SIZE))
         before = self.memory.allocations
         self.launch(run, 10)
         self.assertEqual((self.memory.allocations, self.memory.bytes, len(self.asked)), (before, SIZE, 1))
@@ -118,11 +118,11 @@ class TestScratchThatStays(ScratchTests):
     def test_it_goes_with_its_graph(self):
         run = self.launched()
         runner.forget_all()
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
         self.launch(run, AGAIN + 3)
         del run
         gc.collect()
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
 
     def test_graphs_share_what_stays_on_a_stream(self):
         first, second = self.launched(), self.launched()
@@ -144,7 +144,7 @@ class TestScratchThatStays(ScratchTests):
     def test_larger_scratch_takes_the_place_of_smaller(self):
         small = self.launched()
         large = self.launched(rows=8)
-        self.assertEqual((self.module.kept(), self.memory.bytes), (2 * SIZE, 2 * SIZE))
+        self.assertEqual((self.module.cached(), self.memory.bytes), (2 * SIZE, 2 * SIZE))
         before = self.memory.allocations
         self.launch(small, 3)
         self.launch(large, 3, rows=8)
@@ -174,7 +174,7 @@ class TestScratchThatStays(ScratchTests):
             self.memory.stream = stream
             self.launch(run, 2)
         self.assertEqual(sorted(self.memory.streams[a] for a in self.memory.held), [7, 8, 9, 10])
-        self.module.give_back()
+        self.module.free_cached()
         for stream in range(11, 14):
             self.memory.stream = stream
             self.launch(run, 2)
@@ -182,36 +182,36 @@ class TestScratchThatStays(ScratchTests):
 
     def test_as_much_stays_as_the_option_says(self):
         for mib, bytes in ((64, 64 << 20), (0.5, 1 << 19), (0, 0)):
-            with config.patch(cudagraph_kept_scratch_mib=mib):
-                self.assertEqual(self.runner(source()).kept_scratch, bytes)
+            with config.patch(cudagraph_scratch_cache_mib=mib):
+                self.assertEqual(self.runner(source()).scratch_cache, bytes)
         small, large = self.runner(source()), self.runner(source(8))
-        small.kept_scratch = large.kept_scratch = 2 * SIZE - 1
+        small.scratch_cache = large.scratch_cache = 2 * SIZE - 1
         self.launch(large, AGAIN + 3, rows=8)
-        self.assertEqual(self.module.kept(), 0)
+        self.assertEqual(self.module.cached(), 0)
         self.launch(small, AGAIN + 3)
-        self.assertEqual(self.module.kept(), SIZE)
+        self.assertEqual(self.module.cached(), SIZE)
         self.memory.stream = 8
         self.launch(small, 3)
-        self.assertEqual((self.module.kept(), self.memory.bytes), (SIZE, SIZE))
+        self.assertEqual((self.module.cached(), self.memory.bytes), (SIZE, SIZE))
         self.assertEqual(len(self.asked), 1)
 
     def test_nothing_stays_of_training(self):
         run = self.runner(source(), saved=[0])
         self.launch(run, AGAIN + 3)
-        self.assertEqual(self.module.kept(), 0)
+        self.assertEqual(self.module.cached(), 0)
 
     def test_memory_of_a_pool_of_the_callers_does_not_stay(self):
         self.ordinary = False
         run = self.runner(source())
         self.launch(run, AGAIN + 5)
-        self.assertEqual((self.module.kept(), self.memory.held, len(self.asked)), (0, {}, 1))
+        self.assertEqual((self.module.cached(), self.memory.held, len(self.asked)), (0, {}, 1))
 
     def test_question_that_fails_costs_nobody_a_result(self):
         self.device.is_ordinary = mock.Mock(side_effect=RuntimeError("no snapshot"))
         run = self.runner(source())
         with mock.patch.object(sys, "unraisablehook") as told:
             self.launch(run, AGAIN + 5)
-        self.assertEqual((self.module.kept(), self.memory.held, told.call_count), (0, {}, 1))
+        self.assertEqual((self.module.cached(), self.memory.held, told.call_count), (0, {}, 1))
 
     def test_error_leaves_what_stays(self):
         run = self.launched()
@@ -220,7 +220,7 @@ class TestScratchThatStays(ScratchTests):
             with self.assertRaisesRegex(RuntimeError, name):
                 self.launch(run)
             self.launch(run)
-        self.assertEqual((self.module.kept(), self.memory.bytes), (SIZE, SIZE))
+        self.assertEqual((self.module.cached(), self.memory.bytes), (SIZE, SIZE))
 
     def test_launch_that_fails_keeps_nothing(self):
         run = self.runner(source())
@@ -228,21 +228,21 @@ class TestScratchThatStays(ScratchTests):
         relaunch_driver.driver().fail("cuGraphLaunch", 2)
         with self.assertRaisesRegex(RuntimeError, "cuGraphLaunch"):
             self.launch(run)
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
 
     def test_launch_that_finds_no_memory_gets_what_stays(self):
         first, second = self.launched(), self.runner(source())
-        second.kept_scratch = 0
+        second.scratch_cache = 0
         self.launch(second, 2)
         self.memory.most, self.memory.stream = 1, 8
         self.launch(second)
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
         self.memory.most = 0
         with self.assertRaisesRegex(torch.OutOfMemoryError, "no memory"):
             self.launch(second)
         self.memory.most = None
         self.launch(first, 2)
-        self.assertEqual(self.module.kept(), SIZE)
+        self.assertEqual(self.module.cached(), SIZE)
 
     def test_launch_that_finds_no_memory_for_outputs_gets_what_stays(self):
         run, empty, full = self.launched(), self.device.empty, []
@@ -254,11 +254,11 @@ class TestScratchThatStays(ScratchTests):
 
         self.device.empty = may_be_full
         other = self.runner(source())
-        other.kept_scratch = 0
+        other.scratch_cache = 0
         self.launch(other, 3)
         full.append(True)
         self.launch(other)
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
         full.clear()
         self.launch(other)
         self.launch(run)
@@ -271,25 +271,25 @@ class TestScratchThatStays(ScratchTests):
             self.memory.most = 1
             self.launch(other)
         self.memory.most, self.memory.stream = None, 7
-        self.assertEqual(self.module.kept(), SIZE)
+        self.assertEqual(self.module.cached(), SIZE)
         self.launch(run)
 
     def test_memory_in_use_is_given_back_behind_the_launch(self):
         run, seen = self.launched(), []
         original = NativeLauncher._run
 
-        def give_back(launcher):
-            seen.append((self.module.give_back(), self.module.kept(), self.memory.bytes))
+        def free_cached(launcher):
+            seen.append((self.module.free_cached(), self.module.cached(), self.memory.bytes))
             return original(launcher)
 
-        with mock.patch.object(NativeLauncher, "_run", give_back):
+        with mock.patch.object(NativeLauncher, "_run", free_cached):
             self.launch(run)
         self.assertEqual(seen, [(0, SIZE, SIZE)])
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
         self.launch(run, 2)
-        self.assertEqual(self.module.kept(), SIZE)
-        self.assertEqual(self.module.give_back(), SIZE)
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual(self.module.cached(), SIZE)
+        self.assertEqual(self.module.free_cached(), SIZE)
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
 
     def test_graph_that_goes_while_another_thread_launches_it(self):
         run, original, inside, go = self.launched(), NativeLauncher._run, threading.Event(), threading.Event()
@@ -304,7 +304,7 @@ class TestScratchThatStays(ScratchTests):
             thread.start()
             inside.wait(20)
             runner.forget_all()
-            self.module.give_back()
+            self.module.free_cached()
             self.assertEqual(self.memory.bytes, SIZE)
             go.set()
             thread.join()
@@ -314,23 +314,23 @@ class TestScratchThatStays(ScratchTests):
         made = mock.Mock(return_value=self.module)
         made.cache_info.return_value.currsize = 1
         with mock.patch.object(native, "implementation", made):
-            self.assertEqual(native.kept(), 0)
+            self.assertEqual(native.cached(), 0)
             run = self.launched()  # noqa: F841
-            self.assertEqual(runner.live()["kept scratch"], SIZE)
+            self.assertEqual(runner.live()["scratch cache"], SIZE)
             made.cache_info.return_value.currsize = 0  # nobody has built it
-            self.assertEqual(native.kept(), 0)
-            native.give_back()
-            self.assertEqual(self.module.kept(), SIZE)
+            self.assertEqual(native.cached(), 0)
+            native.free_cached()
+            self.assertEqual(self.module.cached(), SIZE)
             made.cache_info.return_value.currsize = 1
-            native.give_back()
-            self.assertEqual(self.module.kept(), 0)
+            native.free_cached()
+            self.assertEqual(self.module.cached(), 0)
 
 
 class TestAnyOrder(ScratchTests):
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def test_what_stays_is_what_is_allocated(self, data):
-        """Graphs of several sizes come, go, and are launched on several streams; memory is given back, runs out, or is
+        """Graphs of several sizes come, go, and are launched on several streams; memory is freed, runs out, or is
         a pool's; launches fail."""
         rows, most = (1, 4, 8, 20), 30 * 128
         graphs: list[tuple[int, object]] = []
@@ -340,7 +340,7 @@ class TestAnyOrder(ScratchTests):
             if kind == "new" or not graphs:
                 size = data.draw(st.sampled_from(rows))
                 run = self.runner(source(size))
-                run.kept_scratch = most
+                run.scratch_cache = most
                 self.launch(run, 2, size)
                 graphs.append((size, run))
                 del run
@@ -355,7 +355,7 @@ class TestAnyOrder(ScratchTests):
                 gc.collect()
             elif kind == "give back":
                 held = self.memory.bytes
-                self.assertEqual(self.module.give_back(), held)
+                self.assertEqual(self.module.free_cached(), held)
             elif kind == "full":
                 self.memory.most = 0
                 with contextlib.suppress(torch.OutOfMemoryError):
@@ -368,7 +368,7 @@ class TestAnyOrder(ScratchTests):
             else:
                 self.ordinary = not self.ordinary
             run = None
-            self.assertEqual(self.module.kept(), self.memory.bytes)
+            self.assertEqual(self.module.cached(), self.memory.bytes)
             self.assertLessEqual(self.memory.bytes, most)
             streams = [self.memory.streams[address] for address in self.memory.held]
             self.assertEqual(len(streams), len(set(streams)))
@@ -376,7 +376,7 @@ class TestAnyOrder(ScratchTests):
         run = None
         runner.forget_all()
         gc.collect()
-        self.assertEqual((self.module.kept(), self.memory.held), (0, {}))
+        self.assertEqual((self.module.cached(), self.memory.held), (0, {}))
 
 
 class TestFunctionsOfTorch(ScratchTests):
@@ -417,18 +417,18 @@ class TestFunctionsOfTorch(ScratchTests):
     def test_torchs_python_is_not_called(self):
         for kept, calls in ((0, 4 * ["stream", "alloc", "release"]), (SIZE, ["stream", "alloc", "release", "stream"])):
             run = self.runner(source())
-            run.kept_scratch = kept
+            run.scratch_cache = kept
             self.calls.clear()
             self.launch(run, 5)
             self.assertEqual(self.calls, calls + ["alloc", "stream", "stream"] * bool(kept))
-            self.assertEqual(self.module.kept(), kept)
+            self.assertEqual(self.module.cached(), kept)
         for function in (self.device.stream_of, self.device.raw_alloc, self.device.raw_delete):
             function.assert_not_called()
 
     def test_python_is_asked_where_they_fail(self):
         self.fail = {"stream", "alloc", "release"}
         run = self.runner(source())
-        run.kept_scratch = 0
+        run.scratch_cache = 0
         self.launch(run, 3)
         for function in (self.device.stream_of, self.device.raw_alloc, self.device.raw_delete):
             self.assertEqual(function.call_count, 2)

@@ -1,4 +1,4 @@
-"""Branches too small for a stream of their own run on the ambient stream; others stay where the user put them."""
+"""Branches too small for a stream of their own run on the caller's stream; others stay where the user put them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TestStreamFolding(TestCase):
         self.assertEqual(streams, {0, 1})
 
     def test_what_the_outside_knows_of_the_stream_stays_true(self):
-        """The folded work comes after what the stream held before, and the stream is ordered behind it at the exit."""
+        """The folded work comes after what the stream held before, and the stream is ordered after it at the exit."""
         torch._dynamo.reset()
         with simulated_gpu():
             fn = fork_join(torch.cuda.Stream(), torch.sin, torch.add)
@@ -73,7 +73,7 @@ class TestStreamFolding(TestCase):
         self.assertEqual((plan.events, {op.stream for op in plan.ops}), ((), {0}))
 
     def test_branch_that_is_not_joined_stays(self):
-        """On the ambient stream, later work of the caller would wait for what the side stream was busy with."""
+        """On the caller's stream, later work of the caller would wait for what the side stream was busy with."""
 
         def build(stream):
             def fn(x):

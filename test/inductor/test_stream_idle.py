@@ -44,10 +44,10 @@ class TestStreamIdle(TestCase):
     def follows(self, work: Any, *inputs: Any, tail: Any = torch.add, **kwargs: Any) -> bool:
         seen = self.compile(two_branches(work, [torch.cuda.Stream() for _ in range(2)], tail), *inputs, **kwargs)
         wrapper = seen.wrappers[0]
-        self.assertEqual("if spread" in wrapper, "follows=" in wrapper)
-        if "follows=" in wrapper:
+        self.assertEqual("if multi_stream" in wrapper, "idle_streams=" in wrapper)
+        if "idle_streams=" in wrapper:
             check_wrapper(wrapper).raise_if_any()
-        return "follows=" in wrapper
+        return "idle_streams=" in wrapper
 
     @simulated_gpu()
     def test_two_branches_as_they_are_written(self) -> None:
@@ -61,19 +61,19 @@ _region0 = region(
     streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
     events=3,
     entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('spread', 'ev1', 'stream1_raw', 'ev0', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2',
+    returns=('multi_stream', 'ev1', 'stream1_raw', 'ev0', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2',
      'stream0'),
     distinct=('stream0', 'stream1', 'stream2'),
-    follows=('stream1', 'stream2'),
+    idle_streams=('stream1', 'stream2'),
 )
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, spread, ev1, stream1_raw, ev0, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, = _region0.enter()
-    try:
+    frame0, multi_stream, ev1, stream1_raw, ev0, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, =
+    _region0.enter() try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
-            if spread: set_stream(stream1)
+            if multi_stream: set_stream(stream1)
             arg0_1_orig = arg0_1
             arg0_1 = copy_if_misaligned(arg0_1_orig)
             buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
@@ -82,30 +82,30 @@ def call(self, args):
             triton_poi_fused_relu_0.run(buf1, 4096, stream=stream1_raw)
             buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             extern_kernels.mm(buf1, arg0_1, out=buf2)
-            if spread: del buf1
-            if spread: ev1.record(stream1_raw)
-            if spread: ev0.wait(stream2_raw)
-            if spread: set_stream(stream2)
+            if multi_stream: del buf1
+            if multi_stream: ev1.record(stream1_raw)
+            if multi_stream: ev0.wait(stream2_raw)
+            if multi_stream: set_stream(stream2)
             arg0_1 = copy_if_misaligned(arg0_1_orig)
-            if spread: buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            if multi_stream: buf3 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             else: buf3 = buf1; del buf1  # reuse
             extern_kernels.mm(arg0_1, arg0_1, out=buf3)
             buf4 = buf3; del buf3  # reuse
             triton_poi_fused_relu_0.run(buf4, 4096, stream=stream2_raw)
             buf5 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             extern_kernels.mm(buf4, arg0_1, out=buf5)
-            if spread: del buf4
-            if spread: ev2.record(stream2_raw)
-            if spread: ev1.wait(stream0_raw)
-            if spread: ev2.wait(stream0_raw)
+            if multi_stream: del buf4
+            if multi_stream: ev2.record(stream2_raw)
+            if multi_stream: ev1.wait(stream0_raw)
+            if multi_stream: ev2.wait(stream0_raw)
             del arg0_1
             del arg0_1_orig
-            if spread: set_stream(stream0)
-            if spread: buf6 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+            if multi_stream: set_stream(stream0)
+            if multi_stream: buf6 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
             else: buf6 = buf4; del buf4  # reuse
             triton_poi_fused_add_1.run(buf2, buf5, buf6, 4096, stream=stream0_raw)
     finally:
-        if spread: restore_stream(stream0)
+        if multi_stream: restore_stream(stream0)
     frame0.leave()
     return (buf6, )
 """,
@@ -116,7 +116,7 @@ def call(self, args):
         def fn(x: torch.Tensor) -> torch.Tensor:
             return two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])(x)
 
-        self.assertIn("follows=(),", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+        self.assertIn("idle_streams=(),", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
 
     @simulated_gpu()
     def test_short_kernels_follow(self) -> None:
@@ -172,7 +172,7 @@ def call(self, args):
             current.wait_stream(other)
             return y + 1
 
-        self.assertNotIn("follows=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+        self.assertNotIn("idle_streams=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
 
     @simulated_gpu()
     def test_the_callers_event_stays(self) -> None:
@@ -187,14 +187,14 @@ def call(self, args):
             current.wait_stream(side)
             return y + 1
 
-        self.assertNotIn("follows=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
+        self.assertNotIn("idle_streams=", self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0])
 
     @simulated_gpu()
     def test_the_check_sees_memory_that_is_shared_too_early(self) -> None:
         """A wrapper that shares memory although it runs on several streams has races, and they are found."""
         fn = two_branches(matmuls, [torch.cuda.Stream() for _ in range(2)])
         wrapper = self.compile(fn, torch.randn(64, 64, device="cuda")).wrappers[0]
-        broken = re.sub(r" *if spread: (del buf|buf\d+ = ).*\n", "", wrapper).replace("else: buf", "buf")
+        broken = re.sub(r" *if multi_stream: (del buf|buf\d+ = ).*\n", "", wrapper).replace("else: buf", "buf")
         self.assertEqual(broken.count("# reuse"), wrapper.count("# reuse"))
         self.assertNotEqual(check_wrapper(broken).races, [])
 

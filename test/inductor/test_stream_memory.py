@@ -39,7 +39,7 @@ class TestAccount(TestCase):
         self.assertEqual(describe(plan), [])
 
     def test_buffer_that_another_stream_read_is_held_until_its_own_is_behind_that(self) -> None:
-        """`a` is read on stream 1; stream 0 is ordered behind the reader only where it takes the reader's result."""
+        """`a` is read on stream 1; stream 0 is ordered after the reader only where it takes the reader's result."""
         ops = (
             op("f", 0, "", "a"),
             op("g", 1, "a", "b"),
@@ -66,12 +66,12 @@ Memory: 9.0 MiB at the peak, 4.0 MiB more than in the same order on one stream.
         self.assertEqual(account(plan).held, ())
 
     def test_saved_memory_counts_from_the_beginning(self) -> None:
-        buffer = Buffer("saved", 0, fresh=False, lender=1, settles=True, size=8 * MiB)
+        buffer = Buffer("saved", 0, fresh=False, saved_on=1, settles=True, size=8 * MiB)
         ops = (op("f", 0, "saved", "b"), op("g", 0, "b", "c"))
         plan = plan_streams(ops, [buffer, Buffer("b", 0, size=MiB), Buffer("c", 0, size=MiB)])
         memory = account(plan)
         self.assertEqual(memory.peak_on_one_stream, 9 * MiB)
-        self.assertEqual(memory.peak, 10 * MiB)  # stream 1, which may own the block, is behind `f` at the exit only
+        self.assertEqual(memory.peak, 10 * MiB)  # stream 1, which may own the block, is after `f` at the exit only
         self.assertEqual([h.name for h in memory.held], ["saved"])
 
     def test_only_the_largest_are_listed(self) -> None:

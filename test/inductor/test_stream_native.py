@@ -59,7 +59,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) { static int now; int old = now
 int cuStreamIsCapturing(Handle s, int *out) { *out = capturing[(long)s]; return 0; }
 """
 
-# Streams of the table are named by their handles; "current" is the ambient stream.
+# Streams of the table are named by their handles; "current" is the caller's stream.
 PREAMBLE = """
 import ctypes, gc, sys, types
 driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -84,11 +84,11 @@ current = Current()
 thread = types.SimpleNamespace(objects=None)
 turned = []
 
-def region(indices, events, entry=(), exit=(), results=(), distinct=(), follows=None):
+def region(indices, events, entry=(), exit=(), results=(), distinct=(), idle_streams=None):
     return native.Region(device=0, indices=indices, events=events, entry=entry, exit=exit, results=results,
         distinct=distinct, thread=thread, stream_type=Stream, current_raw=current.raw, current=current.stream,
         resolve=lambda found: Stream(found.cuda_stream) if isinstance(found, Alike) else found, aliased=turned.append,
-        follows=follows)
+        idle_streams=idle_streams)
 
 def calls():
     return driver.noted_calls().decode().strip()
@@ -230,15 +230,16 @@ query@9 record1@11 wait1@12
     def test_idle_streams_follow_the_callers(self):
         """Note [Streams can't pay on an idle device]: asked are all, captured is none."""
         output = self.run_script("""
-            r = region(**fork, results=(("spread", 0), ("raw", 0), ("raw", 1), ("stream", 1)), follows=(1, 2))
+            results = (("multi_stream", 0), ("raw", 0), ("raw", 1), ("stream", 1))
+            r = region(**fork, results=results, idle_streams=(1, 2))
             one = Stream(11)
             thread.objects = (None, one, Stream(12))
             for idle, capturing in ((0, 0), (1, 0), (1, 9), (1, 12), (1, 0)):
                 driver.set_idle(idle)
                 driver.set_capturing(capturing, 1)
-                frame, spread, ambient, raw, stream = r.enter()
-                assert ambient == 9 and raw == (11 if spread else 9) and stream is (one if spread else None)
-                print(spread, calls())
+                frame, multi_stream, ambient, raw, stream = r.enter()
+                assert ambient == 9 and raw == (11 if multi_stream else 9) and stream is (one if multi_stream else None)
+                print(multi_stream, calls())
                 frame.leave()
                 print("leave", calls())
                 driver.set_capturing(capturing, 0)
@@ -261,13 +262,13 @@ leave record1@9 wait1@11 wait1@12
 
     def test_streams_that_turn_out_to_be_one_are_spread(self):
         output = self.run_script("""
-            r = region(**fork, results=(("spread", 0),), distinct=(0, 1, 2), follows=(1, 2))
+            r = region(**fork, results=(("multi_stream", 0),), distinct=(0, 1, 2), idle_streams=(1, 2))
             driver.set_idle(1)
             for second in (11, 12):
                 thread.objects = (None, Stream(11), Stream(second))
-                frame, spread = r.enter()
+                frame, multi_stream = r.enter()
                 frame.leave()
-                print(spread, turned)
+                print(multi_stream, turned)
         """)
         self.assertExpectedInline(
             output,
@@ -318,9 +319,9 @@ False [True, False]
             print(fails(ValueError, lambda: region((-1,), 1, entry=(("forget", 0, 0),))))
             print(fails(ValueError, lambda: region((-1,), 1, results=(("raw", 1),))))
             print(fails(ValueError, lambda: region((-1,), 1, distinct=(1,))))
-            print(fails(ValueError, lambda: region((-1, 1), 1, follows=(2,))))
-            print(fails(ValueError, lambda: region((-1, 1), 0, follows=())))
-            print(fails(TypeError, lambda: region((-1, 1), 1, follows=[1])))
+            print(fails(ValueError, lambda: region((-1, 1), 1, idle_streams=(2,))))
+            print(fails(ValueError, lambda: region((-1, 1), 0, idle_streams=())))
+            print(fails(TypeError, lambda: region((-1, 1), 1, idle_streams=[1])))
         """)
         self.assertExpectedInline(
             output,
@@ -333,9 +334,9 @@ Region: an operation names an event or a stream that it doesn't have
 Region: unknown kind 'forget'
 Region: a result names an event or a stream it doesn't have
 Region: distinct names a stream that the region doesn't have
-Region: follows names a stream that the region doesn't have
-Region: streams that follow need an event
-Region: follows is a tuple or None
+Region: idle_streams names a stream that the region doesn't have
+Region: idle streams need an event
+Region: idle_streams is a tuple or None
 """,
         )
 

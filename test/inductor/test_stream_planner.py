@@ -26,8 +26,8 @@ ENTRY, HOST = planner.ENTRY, planner.HOST
 
 RECORDS_OF_NOTHING_NEW = (
     [
-        Op("first", 1, requires=tokens_of("e7.0"), renews=token_of("e9")),
-        Op("second", 1, requires=tokens_of("h0"), renews=token_of("e9")),
+        Op("first", 1, requires=tokens_of("e7.0"), rerecords=token_of("e9")),
+        Op("second", 1, requires=tokens_of("h0"), rerecords=token_of("e9")),
         Op("write", 0, writes=frozenset(("b0",))),
     ],
     [Buffer("b0", 1)],
@@ -186,10 +186,10 @@ free r (stream 2) after exit""",
                 Op("use", 2, frozenset("x"), frozenset("y")),
                 Op("join", first, frozenset("y")),
                 Op("join_later", second, frozenset("y")),
-                buffers=[Buffer("x", first, fresh=False, lender=second), Buffer("z", 0)],
+                buffers=[Buffer("x", first, fresh=False, saved_on=second), Buffer("z", 0)],
             )
             self.assertEqual(plan.release, {"x": 2})
-            swapped = plan_streams(plan.ops, [Buffer("x", second, fresh=False, lender=first)])
+            swapped = plan_streams(plan.ops, [Buffer("x", second, fresh=False, saved_on=first)])
             self.assertEqual(swapped.release, {"x": 2})
 
     def test_a_host_reader_delays_no_free(self):
@@ -230,7 +230,7 @@ free r (stream 2) after exit""",
     def test_callers_event_is_waited_for_before_it_is_recorded_anew(self):
         after = tokens_of("e5")
         plan = self.plan(
-            Op("record_event", 0, requires=tokens_of("e5.0"), renews=token_of("e5")),
+            Op("record_event", 0, requires=tokens_of("e5.0"), rerecords=token_of("e5")),
             Op("a", 1, frozenset("x"), frozenset("y"), after=after),
             Op("b", 2, frozenset("y"), after=after),
             promised={3: after},
@@ -309,7 +309,7 @@ free r (stream 2) after exit""",
         self.assertEqual({(e.after, e.waits) for e in plan.events}, {(0, ((3, 0),)), (1, ((3, 0),))})
 
     def test_an_operation_that_must_come_after_another_waits_without_its_data(self):
-        plan = self.plan(Op("a", 1), Op("b", 0, behind=frozenset("a")))
+        plan = self.plan(Op("a", 1), Op("b", 0, order_after=frozenset("a")))
         self.assertEqual([(e.after, e.waits) for e in plan.events], [(0, ((1, 0),))])
 
     def test_a_computation_does_not_wait_for_what_only_the_next_operation_needs(self):
@@ -324,7 +324,7 @@ free r (stream 2) after exit""",
     def test_an_early_wait_that_another_one_brings_is_not_emitted(self):
         after = tokens_of("e5")
         plan = self.plan(
-            Op("record_event", 0, requires=tokens_of("e5.0"), renews=token_of("e5")),
+            Op("record_event", 0, requires=tokens_of("e5.0"), rerecords=token_of("e5")),
             Op("b", 2, writes=frozenset("x")),
             Op("a", 1, frozenset("x"), after=after),
             Op("c", 2, after=after),

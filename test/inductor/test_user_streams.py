@@ -136,7 +136,7 @@ class TestCorpus(TestCase):
         "name", ["concatenation_on_side_stream", "misaligned_input_of_two_streams", "parallel_transformer_block"]
     )
     def test_misaligned_inputs_are_realigned_in_order(self, name: str) -> None:
-        """The copy is made on the reader's stream, and the original isn't given back before that copy has been made."""
+        """The copy is made on the reader's stream, and the original isn't freed before that copy has been made."""
         seen, _ = compile_program(by_name(name))
         for owned in (False, True):
             check_wrapper(seen.wrappers[0], owned=owned, misaligned=True).raise_if_any()
@@ -144,7 +144,7 @@ class TestCorpus(TestCase):
     @parametrize("mode", ["default", "reduce-overhead"])
     @parametrize("name", [p.name for p in PROGRAMS if "misaligned" in p.name])
     def test_misaligned_inputs_keep_what_eager_promises(self, name: str, mode: str) -> None:
-        """Aligned copies are made behind the waits of their readers, and read memory that the caller recorded."""
+        """Aligned copies are made after the waits of their readers, and read memory that the caller recorded."""
         report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], str(report))
 
@@ -458,7 +458,7 @@ free buf2 (stream 1) after exit
         )
 
     def test_updated_input_is_aligned_by_its_updates_and_recorded_as_the_callers(self) -> None:
-        """A copy behind the wait, one back to the caller's memory behind the update; none where only a name is used."""
+        """A copy after the wait, one back to the caller's memory after the update; none where only a name is used."""
         self.assertExpectedInline(
             self.calls("misaligned_input_is_updated_behind_a_wait"),
             """\
@@ -588,7 +588,7 @@ def call(self, args):
         )
 
     def test_prefetch_gains_no_wait_for_the_current_stream(self) -> None:
-        """The copies start at once: nothing makes their stream wait for the ambient one."""
+        """The copies start at once: nothing makes their stream wait for the caller's."""
         table = self.table("prefetch_without_waiting")
         self.assertExpectedInline(
             table,
@@ -1110,7 +1110,7 @@ class TestPasses(TestCase):
 
     @simulated_gpu()
     def test_graph_partitions(self) -> None:
-        """Each captured partition forks its side stream from the ambient one and joins it again."""
+        """Each captured partition forks its side stream from the caller's and joins it again."""
         side = torch.cuda.Stream()
 
         def fn(x: torch.Tensor, h: torch.Tensor) -> Any:

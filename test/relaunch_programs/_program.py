@@ -80,7 +80,7 @@ class Kit:
         return self.place(torch.randint(low, high, shape, generator=self.generator).to(dtype))
 
     def place(self, value: torch.Tensor) -> torch.Tensor:
-        """The value in fresh memory of the device, now and then behind a block of the same size."""
+        """The value in fresh memory of the device, now and then after a block of the same size."""
         if self._choice.random() < 0.5:
             self._fillers.append(poisoned(value.numel() * value.element_size(), self.device))
         fresh = torch.empty_like(value, device=self.device)

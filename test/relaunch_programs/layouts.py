@@ -8,7 +8,7 @@ from relaunch_programs._program import Kit, program
 
 
 def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """The same values, `by` elements behind the start of an allocation."""
+    """The same values, `by` elements after the start of an allocation."""
     base = x.new_empty(x.numel() + by)
     return base[by:].view(x.shape).copy_(x)
 

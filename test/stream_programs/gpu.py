@@ -4,7 +4,7 @@ The oracle is the program in eager, with the whole device synchronised before it
 don't wait for the default stream, so without that the oracle itself could race. The compiled program runs without any
 such help, in bursts of calls:
 
-- its inputs are written late, on the current stream, behind a delay; until then the memory holds values that no
+- its inputs are written late, on the current stream, after a delay; until then the memory holds values that no
   program computes;
 - each of its side streams is busy for a while when the call begins, each call another one for another time;
 - outputs and mutated inputs are read at once on the current stream, after nothing but the program's own `finish`;

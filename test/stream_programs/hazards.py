@@ -468,7 +468,7 @@ def misaligned_prefetch_of_several_streams(k: Kit) -> Any:
     return fn
 
 
-@program("record_stream of a misaligned input speaks of the copy, behind its reader", _MISALIGNED, frames=True)
+@program("record_stream of a misaligned input speaks of the copy, after its reader", _MISALIGNED, frames=True)
 def misaligned_prefetch_recorded_at_the_end(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 
@@ -506,7 +506,7 @@ def misaligned_input_is_updated_behind_a_wait(k: Kit) -> Any:
     return fn
 
 
-@program("a misaligned input is written back behind the event that says it is updated", _MISALIGNED, frames=True)
+@program("a misaligned input is written back after the event that says it is updated", _MISALIGNED, frames=True)
 def misaligned_input_is_updated_on_a_side_stream(k: Kit) -> Any:
     side, done, sleep = k.stream(), torch.cuda.Event(), k.sleep
 

@@ -563,7 +563,7 @@ def set_stream_back_and_forth(k: Kit) -> Any:
     return fn
 
 
-@program("the accelerator's twins of current_stream, set_stream and synchronize", host_reads=True)
+@program("the accelerator's duplicates of current_stream, set_stream and synchronize", host_reads=True)
 def accelerator_functions(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
 

@@ -119,7 +119,7 @@ def exit_stack(k: Kit) -> Any:
     return fn
 
 
-@program("a stack of contexts is closed inside another stream's block, or behind it", matrices(2))
+@program("a stack of contexts is closed inside another stream's block, or after it", matrices(2))
 def exit_stack_across_blocks(k: Kit) -> Any:
     first, second = k.stream(), k.stream()
 

@@ -105,7 +105,7 @@ def train_private_events(k: Kit) -> Any:
     return step
 
 
-@training("four experts on four streams, weighted by a router on the ambient one", matrices(1, low=-1, high=1))
+@training("four experts on four streams, weighted by a router on the caller's", matrices(1, low=-1, high=1))
 def train_experts(k: Kit) -> Any:
     sides, sleep = [k.stream() for _ in range(4)], k.sleep
     router, *weights = trained(k, 1, 64, 4) + trained(k, 8)
@@ -158,7 +158,7 @@ def train_chain_over_streams(k: Kit) -> Any:
     return step
 
 
-@training("nothing on the ambient stream: the whole layer is on a side stream")
+@training("nothing on the caller's stream: the whole layer is on a side stream")
 def train_layer_on_side_stream(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
@@ -228,7 +228,7 @@ def train_loss_on_side_stream(k: Kit) -> Any:
     return step
 
 
-@training("an input read on three streams: three gradients are summed on the ambient one")
+@training("an input read on three streams: three gradients are summed on the caller's")
 def train_input_of_three_streams(k: Kit) -> Any:
     one, two, sleep = k.stream(), k.stream(), k.sleep
     weights = trained(k, 3)
@@ -254,7 +254,7 @@ def train_input_of_three_streams(k: Kit) -> Any:
     return step
 
 
-@training("a weight shared by three streams, with an ambient producer in front: its gradients are summed where it runs")
+@training("a weight shared by three streams, made on the caller's stream: its gradients are summed where it was made")
 def train_weight_of_three_streams(k: Kit) -> Any:
     one, two, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)
@@ -279,7 +279,7 @@ def train_weight_of_three_streams(k: Kit) -> Any:
     return step
 
 
-@training("cheap operations of a side stream are computed again for consumers on the ambient one", tolerance=1e-2)
+@training("cheap operations of a side stream are computed again for consumers on the caller's", tolerance=1e-2)
 def train_recomputed(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     first, second = trained(k, 2)
@@ -1262,7 +1262,7 @@ def train_gradient_memory(k: Kit) -> Any:
     return step
 
 
-@training("a saved value in a side stream's memory is dropped by the backward while the ambient stream still reads it")
+@training("a saved value in a side stream's memory is dropped by the backward while the caller's stream still reads it")
 def train_saved_memory(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     (weight,) = trained(k, 1)
@@ -1443,7 +1443,7 @@ def _gradient_through(k: Kit, side: torch.Stream, launches_nothing: Any) -> Any:
     return step
 
 
-@training("a side stream's backward launches nothing: its memory, freed behind another reader, is taken too early")
+@training("a side stream's backward launches nothing: its memory, freed after another reader, is taken too early")
 def train_gradient_through_addition(k: Kit) -> Any:
     return _gradient_through(k, k.stream(), lambda weight: weight)
 

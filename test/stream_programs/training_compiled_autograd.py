@@ -175,7 +175,7 @@ def train_compiled_autograd_of_gradient_memory(k: Kit) -> Any:
     return step
 
 
-@training("compiled autograd runs on the stream of whoever calls backward, which nobody ordered behind the forward's")
+@training("compiled autograd runs on the stream of whoever calls backward, which nobody ordered after the forward's")
 def train_compiled_autograd_under_other_stream(k: Kit) -> Any:
     side, other, sleep = k.stream(), k.stream(), k.sleep
     (weight,) = trained(k, 1)

@@ -131,7 +131,7 @@ def train_kv_cache_then_forked_layer(k: Kit) -> Any:
 
 
 @training(
-    "the KV cache is updated on the side stream itself, and the layer reads it behind a private event (#195573)",
+    "the KV cache is updated on the side stream itself, and the layer reads it after a private event (#195573)",
     tensors(whole_numbers(4, 32, 16), whole_numbers(4, 1, 16, low=-1, high=1)),
 )
 def train_kv_cache_updated_on_side_stream(k: Kit) -> Any:

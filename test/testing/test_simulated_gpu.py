@@ -1,4 +1,4 @@
-"""The simulated GPU: what it offers, that it leaves nothing behind, and that torch.compile runs on it to the end."""
+"""The simulated GPU: what it offers, that it leaves nothing after, and that torch.compile runs on it to the end."""
 
 import copy
 import ctypes

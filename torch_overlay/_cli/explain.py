@@ -168,7 +168,7 @@ class Report:
     def _frame(self, frame: Frame) -> None:
         self._heading(f"{frame.name}  ({_short(frame.file)}:{frame.line})")
         made = {
-            "ambient": "current stream of its device when the function is called",
+            "current": "current stream of its device when the function is called",
             "caller": "made outside of the function",
             "frame": "made in the function",
         }

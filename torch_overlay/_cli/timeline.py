@@ -1,4 +1,4 @@
-"""python -m torch_overlay timeline FILE[:FUNCTION] --out NAME.svg -- what runs when, on which stream, behind what?
+"""python -m torch_overlay timeline FILE[:FUNCTION] --out NAME.svg -- what runs when, on which stream, after what?
 
     timeline model.py:forward --out step.svg         compiles `forward`, calls it on what `forward_inputs()` or
                                                      `example_inputs()` of that file returns, and draws one call

@@ -1,7 +1,7 @@
 """`canonicalize_output_graph_node_order` keeps what blocks the host where the user put it.
 
 The option sorts the operations of Dynamo's graph between those that have effects. In a program with streams a copy to
-the host has one: whatever is launched behind it may count on all that was launched before it on its stream.
+the host has one: whatever is launched after it may count on all that was launched before it on its stream.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ graph says itself what the engine would do, in terms of eager code, before Dynam
   At the beginning it waits for those alone whose memory holds saved values.
 - A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd
   drops it at its last use. (Generated code records the streams that read gradients:
-  `RegionEmitter.lend_gradients` in `streams.emitter`.)
+  `RegionEmitter.record_gradient_streams` in `streams.emitter`.)
 
 Which stream that is, is known at each call only: the same graph serves all calls of the same functions. At each
 backward autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
@@ -34,7 +34,7 @@ from torch_overlay import config
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, is_stream_op, is_view, node_stream, place_on
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import events_of
 
 
@@ -91,7 +91,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
         # The new graph has no forward and no engine: what was said of either doesn't hold in it.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
-        place_on(node, AMBIENT)
+        place_on(node, CALLERS_STREAM)
         replace_fact(node, NOTHING)
 
 
@@ -111,12 +111,12 @@ class _Writer:
         self.begin = next(n for n in self.nodes if n.op != "placeholder")
         self.fetched: dict[_Object, Node] = {}
         self.sides = list(dict.fromkeys(n.meta[KEY] for n in self.nodes if KEY in n.meta))
-        self.lenders = list(dict.fromkeys(n.meta[SAVED] for n in self.nodes if SAVED in n.meta))
+        self.saved_on = list(dict.fromkeys(n.meta[SAVED] for n in self.nodes if SAVED in n.meta))
         with self.graph.inserting_before(self.begin):
             self.current = self.graph.call_function(torch.cuda.current_stream)
 
     def fetch(self, found: _Object | None) -> Node:
-        if found is None or found.index == AMBIENT:
+        if found is None or found.index == CALLERS_STREAM:
             return self.current
         if found not in self.fetched:
             setattr(self.gm, found.name, None)
@@ -129,12 +129,12 @@ class _Writer:
 
     def write(self) -> tuple[_Object, ...]:
         with self.graph.inserting_before(self.begin):
-            for lender in self.lenders:
-                self.call("wait_stream", self.current, lender)
+            for saved_on in self.saved_on:
+                self.call("wait_stream", self.current, saved_on)
             for side in self.sides:
                 self.call("wait_stream", side, self.current)
         self.place()
-        self.lend()
+        self.record_streams()
         (output,) = self.graph.find_nodes(op="output")
         with self.graph.inserting_before(output):
             for side in self.sides:
@@ -181,13 +181,13 @@ class _Writer:
             )
         self.graph.erase_node(node)
 
-    def lend(self) -> None:
+    def record_streams(self) -> None:
         for value in self.nodes:
-            lender = value.meta.get(SAVED)
-            if lender is None:
+            saved_on = value.meta.get(SAVED)
+            if saved_on is None:
                 continue
             streams = dict.fromkeys(r.meta.get(KEY) for r in _readers(value) if r.op != "output")
-            streams.pop(lender, None)
+            streams.pop(saved_on, None)
             with self.graph.inserting_after(value):
                 for stream in streams:
                     self.call("record_stream", value, self.fetch(stream))
@@ -220,7 +220,7 @@ def _run(call: Callable[[], Any], gm: GraphModule, needed: Sequence[_Object]) ->
     for found in needed:
         setattr(gm, found.name, tables[-found.from_end].objects[found.index])
     # The forwards wrote what they saved on their own streams, and their memory may belong to them.
-    here = objects.ambient()
+    here = objects.callers_stream()
     others = _callers(tables, here)
     for other in others:
         here.wait_stream(other)

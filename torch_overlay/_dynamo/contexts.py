@@ -232,7 +232,7 @@ def stack_values_to_restore(
 
 
 def _exhaust_generators(tx: InstructionTranslatorBase, values: Iterable[VariableTracker]) -> None:
-    """A generator crosses the break as a list. Its elements are computed in the block, and not behind it."""
+    """A generator crosses the break as a list. Its elements are computed in the block, and not after it."""
     from torch._dynamo.side_effects import disallow_side_effects_in_generator
     from torch._dynamo.symbolic_convert import (
         save_and_restart_speculation_log,

@@ -127,7 +127,7 @@ def is_current_stream_capturing(function: Any, tx: InstructionTranslatorBase) ->
         return None
     state = tx.symbolic_stream_state
     stream = state.current(tx)
-    caller = state.ambient(tx, stream.device.index)
+    caller = state.callers_stream(tx, stream.device.index)
     return runtime_bool(tx, ops.is_capturing, stream.user_object_index, caller.user_object_index)
 
 

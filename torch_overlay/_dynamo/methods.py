@@ -25,7 +25,7 @@ from torch._dynamo.variables.streams import EventVariable, StreamVariable
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
 from torch_overlay._dynamo.ops import runtime_bool, runtime_scalar
-from torch_overlay._dynamo.state import AmbientStreamVariable, handled
+from torch_overlay._dynamo.state import CallersStreamVariable, handled
 
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _guarded(stream: StreamVariable, attribute: str) -> VariableTracker:
 
 
 def _guard_identity(stream: StreamVariable) -> None:
-    source = stream.ambient_source if isinstance(stream, AmbientStreamVariable) else stream.source
+    source = stream.callers_source if isinstance(stream, CallersStreamVariable) else stream.source
     if source is not None:
         install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
 
@@ -235,13 +235,14 @@ def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslato
         return True
     if _is_made_here(left) or _is_made_here(right):
         return runtime_bool(tx, ops.same_stream, left.user_object_index, right.user_object_index)  # type: ignore[arg-type]
-    left_ambient, right_ambient = isinstance(left, AmbientStreamVariable), isinstance(right, AmbientStreamVariable)
+    left_is_callers = isinstance(left, CallersStreamVariable)
+    right_is_callers = isinstance(right, CallersStreamVariable)
     value = torch.Stream.__eq__(left.value, right.value)
-    if left_ambient and right_ambient:
+    if left_is_callers and right_is_callers:
         return value  # of two devices
-    ambient, other = (left, right) if left_ambient else (right, left)
-    at_entry_device = ambient.user_object_index == registry.AMBIENT_INDEX
-    if (left_ambient or right_ambient) and at_entry_device and other.source is not None:
+    callers_stream, other = (left, right) if left_is_callers else (right, left)
+    at_entry_device = callers_stream.user_object_index == registry.CALLERS_STREAM_INDEX
+    if (left_is_callers or right_is_callers) and at_entry_device and other.source is not None:
         install_guard(other.source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))
     else:
         _guard_identity(left)

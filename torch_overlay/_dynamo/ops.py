@@ -5,7 +5,7 @@ symbol, so the value can be returned, computed with, and passed to operators und
 the graph with PyTorch's usual message about data-dependent control flow.
 
 They read host-visible state, so each is a side effect that passes keep and don't reorder, merge or recompute. Arguments
-are indices (objects.py). They look at, and must stay behind, the syncs that precede them in the program:
+are indices (objects.py). They look at, and must stay after, the syncs that precede them in the program:
 
     query_event(int event)                  Event.query(), as 0 or 1
     query_stream(int stream)                Stream.query(), as 0 or 1

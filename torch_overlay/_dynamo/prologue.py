@@ -70,7 +70,7 @@ def reconstruct_current_stream(
     """Pushes the current stream of a device, typed as its own API types it."""
     if source.device.type != "cuda" or not torch.cuda.is_available():
         return original(source, codegen)
-    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "ambient"))
+    codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
     index = -1 if source.device.index is None else source.device.index
     codegen.append_output(codegen.create_load_const(index))
     codegen.call_function(1, False)

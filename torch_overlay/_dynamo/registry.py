@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch._dynamo.source import Source
     from torch.fx import Node
 
-AMBIENT_INDEX = upstream.CURRENT_STREAM_INDEX
+CALLERS_STREAM_INDEX = upstream.CURRENT_STREAM_INDEX
 
-Origin = Literal["ambient", "caller", "frame"]
+Origin = Literal["current", "caller", "frame"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ObjectInfo:
     """What compile-time code may know about one stream or event (or other object) of the frame."""
 
     index: int
-    # "ambient": a stream that was current, on its device, when the frame was entered. "caller": it came from outside.
+    # "current": a stream that was current, on its device, when the frame was entered. "caller": it came from outside.
     # "frame": the frame makes it.
     origin: Origin
     # The outside can see it after the call, or another graph of the same function uses it.
@@ -80,7 +80,7 @@ class _Frame:
         self.first_readers: weakref.WeakKeyDictionary[Node, int] = weakref.WeakKeyDictionary()
         # The graph ends at a graph break: what it made and nobody needs any more may be a local variable of the caller.
         self.goes_on = False
-        # The frame goes on behind a graph break of its function.
+        # The frame goes on after a graph break of its function.
         self.is_resumed = False
         # It has named a stream or event, were it the current stream; and has code that is traced for that reason
         # (stream_frames.py).
@@ -127,7 +127,7 @@ def describe() -> tuple[ObjectInfo, ...]:
     infos = []
     for index, reference in enumerate(upstream.index_to_external_object_weakref):
         value = reference()
-        entry = _frame.entries.get(index) or _Entry("ambient" if index == AMBIENT_INDEX else "caller", value)
+        entry = _frame.entries.get(index) or _Entry("current" if index == CALLERS_STREAM_INDEX else "caller", value)
         kind: Literal["stream", "event", "other"] = (
             "stream" if isinstance(value, torch.Stream) else "event" if isinstance(value, torch.Event) else "other"
         )
@@ -185,10 +185,10 @@ def _emit_constant(codegen: PyCodegen, value: object) -> None:
         codegen.append_output(codegen.create_load_const(value))
 
 
-def add_ambient(value: torch.Stream, source: Source) -> int:
+def add_current(value: torch.Stream, source: Source) -> int:
     """Registers the current stream of another device than the frame's."""
     index = upstream.register_user_object(value, source)
-    _frame.entries[index] = _Entry("ambient", value, source=source)
+    _frame.entries[index] = _Entry("current", value, source=source)
     return index
 
 
@@ -203,12 +203,15 @@ def local_of(output: OutputGraph, index: int) -> str:
     return name
 
 
-def _is_ambient(value: torch.Stream) -> bool:
+def _is_callers(value: torch.Stream) -> bool:
     """The stream that the frame is traced with as its current one."""
     known = upstream.index_to_external_object_weakref
-    ambient = known[AMBIENT_INDEX]() if known else None
+    callers_stream = known[CALLERS_STREAM_INDEX]() if known else None
     # Streams of different types never compare equal, not even those of torch.accelerator and torch.cuda.
-    return isinstance(ambient, torch.Stream) and (ambient.stream_id, ambient.device) == (value.stream_id, value.device)
+    return isinstance(callers_stream, torch.Stream) and (callers_stream.stream_id, callers_stream.device) == (
+        value.stream_id,
+        value.device,
+    )
 
 
 # Seams.
@@ -223,8 +226,9 @@ def reset_user_object_tracking(original: Callable[[], None]) -> None:
 def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
     """One event has one number, also when the frame reaches it in two ways; upstream does that for streams.
 
-    And a stream object of the caller that is the ambient stream has the ambient stream's number, under a guard: a wait
-    on `default_stream()`, or on what `current_stream()` returned before a graph break, is a wait on the current stream.
+    And a stream object of the caller that is the caller's stream has the caller's stream's number, under a guard: a
+    wait on `default_stream()`, or on what `current_stream()` returned before a graph break, is a wait on the current
+    stream.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.builder import make_dupe_guard
@@ -232,9 +236,9 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
     if isinstance(value, (torch.Stream, torch.Event)) and not isinstance(source, CurrentStreamSource):
         note_streams()
     if not isinstance(value, torch.Event):
-        if isinstance(value, torch.Stream) and _is_ambient(value) and not isinstance(source, CurrentStreamSource):
+        if isinstance(value, torch.Stream) and _is_callers(value) and not isinstance(source, CurrentStreamSource):
             install_guard(source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))
-            return AMBIENT_INDEX
+            return CALLERS_STREAM_INDEX
         return original(value, source)
 
     for index, entry in _frame.entries.items():

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-class AmbientStreamVariable(CudaStreamVariable):
+class CallersStreamVariable(CudaStreamVariable):
     """The stream that is current on a device when the frame is entered.
 
     It has no source: its object is the one in the frame's table, not what a later look at the device would find.
     """
 
-    def __init__(self, *args: Any, ambient_source: CurrentStreamSource, base: bool, **kwargs: Any) -> None:
-        self.ambient_source = ambient_source
+    def __init__(self, *args: Any, callers_source: CurrentStreamSource, base: bool, **kwargs: Any) -> None:
+        self.callers_source = callers_source
         # Taken by torch.accelerator.current_stream(), which returns a plain torch.Stream.
         self.base = base
         super().__init__(*args, **kwargs)
@@ -87,13 +87,13 @@ class StreamState(SymbolicStreamState):
         # Contexts entered by calls of `__enter__` and not left; those of streams with the one that was current before.
         self.manual: list[tuple[VariableTracker, StreamVariable | None]] = []
         self.default_streams: dict[int, StreamVariable] = {}
-        self._ambient: dict[tuple[int, bool], AmbientStreamVariable] = {}
+        self._callers: dict[tuple[int, bool], CallersStreamVariable] = {}
         # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
         self.entry_device = torch.accelerator.current_device_index() if self.cuda else -1
         if self.cuda:
             # The object that nodes show, which the graph keeps alive: torch.export runs it when this state is gone.
-            ambient: object = objects.ambient(self.entry_device)
-            upstream.index_to_external_object_weakref[registry.AMBIENT_INDEX] = weakref.ref(ambient)
+            callers_stream: object = objects.callers_stream(self.entry_device)
+            upstream.index_to_external_object_weakref[registry.CALLERS_STREAM_INDEX] = weakref.ref(callers_stream)
 
     def device_index(self) -> int:
         """The current device at this point of the program. Dynamo executes device contexts while it traces them."""
@@ -106,27 +106,29 @@ class StreamState(SymbolicStreamState):
         if device_index is None:
             device_index = self.device_index()
         stream = self.levels[-1].streams.get(device_index)
-        return stream if stream is not None else self.ambient(tx, device_index, base)
+        return stream if stream is not None else self.callers_stream(tx, device_index, base)
 
-    def ambient(self, tx: InstructionTranslatorBase, device_index: int, base: bool = False) -> AmbientStreamVariable:
-        found = self._ambient.get((device_index, base))
+    def callers_stream(
+        self, tx: InstructionTranslatorBase, device_index: int, base: bool = False
+    ) -> CallersStreamVariable:
+        found = self._callers.get((device_index, base))
         if found is None:
-            found = self._ambient[device_index, base] = self._make_ambient(tx, device_index, base)
+            found = self._callers[device_index, base] = self._make_callers(tx, device_index, base)
         return found
 
-    def _make_ambient(self, tx: InstructionTranslatorBase, device_index: int, base: bool) -> AmbientStreamVariable:
+    def _make_callers(self, tx: InstructionTranslatorBase, device_index: int, base: bool) -> CallersStreamVariable:
         source = CurrentStreamSource(torch.device("cuda", device_index))
-        value = objects.ambient(device_index)
-        other = self._ambient.get((device_index, not base))
+        value = objects.callers_stream(device_index)
+        other = self._callers.get((device_index, not base))
         if other is not None:
             index = other.user_object_index
         elif device_index == self.entry_device:
-            index = registry.AMBIENT_INDEX
+            index = registry.CALLERS_STREAM_INDEX
         else:
-            index = registry.add_ambient(value, source)
+            index = registry.add_current(value, source)
         proxy = tx.output.create_proxy("call_function", get_external_object_by_index, (index,), {})
         set_example_value(proxy.node, value)
-        return AmbientStreamVariable(proxy, value, index, ambient_source=source, base=base)
+        return CallersStreamVariable(proxy, value, index, callers_source=source, base=base)
 
     # Upstream's interface.
 
@@ -170,7 +172,7 @@ class StreamState(SymbolicStreamState):
             assert stream.user_object_index is not None
             frame = registry.current()
             frame.set_streams.pop(device, None)
-            if not isinstance(stream, AmbientStreamVariable):  # it is current when the graph has returned
+            if not isinstance(stream, CallersStreamVariable):  # it is current when the graph has returned
                 frame.set_streams[device] = stream.user_object_index
             self._annotate_until_the_end(tx)
         custom = fx_traceback.current_meta.get("custom", {})

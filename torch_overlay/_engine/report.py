@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 FEATURES = {
     "streams": "user streams and events go through the compiler",
     "nvtx": "profiler ranges stay in compiled stream programs, also where no profiler asks for them",
-    "fold_branches_below_us": "small branches on side streams run fused on the ambient stream",
+    "fold_branches_below_us": "small branches on side streams run fused on the caller's stream",
     "activation_offload": "saved activations wait in host memory, beyond a budget of device memory",
     "cudagraphs": "who makes CUDA graphs of compiled code: relaunch, trees or off",
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
     "cudagraph_concurrency": "independent kernels of a graph run side by side",
-    "cudagraph_kept_scratch_mib": "scratch memory stays allocated between launches of graphs, up to so many MiB",
+    "cudagraph_scratch_cache_mib": "scratch memory stays allocated between launches of graphs, up to so many MiB",
 }
 
 

@@ -30,7 +30,7 @@ def stream_notes(node: torch.fx.Node) -> str:
     """The node's stream, and the tokens of its boundary effects; empty for a node of a program without streams."""
     custom = node.meta.get("custom") or {}
     notes = {key: value for key, value in custom.items() if key.startswith("stream_")}
-    if custom.get("stream"):  # index 0 is the ambient stream, as is no index
+    if custom.get("stream"):  # index 0 is the caller's stream, as is no index
         notes["stream"] = custom["stream"]
     return repr(sorted(notes.items())) if notes else ""
 
@@ -49,7 +49,7 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
 
 
 def stream_objects() -> tuple[str, ...]:
-    """What Dynamo knows of the streams and events of the frame. If it uses the ambient stream alone: does the program
+    """What Dynamo knows of the streams and events of the frame. If it uses the caller's stream alone: does the program
     have others? That matters to a copy that blocks the host.
     """
     from torch_overlay._dynamo import registry

@@ -11,7 +11,7 @@ from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.offload.device_rates import bytes_per_us, flops_per_us
 from torch_overlay._functorch.streams.fx import is_view
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
     """Registry index of the stream that a node was placed on; 0 without a placement."""
-    return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), AMBIENT)
+    return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), CALLERS_STREAM)
 
 
 def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:

@@ -321,7 +321,7 @@ static PyObject *py_reserve(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(id);
 }
 
-/* No allocation any more: what lies behind the last one goes back to the arena. */
+/* No allocation any more: what lies after the last one goes back to the arena. */
 static void seal(Range *range) {
     Address high = range->top + (range->count ? range->gap * GAP : 0);
     Address used = range->mapped > high ? range->mapped : range->low + round_up(high - range->low, range->block->size);

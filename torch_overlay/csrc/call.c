@@ -4,7 +4,7 @@
 
 #include <structmember.h>
 
-#define AGAIN 2 /* the launch of a graph behind which its scratch stays */
+#define AGAIN 2 /* the launch of a graph after which its scratch stays */
 
 enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
 
@@ -26,7 +26,7 @@ typedef struct {
     Py_ssize_t inputs, least, recipes, memories;
     Input *input;
     Recipe *recipe;
-    Py_ssize_t *order;                       /* of allocations: regions behind the inputs */
+    Py_ssize_t *order;                       /* of allocations: regions after the inputs */
     PyObject *allocations;                   /* arguments of `empty`, for each storage */
     PyObject *slab, *types, *scratch;        /* arguments of `empty`, or None; dtypes of the slab's views */
     PyObject *empty, *reinterpret, *outputs; /* outputs: makes what `recipe` can't, or None */
@@ -321,7 +321,7 @@ static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base
     if (!allocate_memory(self, stream, memory, base)) return 0;
     PyErr_Fetch(&type, &value, &trace);
     free_memory(self, stream, memory);
-    if (!PyErr_GivenExceptionMatches(type, PyExc_RuntimeError) || !give_back()) {
+    if (!PyErr_GivenExceptionMatches(type, PyExc_RuntimeError) || !free_cached()) {
         PyErr_Restore(type, value, trace);
         return -1;
     }

@@ -95,12 +95,12 @@ void restore(Mode *mode) {
     if (mode->relaxed) cu.ThreadExchangeStreamCaptureMode(&mode->before);
 }
 
-int wait_exit(Event *self, Handle stream, Handle ambient) {
+int wait_exit(Event *self, Handle stream, Handle caller) {
     Handle back = NULL;
     int join = !is_capturing(stream), code = cu.StreamWaitEvent(stream, self->event, 0);
     if (code || !join) return code;
     if (!(code = cu.EventCreate(&back, 2)) && !(code = cu.EventRecord(back, stream)))
-        code = cu.StreamWaitEvent(ambient, back, 0);
+        code = cu.StreamWaitEvent(caller, back, 0);
     if (back) cu.EventDestroy(back);
     return code;
 }

@@ -25,7 +25,7 @@ typedef struct {
 int holds_nothing(Handle stream, Mode *mode);
 void restore(Mode *mode);
 /* Makes a stream wait for the event, and joins it where only that wait made it part of a capture; a CUresult. */
-int wait_exit(Event *self, Handle stream, Handle ambient);
+int wait_exit(Event *self, Handle stream, Handle caller);
 
 int events_init(PyObject *module);
 int region_init(PyObject *module);

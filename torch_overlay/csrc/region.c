@@ -10,19 +10,20 @@ typedef struct {
 
 enum { RECORD, RECORD_BUSY, RECORD_ENTRY, WAIT, WAIT_ENTRY, WAIT_EXIT };
 
-enum { RAW, STREAM, EVENT, OBJECT, SPREAD };
+enum { RAW, STREAM, EVENT, OBJECT, MULTI_STREAM };
 
 static const char *const operation_kinds[] = {"record",    "record_busy", "record_entry", "wait", "wait_entry",
                                               "wait_exit", NULL};
-static const char *const result_kinds[] = {"raw", "stream", "event", "object", "spread", NULL};
+static const char *const result_kinds[] = {"raw", "stream", "event", "object", "multi_stream", NULL};
 
 typedef struct {
     PyObject_HEAD
     PyObject *device, *thread, *stream_type, *current_raw, *current, *resolve, *aliased, *frames;
     PyObject *objects_name, *handle_name;
-    Py_ssize_t streams, results, entries, exits, distincts, follows, count; /* follows: -1 where there is no choice */
+    Py_ssize_t streams, results, entries, exits, distincts, idle_streams,
+        count;           /* idle_streams: -1 where there is no choice */
     Py_ssize_t *indices; /* of each stream in the table of the running graph; -1: the current stream of the device */
-    int *distinct, *follow, unasked;
+    int *distinct, *idle_stream, unasked;
     Operation *entry, *exit;
 
     struct {
@@ -38,7 +39,7 @@ typedef struct {
     PyObject **streams;
     Handle *raw;
     Py_ssize_t count;
-    int aliased, spread, asked; /* asked: what the ambient stream said, if it was asked */
+    int aliased, multi_stream, asked; /* asked: what the caller's stream said, if it was asked */
 } Frame;
 
 enum { BUSY = 1, IDLE };
@@ -140,14 +141,14 @@ static int frame_may_follow(Frame *self) {
     self->asked = yes ? IDLE : BUSY;
     if (yes && region->unasked > 0) {
         region->unasked--;
-        for (Py_ssize_t i = 0; i < region->follows && yes && !code; i++) {
-            Handle stream = self->raw[region->follow[i]];
+        for (Py_ssize_t i = 0; i < region->idle_streams && yes && !code; i++) {
+            Handle stream = self->raw[region->idle_stream[i]];
             if ((yes = !is_capturing(stream)) && !(code = cu.EventRecord(event->event, stream)))
                 code = cu.StreamWaitEvent(self->raw[0], event->event, 0);
         }
     } else if (yes) {
-        for (Py_ssize_t i = 0; i < region->follows && yes; i++)
-            yes = holds_nothing(self->raw[region->follow[i]], &mode);
+        for (Py_ssize_t i = 0; i < region->idle_streams && yes; i++)
+            yes = holds_nothing(self->raw[region->idle_stream[i]], &mode);
         if (yes) region->unasked = 15;
     }
     restore(&mode);
@@ -159,16 +160,16 @@ static int frame_may_follow(Frame *self) {
     return yes;
 }
 
-/* The side streams go on behind what ran on the caller's stream in their place. */
-static int frame_order_behind(Frame *self) {
+/* The side streams go on after what ran on the caller's stream in their place. */
+static int frame_order_after(Frame *self) {
     Region *region = self->region;
     Event *event;
     int pushed = 0, code;
-    if (!region->follows) return 0;
+    if (!region->idle_streams) return 0;
     event = (Event *)PyTuple_GET_ITEM(self->events, 0);
     if (!(code = enter(event->context, &pushed))) code = cu.EventRecord(event->event, self->raw[0]);
-    for (Py_ssize_t i = 0; i < region->follows && !code; i++)
-        code = cu.StreamWaitEvent(self->raw[region->follow[i]], event->event, 0);
+    for (Py_ssize_t i = 0; i < region->idle_streams && !code; i++)
+        code = cu.StreamWaitEvent(self->raw[region->idle_stream[i]], event->event, 0);
     leave(pushed);
     if (code) {
         driver_error(code, "a region's events");
@@ -211,10 +212,10 @@ static int frame_look_up(Frame *self, PyObject *table, Py_ssize_t slot) {
 static PyObject *frame_result(Frame *self, PyObject *table, int kind, Py_ssize_t which) {
     Region *region = self->region;
     switch (kind) {
-    case RAW: return PyLong_FromVoidPtr(self->raw[self->spread ? which : 0]);
-    case SPREAD: return PyBool_FromLong(self->spread);
+    case RAW: return PyLong_FromVoidPtr(self->raw[self->multi_stream ? which : 0]);
+    case MULTI_STREAM: return PyBool_FromLong(self->multi_stream);
     case STREAM:
-        if (!self->spread) Py_RETURN_NONE; /* only switches use it */
+        if (!self->multi_stream) Py_RETURN_NONE; /* only switches use it */
         if (!self->streams[which]) self->streams[which] = PyObject_CallOneArg(region->current, region->device);
         return Py_XNewRef(self->streams[which]);
     case EVENT: return Py_NewRef(PyTuple_GET_ITEM(self->events, which));
@@ -261,10 +262,10 @@ static PyObject *region_enter(Region *self, PyObject *unused) {
         Py_DECREF(done);
     }
     frame->asked = 0;
-    int follow = self->follows < 0 ? 0 : frame_may_follow(frame);
+    int follow = self->idle_streams < 0 ? 0 : frame_may_follow(frame);
     if (follow < 0) goto failed;
-    frame->spread = !follow;
-    if (frame->spread && frame_run(frame, self->entry, self->entries)) goto failed;
+    frame->multi_stream = !follow;
+    if (frame->multi_stream && frame_run(frame, self->entry, self->entries)) goto failed;
     if (!(results = PyTuple_New(self->results + 1))) goto failed;
     for (Py_ssize_t i = 0; i < self->results; i++) {
         PyObject *one = frame_result(frame, table, self->result[i].kind, self->result[i].which);
@@ -285,7 +286,7 @@ static PyObject *frame_leave(Frame *self, PyObject *unused) {
     Region *region = self->region;
     PyObject *done;
     if (!region) return PyErr_Format(PyExc_RuntimeError, "leave() of a region that was left already");
-    if (self->spread ? frame_run(self, region->exit, region->exits) : frame_order_behind(self)) return NULL;
+    if (self->multi_stream ? frame_run(self, region->exit, region->exits) : frame_order_after(self)) return NULL;
     Py_INCREF((PyObject *)region);
     frame_clear(self);
     done = PyList_Append(region->frames, (PyObject *)self) ? NULL
@@ -338,7 +339,7 @@ static void region_dealloc(Region *self) {
     Py_XDECREF(self->handle_name);
     PyMem_Free(self->indices);
     PyMem_Free(self->distinct);
-    PyMem_Free(self->follow);
+    PyMem_Free(self->idle_stream);
     PyMem_Free(self->entry);
     PyMem_Free(self->exit);
     PyMem_Free(self->result);
@@ -347,17 +348,17 @@ static void region_dealloc(Region *self) {
 }
 
 static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device",  "indices",  "events",  "entry",       "exit",
-                            "results", "distinct", "thread",  "stream_type", "current_raw",
-                            "current", "resolve",  "aliased", "follows",     NULL};
+    static char *names[] = {"device",  "indices",  "events",  "entry",        "exit",
+                            "results", "distinct", "thread",  "stream_type",  "current_raw",
+                            "current", "resolve",  "aliased", "idle_streams", NULL};
     PyObject *device, *indices, *entry, *exit_, *results, *distinct, *thread, *stream_type, *raw, *current, *resolve;
-    PyObject *aliased, *follows = Py_None;
+    PyObject *aliased, *idle_streams = Py_None;
     Py_ssize_t events;
     Region *self;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!nO!O!O!O!OOOOOO|O", names, &device, &PyTuple_Type, &indices,
                                      &events, &PyTuple_Type, &entry, &PyTuple_Type, &exit_, &PyTuple_Type, &results,
                                      &PyTuple_Type, &distinct, &thread, &stream_type, &raw, &current, &resolve,
-                                     &aliased, &follows))
+                                     &aliased, &idle_streams))
         return NULL;
     if (events < 0) return PyErr_Format(PyExc_ValueError, "Region: a negative number of events");
     if (!(self = (Region *)type->tp_alloc(type, 0))) return NULL;
@@ -373,15 +374,15 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->results = PyTuple_GET_SIZE(results);
     self->distincts = PyTuple_GET_SIZE(distinct);
     self->indices = PyMem_Calloc(self->streams + 1, sizeof *self->indices);
-    if (follows != Py_None && !PyTuple_Check(follows)) {
-        PyErr_SetString(PyExc_TypeError, "Region: follows is a tuple or None");
+    if (idle_streams != Py_None && !PyTuple_Check(idle_streams)) {
+        PyErr_SetString(PyExc_TypeError, "Region: idle_streams is a tuple or None");
         goto failed;
     }
-    self->follows = follows == Py_None ? -1 : PyTuple_GET_SIZE(follows);
+    self->idle_streams = idle_streams == Py_None ? -1 : PyTuple_GET_SIZE(idle_streams);
     self->distinct = PyMem_Calloc(self->distincts + 1, sizeof *self->distinct);
-    self->follow = PyMem_Calloc(self->follows + 2, sizeof *self->follow);
+    self->idle_stream = PyMem_Calloc(self->idle_streams + 2, sizeof *self->idle_stream);
     self->result = PyMem_Calloc(self->results + 1, sizeof *self->result);
-    if (!self->indices || !self->distinct || !self->follow || !self->result) {
+    if (!self->indices || !self->distinct || !self->idle_stream || !self->result) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -396,15 +397,15 @@ static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
             goto failed;
         }
     }
-    for (Py_ssize_t i = 0; i < self->follows && !PyErr_Occurred(); i++) {
-        self->follow[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(follows, i));
-        if (self->follow[i] < 0 || self->follow[i] >= self->streams) {
-            PyErr_SetString(PyExc_ValueError, "Region: follows names a stream that the region doesn't have");
+    for (Py_ssize_t i = 0; i < self->idle_streams && !PyErr_Occurred(); i++) {
+        self->idle_stream[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(idle_streams, i));
+        if (self->idle_stream[i] < 0 || self->idle_stream[i] >= self->streams) {
+            PyErr_SetString(PyExc_ValueError, "Region: idle_streams names a stream that the region doesn't have");
             goto failed;
         }
     }
-    if (!PyErr_Occurred() && self->follows >= 0 && !events)
-        PyErr_SetString(PyExc_ValueError, "Region: streams that follow need an event");
+    if (!PyErr_Occurred() && self->idle_streams >= 0 && !events)
+        PyErr_SetString(PyExc_ValueError, "Region: idle streams need an event");
     if (PyErr_Occurred()) goto failed;
     if (!(self->entry = operations(entry, events, self->streams, &self->entries))) goto failed;
     if (!(self->exit = operations(exit_, events, self->streams, &self->exits))) goto failed;

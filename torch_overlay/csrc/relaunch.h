@@ -136,7 +136,7 @@ typedef struct {
 
 extern PyMethodDef scratch_methods[];
 void scratch_clear(Scratch *self);
-size_t give_back(void);
+size_t free_cached(void);
 int take_scratch(Scratch *self, Handle stream, Taken *taken);
 int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again);
 

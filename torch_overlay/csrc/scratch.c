@@ -1,4 +1,4 @@
-/* Scratch memory that is no tensor, and which of it stays between launches: Note [Scratch that stays] in
+/* Scratch memory that is no tensor, and which of it stays between launches: Note [Scratch cache] in
    `launch.native_call`. The interpreter's lock guards all of it. */
 
 #include "relaunch.h"
@@ -45,7 +45,7 @@ static void let_go(Kept **held) {
 }
 
 /* All that stays, as soon as no launch uses it. Returns the bytes that are free by now. */
-size_t give_back(void) {
+size_t free_cached(void) {
     size_t bytes = 0;
     Kept *one;
     for (one = kept; one; one = one->next) one->unwanted = 1;
@@ -165,15 +165,15 @@ int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again) {
     return code;
 }
 
-static PyObject *py_give_back(PyObject *module, PyObject *unused) { return PyLong_FromSize_t(give_back()); }
+static PyObject *py_free_cached(PyObject *module, PyObject *unused) { return PyLong_FromSize_t(free_cached()); }
 
-static PyObject *py_kept(PyObject *module, PyObject *unused) {
+static PyObject *py_cached(PyObject *module, PyObject *unused) {
     size_t bytes = 0;
     for (Kept *one = kept; one; one = one->next) bytes += one->size;
     return PyLong_FromSize_t(bytes);
 }
 
 PyMethodDef scratch_methods[] = {
-    {"give_back", py_give_back, METH_NOARGS, "give_back(): scratch memory that stays between launches; bytes"},
-    {"kept", py_kept, METH_NOARGS, "kept(): bytes of such memory"},
+    {"free_cached", py_free_cached, METH_NOARGS, "free_cached(): scratch memory that stays between launches; bytes"},
+    {"cached", py_cached, METH_NOARGS, "cached(): bytes of such memory"},
     {NULL}};

@@ -101,7 +101,7 @@ class SimulatedTensorMode(FakeTensorMode):
         self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
 
     def __deepcopy__(self, memo: Any) -> SimulatedTensorMode:
-        """Copied weak references to storages would be given back twice."""
+        """Copied weak references to storages would be freed twice."""
         return self
 
     @property

@@ -17,7 +17,7 @@ OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node of a graph as text, its stream (None: the ambient one), and the user's line that it comes from."""
+    """A node of a graph as text, its stream (None: the caller's), and the user's line that it comes from."""
 
     text: str
     stream: int | None

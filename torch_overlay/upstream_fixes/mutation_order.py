@@ -2,7 +2,7 @@
 
 While an operation that mutates a buffer is lowered, the readers of the old value that are still expressions become
 buffers (`mark_buffer_mutated`). Library and custom operators are put into the list of operations before that, so such a
-reader came behind the write and read the new value, silently:
+reader came after the write and read the new value, silently:
 
     z = x + y
     before = z + y

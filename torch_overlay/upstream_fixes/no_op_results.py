@@ -15,7 +15,7 @@ The same goes for a result that the program itself puts into an input (`x.copy_(
 for a backward, which takes it for memory that it may write to. And if another stream reads the value that it was made
 from, the caller may overwrite the result while that goes on.
 
-The same for a copy that is no result, but is read on another stream than it was made on, or behind an operation that
+The same for a copy that is no result, but is read on another stream than it was made on, or after an operation that
 blocks the host. Without it the caller's memory, or what becomes it, would be read later than the caller knows of.
 """
 
@@ -145,7 +145,7 @@ def _keep_for_other_streams(
 
 
 def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
-    """On another stream, or behind an operation that blocks the host until the copy is done."""
+    """On another stream, or after an operation that blocks the host until the copy is done."""
     blocking = {token for token in fact_of(copy).promises if token.is_blocking_copy}
     promised = fact_of(reader).promises
     return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
@@ -196,7 +196,7 @@ def _readers(owner: Node, users: Callable[[Node], Iterable[Node]], left: Abstrac
 
 
 def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:
-    """The first node that is left of those behind one that is gone: updates in place may follow."""
+    """The first node that is left of those after one that is gone: updates in place may follow."""
     return next(n for n in nodes[nodes.index(gone) + 1 :] if n in left)
 
 
@@ -247,7 +247,7 @@ def _updated(value: Any) -> Node | None:
 
 
 def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
-    """Upstream's pass looks for readers up to the copy into the input; what the graph returns is read behind it."""
+    """Upstream's pass looks for readers up to the copy into the input; what the graph returns is read after it."""
     output = graph.output_node()
     values, structure = pytree.tree_flatten(output.args[0])
     written = _written_inputs(graph)

@@ -80,7 +80,7 @@ def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatu
             return
         if part in signature.input_nodes:
             del signature.input_nodes[part], signature.input_deallocation[part]
-        for node in partition:  # nor is it there to be given back
+        for node in partition:  # nor is it there to be freed
             node.last_usage.discard(part)
 
 

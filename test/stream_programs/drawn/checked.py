@@ -59,8 +59,8 @@ def report(program: Program, mode: str | None, calls: int = 2, **kwargs: Any) ->
 def _by_the_way(promise: Promise, trains: bool, breaks: bool) -> bool:
     """Eager's engine joins each stream on which it ran something, if only the backward of a view, and with it what the
     caller happened to have there. And what eager saves a function of, a compiled backward may read itself to compute
-    that again: behind an event or a synchronisation of the forward nothing is free of it, as nothing is that eager
-    saves. Nor is a result free behind an event of the function: a copy is the value that it was made from, where that
+    that again: after an event or a synchronisation of the forward nothing is free of it, as nothing is that eager
+    saves. Nor is a result free after an event of the function: a copy is the value that it was made from, where that
     is not written to, and others read it. Nor does a view that nobody uses make the engine join its stream if the
     leaf that it shows is read in another frame.
     """
@@ -91,7 +91,7 @@ def _parts(found: Report) -> set[tuple[str, str]]:
 
 
 def _is_eagers(race: Race, found: Report) -> bool:
-    """A value that one stream made and the engine drops behind another one's read of it is handed on too early in
+    """A value that one stream made and the engine drops after another one's read of it is handed on too early in
     eager, too: the user should have told the allocator (`record_stream`). Generated code knows what its own forward
     kept for it, but not whose memory a value is that came from an earlier frame.
     """

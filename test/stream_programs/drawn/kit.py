@@ -107,7 +107,7 @@ def trains(
         outputs = compiled(*given)
         roots = [t for t in outputs if t.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        # AOTAutograd gives zeros where eager gives none: behind what a graph break handed on and nobody used.
+        # AOTAutograd gives zeros where eager gives none: after what a graph break handed on and nobody used.
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None

@@ -1,8 +1,8 @@
 """What a drawn program has ordered so far: clocks of streams and of the host, as eager would run it.
 
-The writer of programs asks before each line which accesses the line's stream isn't ordered behind (`missing`), writes
+The writer of programs asks before each line which accesses the line's stream isn't ordered after (`missing`), writes
 the synchronisation, and notes it here. So every program is free of races by construction, memory that the allocator
-hands on included: what is freed lies in a pool of its stream, and the next allocation there is ordered behind all that
+hands on included: what is freed lies in a pool of its stream, and the next allocation there is ordered after all that
 touched it.
 """
 
@@ -52,7 +52,7 @@ class Order:
     def missing(
         self, stream: int, reads: list[Storage], writes: list[Storage], allocates: bool = False
     ) -> dict[int, int]:
-        """The accesses, one a stream, that `stream` isn't ordered behind."""
+        """The accesses, one a stream, that `stream` isn't ordered after."""
         needed: Clock = {} if stream == HOST else {CURRENT: 1}
         for storage in reads:
             later(needed, storage.writes)
@@ -99,7 +99,7 @@ class Order:
             self.host_waited()
 
     def host_waited(self) -> None:
-        """Whatever is launched from now on comes behind what the host has waited for."""
+        """Whatever is launched from now on comes after what the host has waited for."""
         for clock in self.clocks.values():
             later(clock, self.clocks[HOST])
 

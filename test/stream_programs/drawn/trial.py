@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMPILED = ("default", "reduce-overhead")
 
-# Where stock PyTorch fails, without streams, too, if a tensor and its view are given to a graph behind a graph break,
+# Where stock PyTorch fails, without streams, too, if a tensor and its view are given to a graph after a graph break,
 # and updated there: it needs gradients; another view is returned.
 REFUSED = ("aot_autograd() does not yet handle", "incorrect out shape after application of ViewMeta sequence")
 

@@ -1,4 +1,4 @@
-"""Writes a program from its data: each step becomes a line or two, behind the synchronisation that it needs.
+"""Writes a program from its data: each step becomes a line or two, after the synchronisation that it needs.
 
     print(write(random_spec(0, 17)).text)
 
@@ -135,7 +135,7 @@ class Writer:
     def ensure(
         self, stream: int, reads: list[Value], writes: list[Value], style: int = 0, allocates: bool = False
     ) -> None:
-        """Write what orders `stream` behind all that it is going to touch."""
+        """Write what orders `stream` after all that it is going to touch."""
         missing = self.order.missing(stream, [v.storage for v in reads], [v.storage for v in writes], allocates)
         self.synchronize(stream, missing, style)
 

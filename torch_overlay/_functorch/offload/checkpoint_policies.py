@@ -7,7 +7,7 @@ becomes the one that saves, and the node is marked.
 A pass of the user's may mark nodes with `meta["should_offload"]`, which `torch._functorch.config` follows under
 `enable_activation_offloading`. With `activation_offload_separate_stream`, upstream's copies have a stream of their own,
 and the operation that waits for a copy to the host then frees the original by taking its storage away. Inductor knows
-nothing of that, and orders readers of the original behind it, or gives them the memory (pytorch 2.15.0). So these marks
+nothing of that, and orders readers of the original after it, or gives them the memory (pytorch 2.15.0). So these marks
 become ours, and such a tensor waits on the host as any other does: the original goes when nothing refers to it.
 """
 

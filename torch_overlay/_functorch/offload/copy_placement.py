@@ -1,7 +1,7 @@
 """Where copies to and from the host stand in a schedule, so that a budget of memory holds: a pure function of lists.
 
 A schedule is a list of steps; `live[i]` is what is in memory during step i. Memory is taken when a load is launched,
-and given back when a step has waited for a store. Both cost time at the wrong moment: a load that is launched late
+and freed when a step has waited for a store. Both cost time at the wrong moment: a load that is launched late
 keeps its reader waiting, and a step that waits for a store early waits long. So stores are waited for as late as the
 budget allows; but never later than the copy is known to have ended, with a margin, for then the wait costs nothing.
 Loads are launched so early that they end well before their readers begin, as far as the budget allows; but no earlier:
@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """A copy of what step `made` makes; no step behind `last` reads the original. Until a step waits for the copy,
+    """A copy of what step `made` makes; no step after `last` reads the original. Until a step waits for the copy,
     the original is counted in `live` to the end. `ends` is a step by which the copy has ended, as far as is known."""
 
     made: int

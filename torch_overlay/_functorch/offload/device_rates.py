@@ -109,7 +109,7 @@ LONG = 20e3  # us: once is enough
 
 
 def shortest_us(work: Callable[[], Any]) -> float:
-    """The shortest of three runs behind a first one, by events of the device; of what takes long, the second one."""
+    """The shortest of three runs after a first one, by events of the device; of what takes long, the second one."""
     work()
     times: list[float] = []
     while len(times) < 3 and not (times and times[0] > LONG):

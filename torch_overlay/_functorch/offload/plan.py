@@ -9,7 +9,7 @@ direction run one after the other beside the steps. Those to the host begin when
 forward ends when the last of them has; those from the host must have ended when their first reader begins. So a
 candidate has *slack*: the time between its producer and the forward's end, or between the backward's start and its
 first reader, whichever is less. Bytes of the candidate with the most slack are the cheapest to free, since a copy that
-is hidden costs nothing. `choose` takes candidates in that order until the peak fits, and gives back what the peak
+is hidden costs nothing. `choose` takes candidates in that order until the peak fits, and frees what the peak
 doesn't need. Where that leaves copies that aren't hidden, recomputation competes: a value that pointwise operations
 make of other saved ones is computed again if that takes less time than the part of its copy that shows.
 
@@ -55,7 +55,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recompute:
     """What it takes to compute a saved value again in the backward: the time, and the saved values that are read."""
 
     us: float
@@ -71,7 +71,7 @@ class Candidate:
     name: str
     nbytes: int
     must: bool = False
-    again: Again | None = None
+    again: Recompute | None = None
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Model:
         return max(*self._forward_live(copied, again), *self._backward_live(begun, again), 0)
 
     def _forward_live(self, copied: Mapping[str, int], again: Collection[Candidate]) -> list[int]:
-        """Bytes in memory during each step; what is copied goes behind the step that is given for it."""
+        """Bytes in memory during each step; what is copied goes after the step that is given for it."""
         away = {**copied, **{c.name: self.made[c.name] for c in again}}
         count = len(self.forward)
         changes = [0] * (count + 2)

@@ -1,7 +1,7 @@
 """Saved activations on the host: reads the partitioned graphs for the plan, and rewrites them as it says.
 
 The partitioner has made a forward and a backward. What it saves and nobody else holds is a candidate: the tensor that
-an operation made, whole and dense, of static size, on the ambient stream. What is saved of it may be views; they are
+an operation made, whole and dense, of static size, on the caller's stream. What is saved of it may be views; they are
 made again in the backward. `offload.plan` chooses. Then
 
     forward     the slab is taken first; each chosen tensor is stored in it; the slab is saved in place of them all
@@ -27,7 +27,7 @@ from torch_overlay import config
 from torch_overlay._functorch.offload import kernel_times, log as offload_log, ops
 from torch_overlay._functorch.offload.checkpoint_policies import MUST, OFFLOAD
 from torch_overlay._functorch.offload.device_rates import Rates, rates
-from torch_overlay._functorch.offload.plan import Again, Candidate, Choice, choose, Model, Step
+from torch_overlay._functorch.offload.plan import Candidate, Choice, choose, Model, Recompute, Step
 from torch_overlay._functorch.offload.reader import (
     ALSO_POINTWISE,
     is_dense,
@@ -152,14 +152,14 @@ class Pair:
 
         return list(found) if visit(node) else None
 
-    def again(self, saved: Saved, known: Rates) -> Again | None:
+    def again(self, saved: Saved, known: Rates) -> Recompute | None:
         recipe = self.recipe(saved.node)
         if recipe is None or not all(is_static(t) for n in recipe if (t := tensor_of(n)) is not None):
             return None
         inside = set(recipe)
         read = {root(a) for n in recipe for a in n.all_input_nodes if a not in inside}
         moved = nbytes(saved.value) + sum(nbytes(t) for n in read if (t := tensor_of(n)) is not None)
-        return Again(moved / known.bytes + LAUNCH_US, frozenset(n.name for n in read if n in self.saved))
+        return Recompute(moved / known.bytes + LAUNCH_US, frozenset(n.name for n in read if n in self.saved))
 
     def model(self, candidates: list[Candidate], known: Rates) -> Model:
         assert self.device is not None
@@ -228,7 +228,7 @@ class Pair:
         return slab
 
     def drop_outputs(self, members: set[Node], slab: Node) -> None:
-        """The slab takes the place of the first of them; what is behind it keeps its order."""
+        """The slab takes the place of the first of them; what is after it keeps its order."""
         self.place_of_slab = self._first_saved(members)
         outputs, described = [], []
         desc = self.output.meta.get("desc", ())

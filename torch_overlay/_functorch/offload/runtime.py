@@ -84,7 +84,7 @@ def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
 
 
 class _Slab:
-    """Pinned memory of so many bytes; `used_on` is the stream that is ordered behind its last copies, or will be."""
+    """Pinned memory of so many bytes; `used_on` is the stream that is ordered after its last copies, or will be."""
 
     numbers = itertools.count()
 
@@ -208,7 +208,7 @@ def _pin(address: int, nbytes: int) -> int:
 
 
 def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
-    """A slab for one call of a forward, free of copies that the current stream isn't ordered behind."""
+    """A slab for one call of a forward, free of copies that the current stream isn't ordered after."""
     if _has_hooks():
         raise OffloadError(
             "torch_overlay: saved-tensor hooks are active around a function that was compiled with "

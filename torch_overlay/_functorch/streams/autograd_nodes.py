@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._dynamo import objects, registry
 from torch_overlay._functorch.streams.fx import first_readers, is_view, node_stream
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _first_readers_in_dynamo() -> dict[int, int]:
 
 
 def first_reader(value: Node) -> int:
-    return value.meta.get(_FIRST_READER, AMBIENT)
+    return value.meta.get(_FIRST_READER, CALLERS_STREAM)
 
 
 def _view_streams(value: Any) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def _view_streams(value: Any) -> tuple[int, ...]:
         streams.append(node_stream(value))
         value = value.args[0]
     made = [stream for stream, _ in itertools.groupby(reversed(streams))]
-    reader = first_reader(value) if isinstance(value, torch.fx.Node) else AMBIENT
+    reader = first_reader(value) if isinstance(value, torch.fx.Node) else CALLERS_STREAM
     return (reader, *made) if any(made) else ()
 
 
@@ -119,7 +119,7 @@ def gen_alias_from_base(
 ) -> torch.Tensor:
     if type(views) is not _PlacedViews:
         return original(base, target, requires_grad, views, **kwargs)
-    reader, *passed, last = (None if stream == AMBIENT else objects.get(stream) for stream in views.streams)
+    reader, *passed, last = (None if stream == CALLERS_STREAM else objects.get(stream) for stream in views.streams)
     with torch.cuda.stream(reader):
         accumulates = get_gradient_edge(base) if base.requires_grad and base.is_leaf else None
     for stream in passed:

@@ -4,21 +4,21 @@ Note [A backward is a region of its own]
 The user's stream program is the forward's. It says nothing about the backward, so none of its tokens may reach it. What
 the backward is owed and owes follows from what autograd's engine does:
 
-- The engine makes the stream of the forward's call current, and orders it behind the gradients that come in and before
-  those that go out. So what runs on a side stream is ordered after the ambient stream's state at the entry, and the
-  ambient stream is ordered behind it at the exit: the token `CALLER`, both ways.
+- The engine makes the stream of the forward's call current, and orders it after the gradients that come in and before
+  those that go out. So what runs on a side stream is ordered after the caller's stream's state at the entry, and the
+  caller's stream is ordered after it at the exit: the token `CALLER`, both ways.
 - A gradient is computed where its forward was, by each autograd node that the operation made; a sum of gradients is
   computed where its consumer runs, and the consumer of a sum that leaves the graph is the engine, on the ambient
   stream.
 - What is computed again runs where its consumer runs.
-- The engine orders a stream behind each gradient that it hands on to an autograd node there, whether or not that node
-  launches anything. So a side stream that gradients pass through is ordered after the ambient stream's state at the
-  entry when the backward is left, and the ambient stream after the side stream's (`engine_streams`).
-- A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream behind
+- The engine orders a stream after each gradient that it hands on to an autograd node there, whether or not that node
+  launches anything. So a side stream that gradients pass through is ordered after the caller's stream's state at the
+  entry when the backward is left, and the caller's stream after the side stream's (`engine_streams`).
+- A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream after
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
   the value.
 - The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
-  the plan treats the memory as belonging to that stream and to the ambient one, unless the generated forward says whose
+  the plan treats the memory as belonging to that stream and to the caller's, unless the generated forward says whose
   it is (`streams.saved_memory`).
 
 The partitioner takes no notice of streams, so what is saved is what is saved without them (`streams.cse`).
@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies, OFFLOAD
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.cse import split_twins
+from torch_overlay._functorch.streams.cse import split_duplicates
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
 from torch_overlay._functorch.streams.facts import (
     add_after,
@@ -64,7 +64,7 @@ from torch_overlay._functorch.streams.fx import (
     place_on,
     viewed,
 )
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
 
 
@@ -103,11 +103,11 @@ def assign_sums(graph: Graph) -> None:
     for node in reversed(graph.nodes):
         if node.meta.get("is_gradient_acc"):
             consumers = [user for user in node.users if user.op == "call_function"]
-            place_on(node, node_stream(consumers[0]) if consumers else AMBIENT)
+            place_on(node, node_stream(consumers[0]) if consumers else CALLERS_STREAM)
 
 
 def _writer(node: Node) -> Node:
-    """The node that the memory of a value comes from: behind views, and behind selections of an output."""
+    """The node that the memory of a value comes from: below views, and below selections of an output."""
     while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
         source: Any = node.args[0]
         if not isinstance(source, torch.fx.Node):
@@ -143,7 +143,7 @@ def place_recomputed(graph: Graph) -> None:
 def place_computed_early(graph: Graph) -> None:
     """What the partitioner moved from the backward into the forward owes nothing to autograd's engine. It may read the
     caller's memory, so it waits for what the user's operations on its stream wait for. Where the user orders the
-    ambient stream behind a side stream's last operation, that is then what was moved there.
+    caller's stream after a side stream's last operation, that is then what was moved there.
     """
     promised: dict[int, set[Token]] = {}
     joined: dict[int, bool] = {}
@@ -182,7 +182,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
     """
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
-        place_on(value, AMBIENT)
+        place_on(value, CALLERS_STREAM)
         replace_fact(value, NOTHING)
         saved = known.get(value.name)
         writer = _writer(saved) if saved is not None else None
@@ -242,15 +242,15 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
         inputs.get(what.grad_of) for what, v in results.items() if isinstance(what, GradAOTOutput) and v is not None
     }
     ends = {results.get(what.output) for what in inputs if isinstance(what, TangentAOTInput)}
-    behind, ahead = set(begins), set(ends)
+    after, before = set(begins), set(ends)
     computed = [n for n in joint.nodes if n.op == "call_function" and not is_backward(n)]
     for node in computed:
-        if not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
     for node in reversed(computed):
-        if not ahead.isdisjoint(node.users):
-            ahead.add(node)
-    streams = {n: node_stream(n) for n in computed if n in behind and n in ahead}
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    streams = {n: node_stream(n) for n in computed if n in after and n in before}
     return streams | {node: autograd_nodes.first_reader(node) for node in leaves if node in begins}
 
 
@@ -275,10 +275,10 @@ def _record(value: Node, stream: int) -> None:
     record.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def lend_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
-    """A gradient that is a saved value itself leaves with the memory that it came with. The ambient stream reads it,
+def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
+    """A gradient that is a saved value itself leaves with the memory that it came with. The caller's stream reads it,
     which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
-    computes nothing has none.) Returns the states of streams behind which the forward left one unordered.
+    computes nothing has none.) Returns the states of streams after which the forward left one unordered.
     """
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
     output = next(iter(backward.find_nodes(op="output")))
@@ -287,14 +287,14 @@ def lend_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
         stream = fact_of(value).memory
         if value.op != "placeholder" or not stream:
             continue
-        _record(value, AMBIENT)
+        _record(value, CALLERS_STREAM)
         if CALLER not in fact_of(_writer(computed[value.name])).promises:
             unordered.add(state(stream))
     return unordered
 
 
 def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[Token]) -> None:
-    """What streams are ordered behind when the backward is left. No code is planned for a graph that launches nothing,
+    """What streams are ordered after when the backward is left. No code is planned for a graph that launches nothing,
     as that of an addition: there the wait itself is an operation.
     """
     leave: list[Leave] = []
@@ -304,15 +304,15 @@ def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Co
         unordered = {*unordered, *map(state, engine)}
     else:
         for stream in sorted(engine):
-            waits.append((stream, AMBIENT))
+            waits.append((stream, CALLERS_STREAM))
             if state(stream) not in unordered:
-                waits.append((AMBIENT, stream))
+                waits.append((CALLERS_STREAM, stream))
     for streams in waits:
         with backward.graph.inserting_before(backward.graph.output_node()):
             wait = backward.graph.call_function(torch.ops.streams.wait_stream.default, streams)
         wait.meta["partitioner_tag"] = "must_be_in_backward"
     if unordered:
-        leave.append(Leave(AMBIENT, tuple(sorted(unordered))))
+        leave.append(Leave(CALLERS_STREAM, tuple(sorted(unordered))))
     for value in backward.graph.find_nodes(op="placeholder"):
         note_fact(value, leave=tuple(leave) or None)
 
@@ -323,12 +323,12 @@ def place_parts(
     """Settle the placement of a backward graph, now that it is known what is saved and what is computed again."""
     if not any(is_placed_program(gm.graph) for gm in (forward, backward)):
         return
-    split_twins(forward.graph, of_backward=False)
-    split_twins(backward.graph, of_backward=True)
+    split_duplicates(forward.graph, of_backward=False)
+    split_duplicates(backward.graph, of_backward=True)
     place_computed_early(forward.graph)
     place_recomputed(backward.graph)
     place_saved(forward.graph, backward.graph, unread)
-    leave_backward(backward, engine, lend_saved_gradients(forward.graph, backward.graph))
+    leave_backward(backward, engine, record_saved_gradients(forward.graph, backward.graph))
     forward.recompile()
     backward.recompile()
     context = torch._guards.TracingContext.try_get()
@@ -384,7 +384,7 @@ def partition(
     }
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
     if config.streams:
-        place_parts(forward, backward, {*streams.values()} - {AMBIENT}, unread)
+        place_parts(forward, backward, {*streams.values()} - {CALLERS_STREAM}, unread)
     offload_saved(forward, backward, count)
     return forward, backward, count
 
@@ -402,8 +402,8 @@ def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> No
 
 
 def _read_unordered(forward: Graph) -> set[str]:
-    """The values of a forward that a side stream reads, of which the user didn't order the ambient stream behind it."""
-    readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != AMBIENT]
+    """The values of a forward that a side stream reads, of which the user didn't order the caller's stream after it."""
+    readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != CALLERS_STREAM]
     late = [n for n in readers if CALLER not in fact_of(n).promises]
     read = {_writer(value) for node in late for value in node.all_input_nodes}
     return {value.name for value in forward.output_node().all_input_nodes if _writer(value) in read} if read else set()

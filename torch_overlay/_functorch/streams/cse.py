@@ -1,12 +1,13 @@
 """The same operation on two streams: two in the graph that runs, one in the graph that is partitioned.
 
 Users let two branches begin with the same operation, or the compiler does it for them: under autocast each branch casts
-the weight that both read. The branches stay independent, so such twins are not merged in the code that runs. But what
-the backward saves and what it computes again is decided on the joint graph, by the number of readers and the distance
-to the backward of each value, and twins change both. There they are merged, as they are in the same program without
-streams: the partitioner's own elimination of common subexpressions is made to take no notice of streams. A merged
-operation remembers the streams that its twins were on. When the graph has been parted, it is divided again among its
-readers, in the half where it came from; of what the other half saves or computes again there is one.
+the weight that both read. The branches stay independent, so such duplicates are not merged in the code that runs. But
+what the backward saves and what it computes again is decided on the joint graph, by the number of readers and the
+distance to the backward of each value, and duplicates change both. There they are merged, as they are in the same
+program without streams: the partitioner's own elimination of common subexpressions is made to take no notice of
+streams. A merged operation remembers the streams that its duplicates were on. When the graph has been parted, it is
+divided again among its readers, in the half where it came from; of what the other half saves or computes again there is
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.streams.fx import is_backward, node_stream, place_on
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-TWINS = "overlay_twins"  # in `meta`: stream of a twin that was merged into this node -> that twin's `custom`
-_CUSTOM = "overlay_custom"  # in `meta`, while twins are merged: the node's `custom`
+# In `meta`: stream of a duplicate that was merged into this node -> the `custom` of that duplicate.
+DUPLICATES = "overlay_duplicates"
+_CUSTOM = "overlay_custom"  # in `meta`, while duplicates are merged: the node's `custom`
 
 
 def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
@@ -46,10 +48,10 @@ def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
         custom = node.meta.get(_CUSTOM) or {}
         stream = custom.get("stream") or 0
         if survivor is not None and stream != node_stream(survivor):
-            survivor.meta[TWINS] = {stream: custom, **survivor.meta.get(TWINS, {})}
+            survivor.meta[DUPLICATES] = {stream: custom, **survivor.meta.get(DUPLICATES, {})}
 
 
-def split_twins(graph: Graph, of_backward: bool) -> None:
+def split_duplicates(graph: Graph, of_backward: bool) -> None:
     """Divide merged operations among their readers: each reads the one on its own stream."""
     made: dict[tuple[Node, int], Node] = {}
 
@@ -57,19 +59,19 @@ def split_twins(graph: Graph, of_backward: bool) -> None:
         return node.op == "call_function" and is_backward(node) == of_backward
 
     def on_stream(node: Node, stream: int) -> Node:
-        twins = node.meta.get(TWINS, {})
-        if stream not in twins or stream == node_stream(node) or not is_divided(node):
+        duplicates = node.meta.get(DUPLICATES, {})
+        if stream not in duplicates or stream == node_stream(node) or not is_divided(node):
             return node
         found = made.get((node, stream))
         if found is None:
             with graph.inserting_after(node):
                 found = made[node, stream] = graph.node_copy(node, lambda n: on_stream(n, stream))
-            del found.meta[TWINS]
-            found.meta["custom"] = twins[stream]
+            del found.meta[DUPLICATES]
+            found.meta["custom"] = duplicates[stream]
         return found
 
     for node in list(graph.nodes):
-        if TWINS not in node.meta or not is_divided(node):
+        if DUPLICATES not in node.meta or not is_divided(node):
             continue
         for reader in list(node.users):
             if reader.op == "call_function":
@@ -88,7 +90,7 @@ def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: A
         return original(graph, *args, **kwargs)
     for node in graph.nodes:
         node.meta[_CUSTOM] = node.meta.get("custom")
-        place_on(node, AMBIENT)
+        place_on(node, CALLERS_STREAM)
     merged = original(graph, *args, **kwargs)
     for node in merged.nodes:
         custom = node.meta.get(_CUSTOM)

@@ -6,12 +6,12 @@ with it, and compiled code may do as eager does. But functional graphs have valu
 result of an update in place is new memory of the stream that updates, where in eager it is the input's, or that of
 the stream which made the tensor; so is the result of an operator that was given `out`. Of two equal operations on two
 streams one remains, and the other's readers read memory of a stream that they never knew. And a graph that ends at a
-graph break gives back what nobody needs behind it, where eager's local variables live to the end of the function. And
+graph break frees what nobody needs after it, where eager's local variables live to the end of the function. And
 a forward frees what its backward computes again, where autograd keeps it for the backward in eager. Such memory must
-not be given back while somebody reads it.
+not be freed while somebody reads it.
 
-What the graph returns is given back by the caller, who goes by the stream whose memory it is in eager. Where generated
-code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `lend_results` of
+What the graph returns is freed by the caller, who goes by the stream whose memory it is in eager. Where generated
+code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `record_output_streams` of
 `streams.emitter`).
 
 So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
@@ -68,10 +68,10 @@ def memory_stream(node: Node) -> int | None:
     while node.op == "call_function":
         if (target := fact_of(node).eager_target) is not None:
             return target if target >= 0 else None
-        written, updates = _written(node), _updates(node)
+        written, updates = _mutated_argument(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
             return node_stream(node)
-        if updates and not written and (storage := _noted(node)) is not None:
+        if updates and not written and (storage := _dynamo_storage(node)) is not None:
             _, stream = storage
             return stream
         base = written or _base(node)
@@ -81,7 +81,7 @@ def memory_stream(node: Node) -> int | None:
     return None
 
 
-def _written(node: Node) -> Node | None:
+def _mutated_argument(node: Node) -> Node | None:
     """What an operator was given to write to, of the node that stands for its new value, one of several."""
     place: list[Any] = []
     call: Any = node
@@ -108,12 +108,12 @@ def _updated_lists(node: Node) -> list[Sequence[Node]]:
 def _base(node: Node) -> Node | None:
     """What a view is of, an update updates, or a part is of."""
     args: Any = node.args
-    if node.target is torch.ops.aten.where.self:  # an update behind a mask
+    if node.target is torch.ops.aten.where.self:  # an update under a mask
         args = args[::-1]
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
-def _noted(node: Node) -> Storage | None:
+def _dynamo_storage(node: Node) -> Storage | None:
     """What Dynamo noted of the storage that the node's value is in: of an update of a list, one for each result."""
     noted = fact_of(node).eager_storage
     if len(noted) > 1:
@@ -123,10 +123,10 @@ def _noted(node: Node) -> Storage | None:
 
 def _storage(node: Node) -> Storage | None:
     """The storage that the value is in, if that is updated in place."""
-    while (noted := _noted(node)) is None and node.op == "call_function":
+    while (noted := _dynamo_storage(node)) is None and node.op == "call_function":
         same = is_view(node) or node.target is operator.getitem
         same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # of an update of a list
-        base = _written(node) or (_base(node) if same else None)
+        base = _mutated_argument(node) or (_base(node) if same else None)
         if base is None:
             break
         node = base
@@ -141,7 +141,7 @@ def _chain(node: Node, updates: bool) -> Iterator[Node]:
         yield node
         if node.op != "call_function":
             return
-        base = _written(node) if updates else None
+        base = _mutated_argument(node) if updates else None
         is_output = node.target is operator.getitem  # of several: views, or memory of its own each
         same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
         base = base or (_base(node) if same else None)
@@ -190,17 +190,17 @@ def saved_in_eager(graph: Graph) -> set[Node]:
 
 def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory, ...]:
     """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
-    is given back: in eager, whose it is, and those that the user told the allocator of before the last update. What is
+    is freed: in eager, whose it is, and those that the user told the allocator of before the last update. What is
     the caller's own memory has none.
 
-    A variable that lives on behind a graph break dies in code that doesn't know whose memory it got here. If eager's is
+    A variable that lives on after a graph break dies in code that doesn't know whose memory it got here. If eager's is
     another stream's, then it waits for all of the program's `streams` and for those that the code only made current, as
     a block does in which the break is: nobody counts on those that may read it there.
     """
-    told: dict[Storage | None, list[tuple[Node, int]]] = {}
+    recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         if (storage := _storage(record.args[0])) is not None:
-            told.setdefault(storage, []).append((_maker(record.args[0], updates=False), record.args[1]))
+            recorded.setdefault(storage, []).append((_maker(record.args[0], updates=False), record.args[1]))
     goes_on = registry.current().goes_on
     known = {*streams, *(info.index for info in registry.describe() if info.kind == "stream")} if goes_on else set()
     found = []
@@ -208,7 +208,7 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory,
         is_result = isinstance(value, torch.fx.Node) and isinstance(what, (PlainAOTOutput, IntermediateBaseAOTOutput))
         if is_result and (stream := memory_stream(value)) is not None:
             made = _maker(value, updates=False)
-            others = {s for m, s in told.get(_storage(value), ()) if m is not made}
+            others = {s for m, s in recorded.get(_storage(value), ()) if m is not made}
             if goes_on and {stream} != {node_stream(n) for n in _chain(value, updates=True) if not is_view(n)}:
                 others.update(known)  # which stream's memory generated code takes for it is not known yet
             found.append(ResultMemory(what.expr(), (stream, *sorted(others - {stream}))))

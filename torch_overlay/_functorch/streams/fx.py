@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def is_view(node: Node) -> bool:
 
 
 def viewed(node: Node) -> Node:
-    """The node whose memory a value names, behind views of it."""
+    """The node whose memory a value names, below views of it."""
     while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
         is_view(node) or (node.target is operator.getitem and is_view(base))
     ):
@@ -158,8 +158,8 @@ def is_asynchronous_copy(node: Node) -> bool:
 
 
 def node_stream(node: Node) -> int:
-    """Registry index of the stream that a node is placed on; 0 is the ambient stream."""
-    return node.meta.get("custom", {}).get("stream") or AMBIENT
+    """Registry index of the stream that a node is placed on; 0 is the caller's stream."""
+    return node.meta.get("custom", {}).get("stream") or CALLERS_STREAM
 
 
 def set_custom(node: Node, key: str, value: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 
-AMBIENT = 0
+CALLERS_STREAM = 0
 COPY_STREAMS = 900_000
 """The copy streams of device d are this + 2 d (to the host) and this + 2 d + 1 (from the host)."""
 _OTHER_DEVICE = 1_000_000
-"""The ambient stream of a device that is not the current one is this plus the device's index."""
+"""The caller's stream of a device that is not the current one is this plus the device's index."""
 
 
 def copy_out_stream(device_index: int) -> int:
@@ -24,13 +24,13 @@ def is_copy_stream(stream: int) -> bool:
     return COPY_STREAMS <= stream < _OTHER_DEVICE
 
 
-def ambient_stream(device_index: int) -> int:
+def callers_stream_index(device_index: int) -> int:
     """Number of the stream that is current on a device when the region is entered."""
-    return AMBIENT if device_index == torch.accelerator.current_device_index() else _OTHER_DEVICE + device_index
+    return CALLERS_STREAM if device_index == torch.accelerator.current_device_index() else _OTHER_DEVICE + device_index
 
 
-def ambient_device(stream: int) -> int | None:
-    """Device index of an ambient stream's number; None for a stream of the user."""
-    if stream == AMBIENT:
+def callers_device(stream: int) -> int | None:
+    """Device index of a caller's stream's number; None for a stream of the user."""
+    if stream == CALLERS_STREAM:
         return torch.accelerator.current_device_index()
     return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None

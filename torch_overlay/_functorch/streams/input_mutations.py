@@ -1,9 +1,9 @@
 """Updates of inputs that autograd has to see: order for the copy that writes them back.
 
 The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
-copies it into the input, on the ambient stream, when the graph's code has returned. The ambient stream has joined the
-update by then (`_promise_outputs`). Whatever eager orders behind the update itself, a stream that waited for it or made
-it, an event, the host, must come behind that copy: it waits once more, and the event is recorded once more.
+copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has joined the
+update by then (`_promise_outputs`). Whatever eager orders after the update itself, a stream that waited for it or made
+it, an event, the host, must come after that copy: it waits once more, and the event is recorded once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import add_before, fact_of
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promises:
-    """What comes behind the epilogue's copies, by registry index: streams, and events with the streams that record
+    """What comes after the epilogue's copies, by registry index: streams, and events with the streams that record
     them.
     """
 
@@ -39,8 +39,8 @@ class Promises:
     host: bool
 
     def keep(self) -> None:
-        """Called behind the copies, with the objects of the graph's call."""
-        copied = [objects.ambient(device) for device in self.devices]
+        """Called after the copies, with the objects of the graph's call."""
+        copied = [objects.callers_stream(device) for device in self.devices]
         for index in self.streams:
             for stream in copied:
                 objects.get(index).wait_stream(stream)
@@ -61,7 +61,7 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
     }
     records = {fact_of(n).requires: (event, n.args[1]) for event, n in last.items()}
     tokens = {t for v in values for t in (state(node_stream(v)), *fact_of(v).promises)}
-    streams = streams_of(tokens) - {AMBIENT}
+    streams = streams_of(tokens) - {CALLERS_STREAM}
     events = {records[t] for t in tokens if t in records}
     host = any(t.is_blocking_copy or t.is_synchronization for t in tokens)
     if streams or events or host:
@@ -71,9 +71,9 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
 
 
 def _promise_outputs(values: list[Node]) -> None:
-    """The caller writes them on its own stream: it must be ordered behind them."""
+    """The caller writes them on its own stream: it must be ordered after them."""
     for value in values:
-        if node_stream(value) != AMBIENT:
+        if node_stream(value) != CALLERS_STREAM:
             add_before(value, (CALLER,))
 
 

@@ -2,7 +2,7 @@
 
 PyTorch runs such a copy on the stream that is current on the source's device. That stream waits for the one that is
 current on the destination's device before, and is waited for by it afterwards. So a copy is two waits of the user's
-stream program, and code behind the call may rely on them. Which stream is current on a device follows from where the
+stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
 node was placed: on a stream of that device, or else the device's stream is the one of the frame's caller.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import ambient_stream
+from torch_overlay._functorch.streams.ids import callers_stream_index
 
 
 if TYPE_CHECKING:
@@ -40,15 +40,17 @@ class PeerCopies:
 
         streams = [i for i in registry.describe() if i.kind == "stream" and i.device is not None]
         self.devices = {i.index: i.device.index for i in streams if i.device is not None}
-        self.ambient = {i.device.index: i.index for i in streams if i.origin == "ambient" and i.device is not None}
+        self.callers_stream = {
+            i.device.index: i.index for i in streams if i.origin == "current" and i.device is not None
+        }
 
     def current(self, device: int, node: Node) -> int:
         stream = node_stream(node)
         if stream and self.devices.get(stream) == device:
             return stream
-        if device not in self.ambient:  # no operation of the user's names it
-            self.ambient[device] = ambient_stream(device)
-        return self.ambient[device]
+        if device not in self.callers_stream:  # no operation of the user's names it
+            self.callers_stream[device] = callers_stream_index(device)
+        return self.callers_stream[device]
 
     def ends(self, node: Node) -> tuple[int, int] | None:
         """The streams that are current on the devices of the source and of the result; None if it is no such copy."""

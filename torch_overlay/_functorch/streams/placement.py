@@ -49,7 +49,7 @@ from torch_overlay._functorch.streams.fx import (
     viewed,
     WAITS,
 )
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.input_mutations import note_promises
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.tokens import CALLER, state, synchronization, Token
@@ -68,7 +68,7 @@ _streams = torch.ops.streams
 
 
 def _mark_backward(gm: GraphModule) -> None:
-    """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand behind the first
+    """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand after the first
     gradient. A write-back says nothing: it is told to be in the backward in graphs that have none, too. What follows
     may be views for the forward's caller, of what was updated in place after they were made.
     """
@@ -112,14 +112,14 @@ def _place_subgraphs(gm: GraphModule) -> None:
             for inner in list(body.graph.nodes):
                 if is_stream_op(inner) and inner.target in (*WAITS, DEALLOC):
                     body.graph.erase_node(inner)
-                elif node_stream(inner) in (outer, AMBIENT):
-                    place_on(inner, AMBIENT)
+                elif node_stream(inner) in (outer, CALLERS_STREAM):
+                    place_on(inner, CALLERS_STREAM)
             body.recompile()
             _place_subgraphs(body)
 
 
 def _producer(value: Any) -> Node | None:
-    """The operation that computes a value, behind aliases and selections of an output."""
+    """The operation that computes a value, below aliases and selections of an output."""
     while isinstance(value, torch.fx.Node) and value.target in (operator.getitem, torch.ops.aten.alias.default):
         value = value.args[0]
     return value if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
@@ -148,7 +148,7 @@ def _named(value: Node) -> Iterator[Node]:
 def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
     """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
     had waited for what computed that part may read the result, if there is nothing else in it. So a record that comes
-    ahead of the update comes behind it, where nothing that the host waits for or asks stands between them. Otherwise,
+    before the update comes after it, where nothing that the host waits for or asks stands between them. Otherwise,
     and where the host had waited, it waits for the update: such results, and the updates, are returned.
     """
     place = {node: i for i, node in enumerate(output.graph.nodes)}
@@ -179,8 +179,8 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
 
 
 def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
-    """The host waits, behind all else, for the streams of updates (`_promise_parts`)."""
-    # The partitioner leaves what has no operands out of a backward if it stands ahead of it.
+    """The host waits, after all else, for the streams of updates (`_promise_parts`)."""
+    # The partitioner leaves what has no operands out of a backward if it stands before it.
     computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
     last = list(itertools.takewhile(lambda node: not is_backward(node), computed))[-1]
     tokens: dict[int, Token] = {}
@@ -287,7 +287,7 @@ def _is_number(node: Node) -> bool:
 
 
 def _place_copies_of_inputs(graph: Graph) -> None:
-    """AOTAutograd copies an input that needs a gradient and is updated in place, ahead of all that the user wrote. The
+    """AOTAutograd copies an input that needs a gradient and is updated in place, before all that the user wrote. The
     copy is made where the first operation of the user's reads it, on that one's stream.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
@@ -307,7 +307,7 @@ def _place_copies_of_inputs(graph: Graph) -> None:
 
 def _keep_waits(graph: Graph) -> None:
     """A copy that blocks the host and that nobody reads is left out, as may be one of a constant. Streams of this graph
-    are ordered as behind it (`Program.after`). Ahead of a graph break and behind it there may be others, so the host
+    are ordered as after it (`Program.after`). Before a graph break and after it there may be others, so the host
     waits for the copy's stream.
     """
     from torch_overlay._dynamo import registry
@@ -354,7 +354,7 @@ def place_streams(gm: GraphModule) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
     A graph without streams is left untouched, but for one that blocks the host in a program that has streams. A block
-    on the ambient stream is no placement: upstream's scheduler would take it for a side stream.
+    on the caller's stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
 
@@ -365,7 +365,7 @@ def place_streams(gm: GraphModule) -> None:
     if not any(is_stream_op(n) or node_stream(n) for n in nodes) and not _orders_by_blocking(nodes):
         for node in nodes:
             if "stream" in node.meta.get("custom", {}):
-                place_on(node, AMBIENT)
+                place_on(node, CALLERS_STREAM)
         return
     autograd_nodes.note(gm.graph)
     _place_copies_of_inputs(gm.graph)
@@ -399,8 +399,8 @@ def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:
         original(gm)
 
 
-def stream_or_ambient(original: Callable[..., Any], node: Node) -> int:
-    """A node without a stream runs on the ambient stream; upstream registers a fresh stream object for it."""
+def stream_or_callers(original: Callable[..., Any], node: Node) -> int:
+    """A node without a stream runs on the caller's stream; upstream registers a fresh stream object for it."""
     if not config.streams:
         return original(node)
     return node_stream(node)
@@ -421,7 +421,7 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
 
 
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
-    """Inputs that the caller's epilogue mutates are joined into the ambient stream, so no stream index is needed for
+    """Inputs that the caller's epilogue mutates are joined into the caller's stream, so no stream index is needed for
     them.
     """
     original(gm, fw_metadata)

@@ -21,7 +21,7 @@ from torch_overlay._functorch.streams.fx import (
     SYNCHRONIZE,
     WAITS,
 )
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.peer_copies import PeerCopies
 from torch_overlay._functorch.streams.tokens import blocking_copy, caller_event, record, state, synchronization
 
@@ -58,7 +58,7 @@ class Program:
         copies = PeerCopies()
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, Token] = {}
-        self.streams = {node_stream(n) for n in self.nodes} | {AMBIENT}
+        self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
         for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
             named: Any = node.args
             if node.target in (RECORD, _streams.wait_event.default, _streams.record_stream.default):
@@ -138,7 +138,7 @@ class Program:
         return found, tuple(sorted(leave, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
     def before(self) -> dict[Node, frozenset[Token]]:
-        """What the user has ordered behind each node by the end of the graph."""
+        """What the user has ordered after each node by the end of the graph."""
         promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
         by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)
         found: dict[Node, frozenset[Token]] = {}

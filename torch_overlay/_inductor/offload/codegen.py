@@ -1,7 +1,7 @@
 """Wrapper code for copies of saved activations: direct calls of `offload.runtime`.
 
 A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: from the
-ambient stream's, and given back to it. A store writes into the slab and reads a buffer in the layout that the
+caller's stream's, and returned to it. A store writes into the slab and reads a buffer in the layout that the
 backward's load will give it.
 """
 

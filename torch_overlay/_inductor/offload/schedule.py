@@ -1,9 +1,9 @@
 """Copies of saved activations on Inductor's final schedule.
 
-After fusion and reordering it is known which buffers there are, and when. Here stores are moved behind the operation
+After fusion and reordering it is known which buffers there are, and when. Here stores are moved after the operation
 that makes their tensor, loads to where `offload.placement` says, and operations are told which stores they wait for,
-so that the planner (`streams.planner`) can give memory back behind them: `Op.behind`. The slab is taken, and its use
-noted, before everything else.
+so that the planner (`streams.planner`) can give memory back after them: `Op.order_after`. The slab is taken, and its
+use noted, before everything else.
 """
 
 from __future__ import annotations
@@ -156,13 +156,13 @@ class Schedule:
     def place(self) -> tuple[list[BaseSchedulerNode], dict[BaseSchedulerNode, list[str]]]:
         """The nodes in their new order, and the stores that nodes wait for."""
         before: list[list[BaseSchedulerNode]] = [[] for _ in range(len(self.steps) + 1)]
-        behind = self.place_stores(before)
+        order_after = self.place_stores(before)
         self.place_loads(before)
         order = list(self.first)
         for i, copies in enumerate(before):
             order += copies
             order += self.steps[i : i + 1]
-        return order, behind
+        return order, order_after
 
     def place_stores(self, before: list[list[BaseSchedulerNode]]) -> dict[BaseSchedulerNode, list[str]]:
         sources = [self.source(n) for n in self.stores]
@@ -173,18 +173,18 @@ class Schedule:
             for i, name in enumerate(sources)
         ]
         places = place_waits(self.live(set(sources)), stores, self.budget)
-        behind: dict[BaseSchedulerNode, list[str]] = {}
+        order_after: dict[BaseSchedulerNode, list[str]] = {}
         for node, at, place in sorted(zip(self.stores, made, places), key=lambda item: item[1]):
             before[at + 1].append(node)
             while place < len(self.steps) and not self.launches(self.steps[place]):
                 place += 1
             self.placed.append((_saved_name(node), at + 1, place))
             if place < len(self.steps):
-                behind.setdefault(self.steps[place], []).append(node.get_name())
-        return behind
+                order_after.setdefault(self.steps[place], []).append(node.get_name())
+        return order_after
 
     def launches(self, node: BaseSchedulerNode) -> bool:
-        """A kernel on the ambient stream: it can wait."""
+        """A kernel on the caller's stream: it can wait."""
         device = node.get_device()
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
         return is_kernel and not isinstance(node.node, ir.MultiOutput) and not user_stream(self.scheduler, node)

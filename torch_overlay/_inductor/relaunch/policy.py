@@ -294,7 +294,7 @@ def _is_partitioned(graph: Any) -> bool:
 
 
 def _saved(graph: Any, partition: Any) -> frozenset[int]:
-    """The outputs of a forward behind those that the user sees. What a partition hands to the next one is none."""
+    """The outputs of a forward after those that the user sees. What a partition hands to the next one is none."""
     visible = getattr(graph, "_overlay_visible_outputs", ())
     if not visible:
         return frozenset()

@@ -76,7 +76,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
-        self.kept_scratch = 0 if code.is_training else int(config.cudagraph_kept_scratch_mib * (1 << 20))
+        self.scratch_cache = 0 if code.is_training else int(config.cudagraph_scratch_cache_mib * (1 << 20))
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
@@ -307,7 +307,7 @@ class Runner:
             alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
             arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
             static = self.code.static_inputs
-            made = staged.launchable(self.device, arrangement, launchers, static, alignments, self.kept_scratch)
+            made = staged.launchable(self.device, arrangement, launchers, static, alignments, self.scratch_cache)
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
@@ -388,7 +388,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def forget_all() -> None:
     for runner in list(live_runners):
         runner.forget()
-    native.give_back()
+    native.free_cached()
 
 
 def live() -> dict[str, int]:
@@ -400,7 +400,7 @@ def live() -> dict[str, int]:
         "templates": len(relaunch.live),
         "execs": len(launcher.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
-        "kept scratch": native.kept(),
+        "scratch cache": native.cached(),
     }
 
 

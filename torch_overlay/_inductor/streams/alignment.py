@@ -25,7 +25,7 @@ from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 
 
@@ -98,7 +98,7 @@ class AlignedInputs:
         original(self.wrapper, [name for name in names if name not in self.written], number)
         op = self.emitter.plan.ops[self.emitter.region.index[node]]
         self.due = [name for name in writes if name in self.written]
-        self.stream = op.stream if op.stream is not None else AMBIENT
+        self.stream = op.stream if op.stream is not None else CALLERS_STREAM
         for name in names:
             if name in self.written:
                 self.copy_written(name, number)
@@ -123,7 +123,7 @@ class AlignedInputs:
 
     def write(self, call: str) -> None:
         """For a call that needs its stream only where an input isn't aligned, the current stream isn't switched."""
-        if ambient_device(self.stream) is None:
+        if callers_device(self.stream) is None:
             self.emitter.write(f"{call}, {self.emitter.stream(self.stream)})")
         else:
             self.wrapper.writeline(f"{call})")
@@ -134,7 +134,7 @@ class AlignedInputs:
         returned, viewed = (set(), set()) if goes_on else returned_inputs()
         for name, number in list(wrapper._alignment_aligned_stream.items()):
             if number and name in viewed and name in wrapper._alignment_orig_saved:  # a side stream's memory leaves
-                caller = self.emitter.stream(AMBIENT)
+                caller = self.emitter.stream(CALLERS_STREAM)
                 self.emitter.write(f"if {name} is not {name}_orig: {name}.record_stream({caller})")
             if name in wrapper._alignment_orig_saved and (goes_on or name in returned):
                 del wrapper._alignment_aligned_stream[name]

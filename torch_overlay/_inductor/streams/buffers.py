@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import is_gpu, owner_of
@@ -46,7 +46,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
         streams = [s for s in reader.writer_streams.get(name, ()) if s != HOST]
         if streams:
             device = reader.device_of(name)
-            shared = ambient_stream(device.index if device is not None and device.index is not None else 0)
+            shared = callers_stream_index(device.index if device is not None and device.index is not None else 0)
             stream = streams[0] if len(set(streams)) == 1 and name not in reader.loaded else shared
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
@@ -67,20 +67,22 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
     local = {b.name for b in found}
     # What another region allocated on a side stream, unless a graph was launched there.
     memory = notes_of(reader.scheduler).memory or {}
-    elsewhere = {name: stream for name, stream in memory.items() if ambient_device(stream) is None}
+    elsewhere = {name: stream for name, stream in memory.items() if callers_device(stream) is None}
     touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
     for name in sorted(touched - local):
         device = reader.device_of(name)
         if is_gpu(device) and device is not None:
-            lender = reader.lenders.get(name, elsewhere.get(name))
-            settles = lender is not None and not reader.enclosed
+            saved_on = reader.saved_on.get(name, elsewhere.get(name))
+            settles = saved_on is not None and not reader.enclosed
             found.append(
                 Buffer(
                     name,
-                    lender if lender is not None and name in reader.owned else ambient_stream(device.index or 0),
+                    saved_on
+                    if saved_on is not None and name in reader.owned
+                    else callers_stream_index(device.index or 0),
                     fresh=False,
                     views=frozenset(views.get(name, ())),
-                    lender=lender,
+                    saved_on=saved_on,
                     settles=settles,
                     size=_size_of(name) if name in reader.kept else 0,
                     leaves=name in reader.output_memory,
@@ -116,8 +118,8 @@ def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
 
 
 def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
-    """A stream, or the host behind a copy, need not be ordered after an operation that touched neither the caller's
-    memory nor a block of that stream. Where a block's own stream is promised nothing, it comes behind the operation
+    """A stream, or the host after a copy, need not be ordered after an operation that touched neither the caller's
+    memory nor a block of that stream. Where a block's own stream is promised nothing, it comes after the operation
     by what the caller does next, if at all, and all promises count.
     """
     blocks = {view: b for b in buffers for view in (b.name, *b.views)}

@@ -21,7 +21,7 @@ from torch._dynamo import compiled_autograd
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream, COPY_STREAMS, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index, COPY_STREAMS, is_copy_stream
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of
 from torch_overlay._inductor.streams import plan_log
@@ -35,9 +35,9 @@ from torch_overlay._inductor.streams.wrapper_lines import (
     declare_runtime,
     define_region,
     EndRegion,
-    lend_text,
     OnStream,
     Operation,
+    record_stream_text,
     root_of,
     StreamLine,
 )
@@ -68,18 +68,18 @@ class RegionEmitter:
         self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
         self.entry: list[Operation] = []
         self.exit: list[Operation] = []
-        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := ambient_device(s)) is not None)}
+        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := callers_device(s)) is not None)}
         known = stream_devices()
-        devices |= {known[s] for s in self.plan.streams if s in known and ambient_device(s) is None}
+        devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
         # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
         self.device: int | None = devices.pop() if len(devices) == 1 else None
         if self.device is not None:
-            self.named(ambient_stream(self.device))
+            self.named(callers_stream_index(self.device))
         self.may_alias: list[int] = []
-        self.follows: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
+        self.idle_streams: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
         if self.device is not None and follows_one_stream_when_idle(region):
-            self.follows = [s for s in self.plan.streams if ambient_device(s) is None]
-            self.use(self.spread)
+            self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
+            self.use(self.multi_stream)
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.is_defined = False
@@ -90,7 +90,7 @@ class RegionEmitter:
 
     def named(self, stream: int) -> str:
         self.streams[stream] = None
-        device = ambient_device(stream)
+        device = callers_device(stream)
         if is_copy_stream(stream):
             kind = "in" if (stream - COPY_STREAMS) % 2 else "out"
             return f"stream_{kind}{(stream - COPY_STREAMS) // 2 or ''}{self.suffix}"
@@ -117,12 +117,12 @@ class RegionEmitter:
         return f"ev{index}{self.suffix}"
 
     @property
-    def spread(self) -> str:
-        return f"spread{self.suffix}"
+    def multi_stream(self) -> str:
+        return f"multi_stream{self.suffix}"
 
-    def if_spread(self, text: str) -> str:
+    def if_multi_stream(self, text: str) -> str:
         """What only a call that uses the side streams does."""
-        return f"if {self.spread}: {text}" if self.follows else text
+        return f"if {self.multi_stream}: {text}" if self.idle_streams else text
 
     def object(self, index: int) -> str:
         self.objects[index] = None
@@ -139,7 +139,7 @@ class RegionEmitter:
         if stream == HOST:
             self.write(f"{name}.synchronize()")
         else:
-            self.write(self.if_spread(f"{name}.{kind}({self.handle(stream)})"))
+            self.write(self.if_multi_stream(f"{name}.{kind}({self.handle(stream)})"))
 
     def at_boundary(self, operation: tuple[str, Event, int]) -> Operation:
         kind, event, stream = operation
@@ -147,7 +147,7 @@ class RegionEmitter:
 
     def is_callers_state(self, event: Event) -> bool:
         """What a side stream held when the region was entered: Note [Boundary events under the caller's capture]."""
-        return event.after == ENTRY and ambient_device(event.stream) is None and self.device is not None
+        return event.after == ENTRY and callers_device(event.stream) is None and self.device is not None
 
     def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
         return [(self.kind_of_record(e), e, e.stream) for e in self.plan.events if first <= e.after <= last]
@@ -166,7 +166,7 @@ class RegionEmitter:
             kind = "wait"
             if self.is_callers_state(event):
                 kind = "wait_entry"
-            elif position == len(self.plan.ops) and self.device is not None and ambient_device(stream) is None:
+            elif position == len(self.plan.ops) and self.device is not None and callers_device(stream) is None:
                 kind = "wait_exit"
             found.append((kind, event, stream))
         return found
@@ -211,7 +211,7 @@ class RegionEmitter:
                 self.wrapper.writeline(OnStream(self, None, None))
             else:
                 self.wrapper.writeline(
-                    OnStream(self, op.stream, self.region.devices.get(here, ambient_device(op.stream)))
+                    OnStream(self, op.stream, self.region.devices.get(here, callers_device(op.stream)))
                 )
 
     def write_back(self) -> None:
@@ -226,18 +226,18 @@ class RegionEmitter:
         waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
         self.write_boundary_waits(last)
-        self.lend_results()
-        if not (self.region.enclosed or self.follows):
+        self.record_output_streams()
+        if not (self.region.enclosed or self.idle_streams):
             settle_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
         self.aligned.leave(goes_on=self.region.enclosed)
         self.wrapper.writeline(EndRegion(self))
 
-    def lend_results(self) -> None:
+    def record_output_streams(self) -> None:
         """Tell the allocator of the streams that may use what is returned when its memory is freed, beside the one
         whose memory it is.
 
-        A gradient in a side stream's memory is read by the ambient stream and freed by whoever holds it last, maybe
+        A gradient in a side stream's memory is read by the caller's stream and freed by whoever holds it last, maybe
         when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
         stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of another
         stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it knows.
@@ -246,29 +246,29 @@ class RegionEmitter:
         if V.graph.name is not None:
             return
         if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
-            return self.lend_gradients()
+            return self.record_gradient_streams()
         for name, known in eager_memory_of_results().items():
             stream = self.plan.memory.get(owner_of(name))
             for other in sorted(known) if stream is not None else ():
-                other = self.region.numbers.get(other, other) or self.ambient_of(name)
+                other = self.region.numbers.get(other, other) or self.callers_stream_of(name)
                 if other != stream and other not in self.region.private:
-                    self.lend(name, other)
+                    self.record_stream(name, other)
 
-    def lend_gradients(self) -> None:
+    def record_gradient_streams(self) -> None:
         real = self.scheduler.mutation_real_name
         names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
         for name in names:
             stream = self.plan.memory.get(owner_of(name))
-            if stream is not None and name not in V.graph.graph_inputs and ambient_device(stream) is None:
-                self.lend(name, self.ambient_of(name))
+            if stream is not None and name not in V.graph.graph_inputs and callers_device(stream) is None:
+                self.record_stream(name, self.callers_stream_of(name))
 
-    def ambient_of(self, name: str) -> int:
+    def callers_stream_of(self, name: str) -> int:
         device: Any = V.graph.get_buffer(name).get_device()
-        return ambient_stream(device.index or 0)
+        return callers_stream_index(device.index or 0)
 
-    def lend(self, name: str, stream: int) -> None:
+    def record_stream(self, name: str, stream: int) -> None:
         """Tell the allocator that the stream uses a block."""
-        self.write(lend_text(name, self.stream(stream)))
+        self.write(record_stream_text(name, self.stream(stream)))
 
     def release(self, here: int) -> None:
         due = [free for at, free in self.pending if at <= here]
@@ -289,12 +289,12 @@ class RegionEmitter:
             self.pending.append((at, free))
 
     def find_aliases(self) -> list[int]:
-        """Streams that could turn out to be one in some call: the ambient stream and those of the caller."""
+        """Streams that could turn out to be one in some call: the caller's stream and those of the caller."""
         if self.region.enclosed or self.device is None:
             return []
-        theirs = [s for s in self.streams if ambient_device(s) is None and s not in self.region.private]
+        theirs = [s for s in self.streams if callers_device(s) is None and s not in self.region.private]
         theirs = [s for s in theirs if not is_copy_stream(s)]
-        return [ambient_stream(self.device), *theirs] if theirs else []
+        return [callers_stream_index(self.device), *theirs] if theirs else []
 
     @property
     def is_idle(self) -> bool:
@@ -306,14 +306,14 @@ class RegionEmitter:
         self.is_defined = True
         streams: dict[str, int | str] = {}
         for stream in self.streams:
-            device = ambient_device(stream)
+            device = callers_device(stream)
             streams[self.named(stream)] = stream if device is None else f"cuda:{device}"
         define_region(
             self.root,
             f"_region{self.number}",
             device=self.device,
             streams=streams,
-            events=max(len(self.plan.events), 1 if self.follows else 0),
+            events=max(len(self.plan.events), 1 if self.idle_streams else 0),
             entry=tuple(self.entry),
             exit=tuple(self.exit),
             returns=tuple(self.returned),
@@ -321,8 +321,8 @@ class RegionEmitter:
             distinct=tuple(map(self.named, self.may_alias)),
             waits_again=tuple(self.object(w.token.index) for w in self.plan.boundary_waits if self.may_alias),
             records_again=tuple(self.recorded if self.may_alias else ()),
-            follows=tuple(self.named(s) for s in self.follows if s not in self.region.private)
-            if self.follows
+            idle_streams=tuple(self.named(s) for s in self.idle_streams if s not in self.region.private)
+            if self.idle_streams
             else None,
         )
 
@@ -374,7 +374,7 @@ class RegionEmitter:
                 return True  # memory of the trees' pool, which the allocator doesn't hand to others
             if tensor in self.wrapper._alignment_orig_saved:
                 tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
-            self.lend(tensor, stream)
+            self.record_stream(tensor, stream)
         else:
             return False
         return True

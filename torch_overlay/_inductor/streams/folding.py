@@ -4,10 +4,10 @@ A branch on a side stream can't be fused with what surrounds it: it costs a laun
 value that leaves it, and a fork and a join. Sixteen pointwise blocks on four streams are five kernels and seventeen
 allocations, where one kernel and one allocation do; on an H200 that is 87 us of host time against 24. What a branch
 can gain is at most the device time of its own work. So a branch that consists of pointwise work and needs less device
-time than a launch costs runs on the ambient stream, where it is fused. Since order in a graph is data dependence
+time than a launch costs runs on the caller's stream, where it is fused. Since order in a graph is data dependence
 (Note [Streams are placement, dependencies are order] in `streams.planner`), moving a node to another stream is always
 legal. What the outside may know of the branch's stream stays true: its nodes come after what the stream held before,
-and the stream is ordered behind them at the exit. A branch whose result the caller gets stays where it is: that
+and the stream is ordered after them at the exit. A branch whose result the caller gets stays where it is: that
 result is memory of its stream, which the caller may use there and drop while the stream still reads it.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch_overlay._functorch.offload.device_rates import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
-from torch_overlay._functorch.streams.ids import AMBIENT, is_copy_stream
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, state
 
 
@@ -56,7 +56,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_private_branch(node: Node) -> bool:
-    """The user forked it from the ambient stream and joined it again. Otherwise one stream would now wait for the
+    """The user forked it from the caller's stream and joined it again. Otherwise one stream would now wait for the
     other.
     """
     fact = fact_of(node)
@@ -115,7 +115,7 @@ def _device_us(branch: list[Node]) -> float | None:
 
 
 def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> list[int]:
-    """Move branches that can't pay to the ambient stream; the streams that were folded."""
+    """Move branches that can't pay to the caller's stream; the streams that were folded."""
     branches: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (stream := node_stream(node)) and not is_stream_op(node):
@@ -136,11 +136,14 @@ def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> l
         if time is None or time >= limit_us:
             continue
         for node in branch:
-            place_on(node, AMBIENT)
+            place_on(node, CALLERS_STREAM)
             add_after(node, (state(stream),))
             add_before(node, (state(stream),))
         folded.append(stream)
         log.debug(
-            "stream %d: %d pointwise nodes, %.2f us on the device, run on the ambient stream", stream, len(branch), time
+            "stream %d: %d pointwise nodes, %.2f us on the device, run on the caller's stream",
+            stream,
+            len(branch),
+            time,
         )
     return folded

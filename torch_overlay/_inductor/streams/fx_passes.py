@@ -74,7 +74,7 @@ def _restore(graph: Graph, log: PassLog) -> None:
     ]
     results = _given_to_caller(graph) if readers else set()
     for node in readers:
-        _hand_down(node, before, left, results)
+        _transfer_to_users(node, before, left, results)
     for node in graph.nodes:
         node.meta.pop(COPY_OF, None)
     NewNodes(replaced, before).place()
@@ -87,12 +87,12 @@ def _given_to_caller(graph: Graph) -> set[Node]:
     return results_made(graph.output_node()) | inputs
 
 
-def _hand_down(gone: Node, before: dict[Node, Placed], left: set[Node], results: set[Node]) -> None:
+def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], results: set[Node]) -> None:
     """What a node read that did nothing (`x * 1`) is read by its readers now.
 
-    The caller's memory is still read when that node would have done so: behind what its stream had waited for, and
-    ahead of what the user ordered behind that node, or does on its stream later. A copy that blocks the host may have
-    come between, and then the reader comes behind it. The caller gets a result's memory at the end, and that of an
+    The caller's memory is still read when that node would have done so: after what its stream had waited for, and
+    before what the user ordered after that node, or does on its stream later. A copy that blocks the host may have
+    come between, and then the reader comes after it. The caller gets a result's memory at the end, and that of an
     input has its new value then: of those, the second half holds. Whose memory is read in eager is known of the same
     stream only; where the user orders that memory's stream after the node, eager may free it, so that is handed down,
     too.

@@ -1,7 +1,7 @@
 """Order of the user's visible stream operations among the compute that Inductor schedules.
 
 A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to
-its place. It is tied here: behind every node that carries its token, and behind the visible operations before it.
+its place. It is tied here: after every node that carries its token, and after the visible operations before it.
 First in the FX graph, whose passes move nodes towards their users (`order_graph`), so that what is lowered before it
 becomes a buffer before it (`run_node`); then in the scheduler, as dependencies for its order only. The planner makes
 the order true on the device.
@@ -84,7 +84,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     in_ranges = {node: set(needed) for node, needed in wanted.items()}
     for first, second in stream_ranges.order(nodes):
         in_ranges[second].add(first)
-    # A pass may have made one node of what stands before a synchronisation, or the end of a range, and behind it.
+    # A pass may have made one node of what stands before a synchronisation, or the end of a range, and after it.
     choices = (in_ranges, wanted, after)
     order = next((found for edges in choices if len(found := _sorted(nodes, edges)) == len(nodes)), None)
     if order is None:
@@ -97,7 +97,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
     """An update in place comes after what reads or writes the memory before it, and before what does so later.
 
-    `record_stream` does neither: one that is written behind an update may stand before the write-back at the graph's
+    `record_stream` does neither: one that is written after an update may stand before the write-back at the graph's
     end.
     """
     last_write: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -117,7 +117,7 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
 
 
 def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:
-    """Each behind what it is to come after, else in the order that they have; fewer if that can't be."""
+    """Each after what it is to come after, else in the order that they have; fewer if that can't be."""
     position = {node: i for i, node in enumerate(nodes)}
     users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
     missing = {node: len(inputs) for node, inputs in after.items()}
@@ -138,7 +138,7 @@ def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.
 
 
 def _touches_host_memory(node: torch.fx.Node) -> bool:
-    """What the user does with it behind a synchronisation comes behind that, for the device may have written it: no
+    """What the user does with it after a synchronisation comes after that, for the device may have written it: no
     data says so."""
     values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
     on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
@@ -146,7 +146,7 @@ def _touches_host_memory(node: torch.fx.Node) -> bool:
 
 
 def _touches_callers_memory(node: torch.fx.Node) -> bool:
-    """What the user does with it behind a synchronisation of the device comes behind that, for any stream may have
+    """What the user does with it after a synchronisation of the device comes after that, for any stream may have
     written it, those too that this graph doesn't know."""
     return (
         node.op == "call_function"
@@ -157,7 +157,7 @@ def _touches_callers_memory(node: torch.fx.Node) -> bool:
 
 
 def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
-    """It belongs before that synchronisation, though it stands behind it: the write-back to an input does."""
+    """It belongs before that synchronisation, though it stands after it: the write-back to an input does."""
     return fact_of(awaited).requires in fact_of(node).promises
 
 
@@ -301,12 +301,12 @@ def order_stream_operations(scheduler: Any) -> None:
 
 
 def order_blocking_operations(scheduler: Any) -> None:
-    """What blocks the host until its stream is done comes behind what the user launched there before, and behind what
+    """What blocks the host until its stream is done comes after what the user launched there before, and after what
     the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it. What touches
-    the host's memory afterwards comes behind it, for the device may have written that in an earlier frame.
+    the host's memory afterwards comes after it, for the device may have written that in an earlier frame.
 
-    These are no reads, so they come behind the dependencies that upstream finds: a read would have to come before
-    whatever writes there later. What can't be computed before the copy stays behind it.
+    These are no reads, so they come after the dependencies that upstream finds: a read would have to come before
+    whatever writes there later. What can't be computed before the copy stays after it.
     """
     graph: Any = V.graph.module.graph  # type: ignore[union-attr]
     nodes = list(graph.nodes)
@@ -325,12 +325,12 @@ def order_blocking_operations(scheduler: Any) -> None:
                 blocking.append((place[n], node_stream(n), node, token))
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:
-        _put_behind(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
+        _order_after(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
     for at, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
-        _put_behind(node, [n for _, _, n, promises in launched if token in promises], readers)
+        _order_after(node, [n for _, _, n, promises in launched if token in promises], readers)
         for other, _, n, promises in launched:
             if other > at and token not in promises and any(map(_touches_host_memory, fx_origins(n))):
-                _put_behind(n, [node], readers)
+                _order_after(n, [node], readers)
 
 
 def _readers(scheduler: Any) -> dict[Any, set[Any]]:
@@ -344,15 +344,15 @@ def _readers(scheduler: Any) -> dict[Any, set[Any]]:
     return readers
 
 
-def _put_behind(node: Any, earlier: list[Any], readers: dict[Any, set[Any]]) -> None:
+def _order_after(node: Any, earlier: list[Any], readers: dict[Any, set[Any]]) -> None:
     """All of these but those that depend on the node."""
-    behind, todo = {node}, [node]
+    dependents, todo = {node}, [node]
     while todo:
-        new = readers[todo.pop()] - behind
-        behind |= new
+        new = readers[todo.pop()] - dependents
+        dependents |= new
         todo += new
     for other in earlier:
-        if other not in behind and node not in readers[other]:
+        if other not in dependents and node not in readers[other]:
             made = other.get_outputs()[0]
             node.add_fake_dep(WeakDep(made.get_name(), node.get_name(), is_fake=True))
             made.set_users([*made.users, NodeUser(node, is_weak=True)])

@@ -1,7 +1,7 @@
 """What streams cost in memory, by the plan: how much is alive at once, and what lives longer than on one stream.
 
-On one stream a buffer can be given back right after the operation that uses it last. If another stream uses it, it is
-given back when its own stream is ordered behind that use, which may be later (`Plan.release`), and work that could go
+On one stream a buffer can be freed right after the operation that uses it last. If another stream uses it, it is
+freed when its own stream is ordered after that use, which may be later (`Plan.release`), and work that could go
 on in one block takes two. The account compares the plan with the same operations, launched in the same order, on one
 stream. It knows what the region allocates and, in a backward, what it was handed to give back; blocks that the code
 generator writes in place are counted twice for a moment, on both sides.

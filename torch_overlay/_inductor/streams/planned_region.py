@@ -77,5 +77,5 @@ def plan_region(
     drop_inner_promises(reader, buffers)
     plan = plan_streams(reader.ops, buffers, reader.promised(), known)
     private = frozenset(reader.private)
-    concerned = reader.concerned.union(*({b.stream, b.lender or b.stream} for b in buffers))
+    concerned = reader.concerned.union(*({b.stream, b.saved_on or b.stream} for b in buffers))
     return Region(plan, reader.index, reader.devices, reader.numbers, private, enclosed, frozenset(concerned))

@@ -59,9 +59,9 @@ class Op:
     concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when
     the work is done. `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it
     makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
-    synchronises with the device or with an event), and for what is in `after`. `behind` names operations that this one
-    must be ordered behind though it needs nothing of theirs: so that memory which they use can be given back here.
-    `renews` is the token of the caller's event that this operation records anew.
+    synchronises with the device or with an event), and for what is in `after`. `order_after` names operations that this
+    one must be ordered after though it needs nothing of theirs: so that memory which they use can be freed here.
+    `rerecords` is the token of the caller's event that this operation records anew.
     """
 
     name: str
@@ -73,8 +73,8 @@ class Op:
     requires: frozenset[Token] = frozenset()
     blocking: bool = False
     waits: bool = False
-    behind: frozenset[str] = frozenset()
-    renews: Token | None = None
+    order_after: frozenset[str] = frozenset()
+    rerecords: Token | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Buffer:
     """Memory that the region is responsible for.
 
     `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
-    write; the rest came in as an input and is given back. `views` are the names under which parts of it are written
-    one by one. `lender` is another stream whose memory a block that came in may be: the block is given back when both
-    streams are ordered behind every access. With `settles` the lender, or else the block's own stream, is ordered so at
-    the exit in any case. `size` is in bytes; what `leaves` is handed to the caller. These two are for the account of
+    write; the rest came in as an input and is freed. `views` are the names under which parts of it are written
+    one by one. `saved_on` is another stream whose memory a block that came in may be: the block is freed when both
+    streams are ordered after every access. With `settles` that stream, or else the block's own stream, is ordered so
+    at the exit in any case. `size` is in bytes; what `leaves` is handed to the caller. These two are for the account of
     memory (`streams.memory_report`).
     """
 
@@ -93,7 +93,7 @@ class Buffer:
     stream: int
     fresh: bool = True
     views: frozenset[str] = frozenset()
-    lender: int | None = None
+    saved_on: int | None = None
     settles: bool = False
     size: int = 0
     leaves: bool = False
@@ -124,12 +124,12 @@ class BoundaryWait:
 
 @dataclass(frozen=True)
 class Plan:
-    """Events, waits on the caller's events, and when memory that several streams touched may be given back.
+    """Events, waits on the caller's events, and when memory that several streams touched may be freed.
 
-    `release[buffer]` is the operation after whose waits the buffer's own stream is ordered behind every access;
+    `release[buffer]` is the operation after whose waits the buffer's own stream is ordered after every access;
     `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
-    last use. `unordered_at_exit` are the buffers whose stream is not ordered behind their foreign accesses even
-    there, because the user never asked for it: they are given back as eager gives them back. `uses` are the operations
+    last use. `unordered_at_exit` are the buffers whose stream is not ordered after their foreign accesses even
+    there, because the user never asked for it: they are freed as eager frees them. `uses` are the operations
     that touch a buffer. `known`: see `plan_streams`. `after_caller` are the streams that are ordered at the exit after
     all that the caller's stream is.
     """
@@ -268,7 +268,7 @@ class _Planner:
         return self.members.get(name, frozenset((name,)))
 
     def needed(self, stream: int, predecessors: Iterable[int]) -> list[int]:
-        """Those that `stream` has to wait for: the latest of each stream, unless another one is ordered behind it."""
+        """Those that `stream` has to wait for: the latest of each stream, unless another one is ordered after it."""
         clock = self.clock(stream)
         latest: dict[int, int] = {}
         for i in predecessors:
@@ -313,7 +313,7 @@ class _Planner:
             clock.tokens |= self.implied(token)
 
     def predecessors(self, op: Op) -> set[int]:
-        found = {self.launched[name] for name in op.behind if name in self.launched}
+        found = {self.launched[name] for name in op.order_after if name in self.launched}
         for name in op.reads:
             for part in self.storage(name):
                 found.update(self.writers[part])
@@ -327,7 +327,7 @@ class _Planner:
         return found
 
     def latest_state(self, stream: int) -> int | None:
-        """The stream's latest operation behind which a block may have come free that was in use before it: not a record
+        """The stream's latest operation after which a block may have come free that was in use before it: not a record
         for which the stream waits for nothing new. None: the state at the entry is the latest.
         """
         own = self.on_stream[stream]
@@ -338,7 +338,7 @@ class _Planner:
             others = {s: position for s, position in known.seen.items() if s != stream}
             before = {} if earlier is None else {s: position for s, position in earlier.seen.items() if s != stream}
             tokens = self.state_at_entry(stream) if earlier is None else earlier.tokens
-            if not op.renews or others != before or known.tokens != tokens:
+            if not op.rerecords or others != before or known.tokens != tokens:
                 return i
         return None
 
@@ -362,7 +362,7 @@ class _Planner:
         return found, tokens
 
     def awaited_next(self, here: int, op: Op) -> set[int]:
-        """What the next operation of the stream waits for on the streams that this one must be ordered behind.
+        """What the next operation of the stream waits for on the streams that this one must be ordered after.
 
         An operation that only fills memory needs nothing that is computed, but the state of the caller in which that
         memory became free. To wait for both at once takes no event of its own, and a fill is short.
@@ -389,7 +389,7 @@ class _Planner:
         stream = op.stream
         assert stream is not None
         for token, waiting in sorted(self.early):
-            if token == op.renews:
+            if token == op.rerecords:
                 self.order_after(here, waiting, (), (token,))
         clock = self.clock(stream)
         if stream != HOST and HOST in self.clocks:
@@ -435,7 +435,7 @@ class _Planner:
                 predecessors.setdefault(stream, set()).update(carriers.values())
         for buffer in self.buffers:
             if buffer.settles:
-                owner = buffer.stream if buffer.lender is None else buffer.lender
+                owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
                 predecessors.setdefault(owner, set()).update(self.uses(buffer))
         for stream in sorted(predecessors):
             if HOST in self.clocks:  # what the caller launches there comes after what the host has waited for
@@ -454,7 +454,7 @@ class _Planner:
         unordered: set[str] = set()
         for buffer in self.buffers:
             uses = self.uses(buffer)
-            for owner in {buffer.stream} if buffer.lender is None else {buffer.stream, buffer.lender}:
+            for owner in {buffer.stream} if buffer.saved_on is None else {buffer.stream, buffer.saved_on}:
                 streams = ((self.ops[i].stream, i) for i in uses)
                 foreign = [(s, i) for s, i in streams if s is not None and s not in (owner, HOST)]
                 if foreign:
@@ -481,7 +481,7 @@ class _Planner:
     def after_caller(self) -> frozenset[int]:
         caller, host = self.clock(CALLER), self.clock(HOST)
         launched = [(s, i) for s, last in caller.seen.items() if s != HOST for i in self.on_stream[s] if i <= last]
-        launched = [(s, i) for s, i in launched if not self.ops[i].renews]
+        launched = [(s, i) for s, i in launched if not self.ops[i].rerecords]
 
         def is_after(stream: int) -> bool:
             clock = self.clock(stream).copy()
@@ -546,6 +546,6 @@ def _late_wait(plan: Plan) -> EarlyWait | None:
     """The first wait for an event that the region has recorded anew by then, so that it is another state."""
     renewed: dict[Token | None, int] = {}
     for here, op in enumerate(plan.ops):
-        renewed.setdefault(op.renews, here)
+        renewed.setdefault(op.rerecords, here)
     late = (w for w in plan.boundary_waits if renewed.get(w.token, w.before) < w.before)
     return next(((w.token, w.stream) for w in late), None)

@@ -6,7 +6,7 @@ mutates, a slice of a concatenation is a view of the buffer that owns the memory
 shares the kernel's storage.
 
 A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and whatever is
-launched after it is ordered behind it by being launched later. A node that reads device memory from the CPU side (a
+launched after it is ordered after it by being launched later. A node that reads device memory from the CPU side (a
 copy to the host, `.item()`) runs on its stream.
 """
 
@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_view
-from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, ambient_stream, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import (
@@ -85,7 +85,7 @@ def _kept_outputs() -> set[str]:
 class RegionReader:
     """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
 
-    `enclosed` regions order themselves against the ambient stream alone: each side stream forks from it at the entry
+    `enclosed` regions order themselves against the caller's stream alone: each side stream forks from it at the entry
     and joins it at the exit. So it must be inside a captured graph, and where the rest of the user's program runs in
     other regions.
     """
@@ -108,24 +108,24 @@ class RegionReader:
         returned = {self.storage(owner_of(name)) for name in _kept_outputs()}
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
-        self.behind = notes_of(scheduler).awaited_stores
+        self.order_after = notes_of(scheduler).awaited_stores
         self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads in eager, too
         self.handed_over: dict[int, Counter[int]] = {}  # and of how much of it eager hands to the caller
         self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
-        self.loaded: set[str] = set()  # written by a copy stream, in the ambient stream's memory
+        self.loaded: set[str] = set()  # written by a copy stream, in the caller's stream's memory
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
         self.numbers = {
-            i.index: ambient_stream(i.device.index or 0)
+            i.index: callers_stream_index(i.device.index or 0)
             for i in registry.describe()
-            if i.origin == "ambient" and i.index != AMBIENT and i.device is not None
+            if i.origin == "current" and i.index != CALLERS_STREAM and i.device is not None
         }
         # Streams that the frame makes and nobody else sees hold nothing at the entry of a forward, and nobody asks for
         # their state at the exit. In a backward they hold what the forward left there.
         self.private = set() if V.graph.is_backward else private_streams()
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
-        self.lenders = saved_on_streams()
+        self.saved_on = saved_on_streams()
         self.owned = {name for name, fact in inputs.items() if fact.is_owned}
         self.kept = {name for name, fact in inputs.items() if fact.is_computed}
 
@@ -140,9 +140,9 @@ class RegionReader:
 
     def stream_of(self, node: BaseSchedulerNode, device: torch.device | None) -> int:
         user = user_stream(self.scheduler, node)
-        if user != AMBIENT:
+        if user != CALLERS_STREAM:
             return self.number(user)
-        return ambient_stream(device.index) if device is not None and device.index is not None else AMBIENT
+        return callers_stream_index(device.index) if device is not None and device.index is not None else CALLERS_STREAM
 
     # -- tokens
 
@@ -209,7 +209,7 @@ class RegionReader:
         before = self.tokens_of(node, "before")
         before = self.known.before.get(user, set()) if before is None else before
         if self.enclosed:
-            token = frozenset(() if ambient_device(stream) is not None else (CALLER,))
+            token = frozenset(() if callers_device(stream) is not None else (CALLER,))
             self.concerned |= {user, *streams_of(before)}
             # A record, a synchronisation or a copy that blocks may stand in the same region.
             kept = frozenset(t for t in before if t.stream is None)
@@ -293,18 +293,26 @@ class RegionReader:
         if self.enclosed and not gpu and self.reads_download(node):
             after |= {CALLER}  # the host waits for all that other regions have done
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
-        # gave back while another stream still read it, ahead of what the user waited for.
+        # gave back while another stream still read it, before what the user waited for.
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
-            # Nobody outside sees it, until its memory is given back (`drop_inner_promises`).
+            # Nobody outside sees it, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         if gpu:
             self.note_reads(node)
         if is_copy_stream(stream):
             self.loaded.update(writes)
-        behind = frozenset(self.behind.get(node, ()))
+        order_after = frozenset(self.order_after.get(node, ()))
         requires = frozenset(required(node)) if blocking else frozenset()
         return Op(
-            name, stream, frozenset(reads), frozenset(writes), after, before, requires, blocking=blocking, behind=behind
+            name,
+            stream,
+            frozenset(reads),
+            frozenset(writes),
+            after,
+            before,
+            requires,
+            blocking=blocking,
+            order_after=order_after,
         )
 
     def blocks_host(self, copy: BaseSchedulerNode) -> bool:
@@ -343,9 +351,9 @@ class RegionReader:
         after = self.tokens_of(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
-        stream, blocking, waits, renews = HOST, False, False, None
+        stream, blocking, waits, rerecords = HOST, False, False, None
         if kind == "record_event":
-            renews = caller_event(arguments[0])
+            rerecords = caller_event(arguments[0])
             stream = self.number(arguments[1])
         elif kind == "synchronize_stream":
             stream, blocking = self.number(arguments[0]), True
@@ -354,8 +362,10 @@ class RegionReader:
             if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
                 after = set()  # it waits for one of them
         if self.enclosed:
-            # What the user ordered before this lies in other regions, and all of them join the ambient stream.
-            after = {CALLER} if stream not in (HOST, AMBIENT) or after and kind == "synchronize_device" else set()
+            # What the user ordered before this lies in other regions, and all of them join the caller's stream.
+            after = (
+                {CALLER} if stream not in (HOST, CALLERS_STREAM) or after and kind == "synchronize_device" else set()
+            )
         return Op(
             kind,
             stream,
@@ -364,7 +374,7 @@ class RegionReader:
             requires=frozenset(requires),
             blocking=blocking,
             waits=waits,
-            renews=renews,
+            rerecords=rerecords,
         )
 
     def read(self) -> None:

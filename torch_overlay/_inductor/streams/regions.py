@@ -1,7 +1,7 @@
 """Which lists of nodes are planned on their own, and what joins them.
 
 Without CUDA graphs a compiled graph is one region: its boundary is the caller's. With CUDA graphs each partition is
-captured by itself, so it forks its side streams from the ambient stream and joins them again, and so do the nodes
+captured by itself, so it forks its side streams from the caller's stream and joins them again, and so do the nodes
 between partitions; the order that the caller's streams had before and expect afterwards is made once around all of
 them, outside every captured graph.
 """
@@ -18,7 +18,7 @@ from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import AMBIENT, ambient_device, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER, events_of, state, streams_of
 from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.schedule_notes import notes_of
@@ -35,8 +35,8 @@ from torch_overlay._inductor.streams.planned_region import needs_plan, plan_regi
 from torch_overlay._inductor.streams.wrapper_lines import (
     declare_runtime,
     define_region,
-    lend_text,
     Operation,
+    record_stream_text,
     root_of,
     StreamLine,
 )
@@ -106,17 +106,18 @@ def _known_at_entry(scheduler: Any) -> Mapping[int, frozenset[Token]]:
     captured graph forks its side streams itself.
     """
     known = notes_of(scheduler).known if V.graph.name is None else {}
-    return {AMBIENT: known[AMBIENT]} if known and _is_partition() else known
+    return {CALLERS_STREAM: known[CALLERS_STREAM]} if known and _is_partition() else known
 
 
 def _note_known(scheduler: Any, known: Mapping[int, frozenset[Token]], region: Region) -> None:
-    """What a graph does, the ambient stream has done when it has been launched."""
+    """What a graph does, the caller's stream has done when it has been launched."""
     if known:
         ordered = frozenset() if _is_partition() else region.plan.after_caller
-        joined = known[AMBIENT]
+        joined = known[CALLERS_STREAM]
         notes = notes_of(scheduler)
         notes.known = {
-            s: joined if s == AMBIENT else joined | {CALLER} if s in ordered else frozenset() for s in notes.known
+            s: joined if s == CALLERS_STREAM else joined | {CALLER} if s in ordered else frozenset()
+            for s in notes.known
         }
         settled = frozenset() if _nested_streams() else notes.settled - region.concerned
         notes.settled = settled | ordered
@@ -140,7 +141,7 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
         streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
         events |= events_of(end.tokens)
     streams |= {*_nested_streams()}
-    theirs = {s for s in streams - private_streams() - {AMBIENT} if not is_copy_stream(s)}
+    theirs = {s for s in streams - private_streams() - {CALLERS_STREAM} if not is_copy_stream(s)}
     return sorted(theirs), sorted(events)
 
 
@@ -148,7 +149,7 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     """Other streams of the user that a backward orders when it is left: what the forward saved in their memory is freed
     in it, or gradients passed through them.
     """
-    engine = {end.stream for end in leaving()} - {AMBIENT} if V.graph.is_backward else set()
+    engine = {end.stream for end in leaving()} - {CALLERS_STREAM} if V.graph.is_backward else set()
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
@@ -164,13 +165,13 @@ def _lent_results() -> dict[str, list[int]]:
     """
     if config.cudagraphs != "relaunch" or V.graph.name is not None:
         return {}
-    ours = private_streams() | {AMBIENT}
+    ours = private_streams() | {CALLERS_STREAM}
     found = {name: known - ours for name, known in eager_memory_of_results().items()}
     return {name: sorted(known) for name, known in found.items() if known}
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
-    """Around captured partitions: the ambient stream takes over from the user's streams, and hands back."""
+    """Around captured partitions: the caller's stream takes over from the user's streams, and hands back."""
     if not (config.streams and inductor_config.triton.cudagraphs):
         return original(scheduler)
     if not needs_plan(scheduler) and not _nested_streams():
@@ -188,7 +189,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     lent = _lent_results()
     told = {s for owners in lent.values() for s in owners}.difference(streams, left)
     used = (*streams, *left, *sorted(told))
-    current = {s: there for s in used if (there := ambient_device(s)) is not None}
+    current = {s: there for s in used if (there := callers_device(s)) is not None}
     handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
     objects = {f"event{e}_outer": e for e in events}
@@ -207,29 +208,29 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
         entry.append((wait, f"ev{event}_outer", caller))
     notes = notes_of(scheduler)
     notes.settled = frozenset()
-    here = [s for s in streams if ambient_device(s) is None]
-    notes.known = {AMBIENT: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
+    here = [s for s in streams if callers_device(s) is None]
+    notes.known = {CALLERS_STREAM: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
     found = ", ".join(["frame_outer", *returns])
     wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
     for event in objects:
         wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
     original(scheduler)
-    behind = [f"stream{s}_outer" for s in (*streams, *left) if s not in notes.settled]
+    waiting = [f"stream{s}_outer" for s in (*streams, *left) if s not in notes.settled]
     define_region(
         root,
         "_outer",
         device=device if is_one_device else None,
         streams={caller: f"cuda:{device}", **handles},
-        events=len(names) + 1 if behind or names else 0,
+        events=len(names) + 1 if waiting or names else 0,
         entry=tuple(entry),
-        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in behind)) if behind else (),
+        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in waiting)) if waiting else (),
         returns=tuple(returns),
         objects=objects,
     )
     wrapper.writeline(StreamLine("frame_outer.leave()"))
     for name, owners in lent.items():
         for stream in owners:
-            wrapper.writeline(StreamLine(lend_text(name, f"stream{stream}_outer")))
+            wrapper.writeline(StreamLine(record_stream_text(name, f"stream{stream}_outer")))
     return None
 
 

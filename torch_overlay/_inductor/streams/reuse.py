@@ -5,9 +5,9 @@ eight experts make ten allocations instead of three, a microsecond each. In a ca
 (Note [Streams can't pay on an idle device]) a buffer may take the memory of any that was freed before, whatever their
 streams. So where the plan allocates, and a fitting buffer of another stream has been freed, both are written down:
 
-    if spread: del buf1
+    if multi_stream: del buf1
     ...
-    if spread: buf3 = empty_strided_cuda((128, 1024), (1024, 1), torch.bfloat16)
+    if multi_stream: buf3 = empty_strided_cuda((128, 1024), (1024, 1), torch.bfloat16)
     else: buf3 = buf1; del buf1  # reuse
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class IfSpread(upstream.WrapperLine):
+class IfMultiStream(upstream.WrapperLine):
     """A line of the memory plan that only a call on several streams carries out; `other` is for the rest."""
 
-    spread: str
+    multi_stream: str
     line: Any
     other: str | None = None
 
@@ -40,7 +40,7 @@ class IfSpread(upstream.WrapperLine):
         written = type(code)()
         self.line.codegen(written)
         for text in written.getvalue().splitlines():
-            code.writeline(f"if {self.spread}: {text}")
+            code.writeline(f"if {self.multi_stream}: {text}")
         if self.other is not None:
             code.writeline(f"else: {self.other}")
 
@@ -62,10 +62,10 @@ def _fits(old: Any, new: Any) -> bool:
     return new.should_reuse_buffer(old, size * new.node.get_dtype().itemsize)
 
 
-def share_when_following(lines: Iterable[Any], spread: str) -> dict[int, IfSpread]:
+def share_when_following(lines: Iterable[Any], multi_stream: str) -> dict[int, IfMultiStream]:
     """What replaces lines of one region, by the id of the line. The lines have been through memory planning."""
     free: dict[tuple[Any, ...], list[Any]] = {}
-    found: dict[int, IfSpread] = {}
+    found: dict[int, IfMultiStream] = {}
     if not inductor_config.allow_buffer_reuse:
         return found
     for line in lines:
@@ -82,6 +82,8 @@ def share_when_following(lines: Iterable[Any], spread: str) -> dict[int, IfSprea
             if key is not None and free.get(key) and _fits(free[key][-1], line):
                 old = free[key].pop()
                 line.wrapper.estimate_peak.update_peak_between(old, line)
-                found[id(old)] = IfSpread(spread, old)
-                found[id(line)] = IfSpread(spread, line, line.wrapper.make_buffer_reuse(old.node, line.node, True))
+                found[id(old)] = IfMultiStream(multi_stream, old)
+                found[id(line)] = IfMultiStream(
+                    multi_stream, line, line.wrapper.make_buffer_reuse(old.node, line.node, True)
+                )
     return found

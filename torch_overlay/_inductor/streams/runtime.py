@@ -21,14 +21,14 @@ devices is a torch.Event (`EventRegion`).
 Note [Boundary events under the caller's capture]
 When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a stream
 that is. What another stream held before that is no part of the graph, and waiting for it would end the capture: such
-a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the ambient stream when the
+a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the caller's stream when the
 region is left would be part of the capture and never joined: it is joined at once (`wait_exit`), so that it stands as
 eager leaves a stream that was forked and joined.
 
 Note [Streams that hold nothing]
-Where several streams wait for what the ambient stream held at the entry, `record_busy` asks first whether it holds
+Where several streams wait for what the caller's stream held at the entry, `record_busy` asks first whether it holds
 anything at all. On a device that waits for its host it doesn't, and then there is nothing to record and to wait for. A
-kernel behind a wait costs the host about a microsecond more than one that isn't. The question itself costs as much for
+kernel after a wait costs the host about a microsecond more than one that isn't. The question itself costs as much for
 a stream that has just come to rest, so a side stream is not asked: a record and a wait are cheaper.
 """
 
@@ -42,7 +42,7 @@ from torch._C._dynamo.guards import copy_if_misaligned
 
 from torch_overlay import csrc
 from torch_overlay._dynamo import objects
-from torch_overlay._dynamo.objects import ambient, get as get_object, Owned
+from torch_overlay._dynamo.objects import callers_stream, get as get_object, Owned
 from torch_overlay._functorch.offload.runtime import copy_stream
 from torch_overlay._functorch.streams.ids import is_copy_stream
 
@@ -103,12 +103,12 @@ def resolve(found: Any) -> Any:
 
 
 def align(*streams: torch.Stream) -> None:
-    """Order all the streams behind one another.
+    """Order all the streams after one another.
 
     Note [Streams that turn out to be one]
-    The plan takes the caller's streams for different ones, and none for the ambient stream, as they were when the
-    function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the other:
-    the call orders them fully at its entry and exit instead.
+    The plan takes the streams that the caller has for different ones, and none for its current one, as they were when
+    the function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the
+    other: the call orders them fully at its entry and exit instead.
     """
     if torch.cuda.is_current_stream_capturing():
         return
@@ -132,12 +132,12 @@ class Spec:
     distinct: Sequence[str]
     waits_again: Sequence[str]
     records_again: Sequence[tuple[str, str]]
-    follows: Sequence[str] | None = None
+    idle_streams: Sequence[str] | None = None
 
     def find(self, stream: str) -> Any:
         where = self.streams[stream]
         if isinstance(where, str):
-            return ambient(int(where[5:]))
+            return callers_stream(int(where[5:]))
         return resolve(where if is_copy_stream(where) else get_object(where))
 
     def event(self, name: str) -> int:
@@ -234,8 +234,8 @@ def native_region(spec: Spec) -> Any:
             return "stream", slots[name]
         if name in spec.objects:
             return "object", spec.objects[name]
-        if name.startswith("spread"):
-            return "spread", 0
+        if name.startswith("multi_stream"):
+            return "multi_stream", 0
         return ("raw", slots[name[:-4]]) if name.endswith("_raw") else ("event", spec.event(name))
 
     return csrc.extension().events.Region(
@@ -246,11 +246,11 @@ def native_region(spec: Spec) -> Any:
         exit=operations(spec.exit),
         results=tuple(map(result, spec.returns)),
         distinct=tuple(slots[name] for name in spec.distinct),
-        follows=None if spec.follows is None else tuple(slots[name] for name in spec.follows),
+        idle_streams=None if spec.idle_streams is None else tuple(slots[name] for name in spec.idle_streams),
         thread=objects._thread,
         stream_type=torch.cuda.Stream,
         current_raw=torch._C._cuda_getCurrentRawStream,
-        current=ambient,
+        current=callers_stream,
         resolve=resolve,
         aliased=spec.aliased,
     )
@@ -279,21 +279,32 @@ def region(
     distinct: Sequence[str] = (),
     waits_again: Sequence[str] = (),
     records_again: Sequence[tuple[str, str]] = (),
-    follows: Sequence[str] | None = None,
+    idle_streams: Sequence[str] | None = None,
 ) -> Region:
     """The region of a generated module.
 
     `streams` maps names to indices of the running graph's table, or to "cuda:N", the current stream of that device;
     where one of the latter is used by `exit`, it comes first. `objects` are events of the caller. `distinct` are the
-    streams that the plan took for different ones; where two of them are one in a call, all are ordered behind one
+    streams that the plan took for different ones; where two of them are one in a call, all are ordered after one
     another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end. With
-    `follows`, a call that finds these streams and the first one idle runs on the first one, and `spread` is False.
+    `idle_streams`, a call that finds these streams and the first one idle runs on the first one, and `multi_stream` is
+    False.
     """
     return Region(
         Spec(
-            device, streams, events, entry, exit, returns, objects or {}, distinct, waits_again, records_again, follows
+            device,
+            streams,
+            events,
+            entry,
+            exit,
+            returns,
+            objects or {},
+            distinct,
+            waits_again,
+            records_again,
+            idle_streams,
         )
     )
 
 
-__all__ = ["align", "aligned", "ambient", "get_object", "region", "restore_stream", "set_stream", "write_back"]
+__all__ = ["align", "aligned", "callers_stream", "get_object", "region", "restore_stream", "set_stream", "write_back"]

@@ -2,10 +2,10 @@
 
 Note [Memory of saved values]
 The backward gives saved values back, and must know to which stream. When the graphs are parted that is a guess: an
-operation on a side stream may be folded into the ambient stream later (`streams.folding`), a region may run on the
-ambient stream alone when the device is idle (`streams.single_stream`), and a captured region's memory is all the
-ambient stream's. A block that may be two streams' is freed only when both are ordered after its last use; for the
-ambient stream that is often the exit of the backward, so that a branch's activations would all stay to the end. The
+operation on a side stream may be folded into the caller's stream later (`streams.folding`), a region may run on the
+caller's stream alone when the device is idle (`streams.single_stream`), and a captured region's memory is all the
+caller's stream's. A block that may be two streams' is freed only when both are ordered after its last use; for the
+caller's stream that is often the exit of the backward, so that a branch's activations would all stay to the end. The
 forward is generated before the backward is compiled. What its plan says of a value's memory is then written on the
 backward's input, in the graph, where it is also part of the compile cache's key.
 """
@@ -19,7 +19,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.streams.facts import fact_of, note_fact
-from torch_overlay._functorch.streams.ids import AMBIENT
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
     """Tell the backward whose memory its saved values are, where it is the same at every call of this forward: that of
-    the stream which they were placed on, or the ambient stream's, into which their branch was folded.
+    the stream which they were placed on, or the caller's stream's, into which their branch was folded.
     """
     known: Any = getattr(torch._guards.TracingContext.try_get(), "overlay_saved", None)
     if known is None or V.graph.is_backward or V.graph.name is not None or inductor_config.triton.cudagraphs:
@@ -43,5 +43,5 @@ def settle_owners(plan: Plan, real_names: dict[str, str]) -> None:
         owner = plan.memory.get(real_names.get(name, name)) if stream is not None and name is not None else None
         if owner == stream and owner is not None:
             note_fact(value, is_owned=True)
-        elif owner == AMBIENT:
+        elif owner == CALLERS_STREAM:
             note_fact(value, memory=None)

@@ -5,12 +5,12 @@ A kernel that needs less device time than the host needs to launch the next one 
 whatever streams they are, two such kernels never run side by side. Only the cost of the streams is left, some 35 us of
 217 for eight experts of three kernels each (switches of the current stream, records and waits, kernels behind a wait,
 memory that no two streams share). While the device is behind its host, the same kernels do run side by side. Which of
-the two it is can be asked when the region is entered: if the ambient stream and the side streams hold nothing, `enter`
-hands the ambient stream out for each of them, and the region's records, waits and switches are left out (`spread` is
-False). The side streams are ordered before it when it is entered, or hold nothing, and behind it when it is left. The
-launches, their order and the memory plan are the same in both.
+the two it is can be asked when the region is entered: if the caller's stream and the side streams hold nothing, `enter`
+hands the caller's stream out for each of them, and the region's records, waits and switches are left out
+(`multi_stream` is False). The side streams are ordered before it when it is entered, or hold nothing, and behind it
+when it is left. The launches, their order and the memory plan are the same in both.
 
-That is right for any region whose side streams fork from the ambient stream and join it; it can't lose where each
+That is right for any region whose side streams fork from the caller's stream and join it; it can't lose where each
 kernel is short. A region with records or synchronisations of the user's, with events of the caller, with copies, or
 with results in a side stream's memory always runs as planned, and so does a captured one.
 """
@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 from torch_overlay import config
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import ambient_device, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, stream_operation
 from torch_overlay._inductor.streams.folding import handed_out
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
-    """The user forked what this node computes from the ambient stream, and joined it again."""
+    """The user forked what this node computes from the caller's stream, and joined it again."""
     facts = [fact_of(n) for n in fx_origins(node) if node_stream(n)]
     known = [fact for fact in facts if fact.is_placed]
     return bool(known) and all(CALLER in (fact.after or ()) and CALLER in fact.promises for fact in known)
@@ -54,7 +54,7 @@ def _hands_out(region: Region) -> bool:
             stream = region.plan.memory.get(
                 graph.scheduler.mutation_real_name.get(output.get_name(), output.get_name())
             )
-            if stream is not None and ambient_device(stream) is None:
+            if stream is not None and callers_device(stream) is None:
                 return True
     return False
 
@@ -65,7 +65,7 @@ def follows_one_stream_when_idle(region: Region) -> bool:
     if not limit or region.enclosed or plan.boundary_waits:
         return False
     placed = {op.stream for op in plan.ops if op.stream is not None}
-    if all(ambient_device(stream) is not None for stream in placed) or _hands_out(region):
+    if all(callers_device(stream) is not None for stream in placed) or _hands_out(region):
         return False
     if any(op.stream is not None and is_copy_stream(op.stream) for op in plan.ops):
         return False
@@ -80,7 +80,7 @@ def follows_one_stream_when_idle(region: Region) -> bool:
         time = device_us(node)
         if time is None or time >= limit:
             return False
-        if stream is not None and ambient_device(stream) is None and not _is_forked_and_joined(node):
+        if stream is not None and callers_device(stream) is None and not _is_forked_and_joined(node):
             return False
     return True
 

@@ -11,8 +11,8 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.codegen import wrapper as upstream
 
-from torch_overlay._functorch.streams.ids import ambient_device, ambient_stream
-from torch_overlay._inductor.streams.reuse import IfSpread, share_when_following
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
+from torch_overlay._inductor.streams.reuse import IfMultiStream, share_when_following
 from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
     EndRegion,
@@ -53,7 +53,7 @@ _INDIFFERENT = (
 
 def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
     """The stream that must be current when this line runs; None if it doesn't matter."""
-    if isinstance(line, IfSpread):
+    if isinstance(line, IfMultiStream):
         line = line.line
     if isinstance(line, upstream.AllocateLine):
         device = line.node.get_device()
@@ -68,7 +68,7 @@ def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
 
 
 def _allocates_on(line: Any) -> int | None:
-    if isinstance(line, IfSpread):
+    if isinstance(line, IfMultiStream):
         line = line.line
     device = line.node.get_device() if isinstance(line, upstream.AllocateLine) else None
     return device.index if device is not None and device.type != "cpu" else None
@@ -83,11 +83,11 @@ def share_memory(lines: list[Any]) -> list[Any]:
             regions.append(line.emitter)
         elif isinstance(line, EndRegion):
             regions.pop()
-        elif regions and regions[-1].follows:
+        elif regions and regions[-1].idle_streams:
             inside.setdefault(regions[-1], []).append(line)
-    instead: dict[int, IfSpread] = {}
+    instead: dict[int, IfMultiStream] = {}
     for emitter, own in inside.items():
-        instead.update(share_when_following(own, emitter.spread))
+        instead.update(share_when_following(own, emitter.multi_stream))
     return [instead.get(id(line), line) for line in lines]
 
 
@@ -104,7 +104,7 @@ def switch_streams(lines: list[Any]) -> list[Any]:
         if regions:
             regions[-1]["guards"] = guards
         if isinstance(line, BeginRegion):
-            if regions:  # its ambient stream is the stream of the node that encloses it
+            if regions:  # its caller's stream is the stream of the node that encloses it
                 _switch(out, regions[-1], regions[-1]["place"])
             regions.append(
                 {"emitter": line.emitter, "place": None, "current": {}, "start": None, "device": None, "guards": guards}
@@ -142,15 +142,15 @@ def switch_streams(lines: list[Any]) -> list[Any]:
 def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
     if stream is None:
         return
-    device = ambient_device(stream)
+    device = callers_device(stream)
     device = region["device"] if device is None else device
     current = region["current"]
-    if current.get(device, ambient_stream(device)) == stream:
+    if current.get(device, callers_stream_index(device)) == stream:
         return
     current[device] = stream
     switch = "set_stream" if region["guards"] else "restore_stream"  # without a guard the device must stay as it is
     emitter = region["emitter"]
-    out.append(StreamLine(emitter.if_spread(f"{switch}({emitter.stream(stream)})")))
+    out.append(StreamLine(emitter.if_multi_stream(f"{switch}({emitter.stream(stream)})")))
 
 
 def _restore(out: list[Any], region: dict[str, Any]) -> None:
@@ -159,7 +159,8 @@ def _restore(out: list[Any], region: dict[str, Any]) -> None:
         return
     emitter = region["emitter"]
     devices = sorted(region["current"], reverse=True)
-    statements = [emitter.if_spread(f"restore_stream({emitter.stream(ambient_stream(device))})") for device in devices]
+    streams = [emitter.stream(callers_stream_index(device)) for device in devices]
+    statements = [emitter.if_multi_stream(f"restore_stream({stream})") for stream in streams]
     # The records and waits at the region's end need no current stream: they stand after the block.
     tail = len(out)
     while (

@@ -115,13 +115,13 @@ def define_region(root: Any, name: str, **fields: Any) -> None:
     """Write the statement that defines a region into the generated module's header; empty fields are left out."""
     root.header.writeline(f"{name} = region(")
     for key, value in fields.items():
-        if value or key in ("device", "streams") or value == () and key == "follows":
+        if value or key in ("device", "streams") or value == () and key == "idle_streams":
             text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
             root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
     root.header.writeline(")")
 
 
-def lend_text(name: str, stream: str) -> str:
+def record_stream_text(name: str, stream: str) -> str:
     """Memory of a captured graph isn't the allocator's to hand on."""
     text = f"{name}.record_stream({stream})"
     captures = inductor_config.triton.cudagraphs

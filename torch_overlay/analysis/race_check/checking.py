@@ -61,7 +61,7 @@ class Eager:
 
     promises: Promises | None = None
     keeps: frozenset[str] = frozenset()
-    lends: frozenset[str] = frozenset()
+    recorded_on: frozenset[str] = frozenset()
     races: tuple[Race, ...] = ()
 
 
@@ -199,8 +199,8 @@ def _in_eager(
     keeps = names & {r.second.view.memory.name for r in by_caller}
     taken = [r for r in by_caller if r.kind == "reuse" and r.first.view.memory in caller.outputs]
     races = [r for r in found.races if r.second.view.memory.name not in keeps and r not in taken]
-    lends = {r.first.view.memory.stream for r in taken}
-    return Eager(promises, frozenset(keeps), frozenset(lends), tuple(races))
+    recorded_on = {r.first.view.memory.stream for r in taken}
+    return Eager(promises, frozenset(keeps), frozenset(recorded_on), tuple(races))
 
 
 def _promises(trace: Trace) -> Promises:
@@ -276,7 +276,7 @@ class Caller:
 
     def __init__(self, device: SimulatedDevice, before: Eager, joins: bool = False) -> None:
         self.device, self.before, self.joins = device, before, joins
-        self.current = device.current()  # the stream on which it goes on behind the last call
+        self.current = device.current()  # the stream on which it goes on after the last call
         self.outputs: set[Memory] = set()
         self.work: dict[str, Memory] = {}  # on each stream the caller has something to do
 
@@ -335,7 +335,7 @@ class Caller:
             outputs = {views[name].memory: current[name] for name in views if name.startswith("output")}
             self.outputs |= outputs.keys()
             for memory, stream in outputs.items():
-                if memory.stream in self.before.lends and stream != HOST:
+                if memory.stream in self.before.recorded_on and stream != HOST:
                     self.trace.add(RecordStream(memory, stream, CALLER))
             for _, tensor in gradients:
                 tensor.grad = None

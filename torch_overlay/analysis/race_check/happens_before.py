@@ -9,7 +9,7 @@ Note [Memory that the allocator hands on]
 A block that is freed goes back to the pool of the stream it was allocated on, and the next allocation there may get
 it at once, in whole or in part, although kernels of other streams, and of that one, may still be at work on it. Which
 block it gets depends on sizes, fragmentation and history. So every block of a pool that was freed is taken for every
-later one of that pool: what touches new memory has to be ordered behind everything that touched freed memory of its
+later one of that pool: what touches new memory has to be ordered after everything that touched freed memory of its
 pool, but for what is over when the streams that `record_stream` named have done what they held at the free: the
 allocator waits for that. Nothing is wrong about a free whose memory is never asked for again.
 
@@ -154,7 +154,7 @@ class _Reader:
         self.last_record: dict[str, tuple[str, str]] = {}
 
     def clock(self, stream: str) -> Clock:
-        """What the next launch on the stream is behind."""
+        """What the next launch on the stream is after."""
         clock = self.clocks.get(stream)
         if clock is None:
             clock = self.clocks[stream] = Clock()
@@ -280,7 +280,7 @@ class _Reader:
     def boundary(self, op: Boundary) -> None:
         rows = self.found.boundaries[op.name] = {}
         ends = {stream: self.clock(stream) for stream in dict.fromkeys((*op.streams, *self.clocks))}
-        for label, event in op.events:  # whoever waits from now on is launched behind what the host itself did
+        for label, event in op.events:  # whoever waits from now on is launched after what the host itself did
             ends[label] = Clock(self.events.get(event, {}))
             ends[label].join({HOST: self.clocks[HOST].get(HOST, 0)})
         recorded = {label: self.recorded_at.get(event, "") for label, event in op.events}

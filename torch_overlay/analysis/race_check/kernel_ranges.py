@@ -75,7 +75,7 @@ class KernelRanges:
         for name, text in _DEFINED.findall(body):
             self.definitions[name] = text if self.definitions.get(name, text) == text else None
         for kind, parameter, index, rest in _ACCESS.findall(body):
-            mask = rest if kind == "load" else rest.partition(", ")[2]  # behind what is stored
+            mask = rest if kind == "load" else rest.partition(", ")[2]  # after what is stored
             if not _CONDITION.search(mask):
                 self.accesses.setdefault(parameter, {}).setdefault(kind, []).append(index)
         for parameter, indices in list(self.accesses.items()):

@@ -40,7 +40,7 @@ class _Hooks:
     def __init__(self, device: SimulatedDevice, caller: str) -> None:
         self.device, self.caller = device, caller
         self.produced: dict[Any, list[tuple[str, str]]] = {}  # node -> (stream, event) of what it takes
-        self.leaves: dict[str, str] = {}  # stream -> event behind the last leaf
+        self.leaves: dict[str, str] = {}  # stream -> event after the last leaf
         self.handles: list[Any] = []
 
     def attach(self, node: Any) -> None:

@@ -301,7 +301,7 @@ class SimulatedDevice:
 
     @_one_at_a_time
     def sweep(self) -> None:
-        """Note what was given back since the last time."""
+        """Note what was freed since the last time."""
         gone = [key for key, (storage, _) in self.memories.items() if storage.expired()]
         for key in gone:
             self.trace.add(Free(self.memories.pop(key)[1], site() if gone else ""))

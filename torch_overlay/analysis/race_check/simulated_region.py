@@ -58,39 +58,39 @@ class SimulatedFrame(EventFrame):
     def __init__(self, region: SimulatedRegion) -> None:
         super().__init__(region)
         self.device = region.device
-        self.spread = True
+        self.multi_stream = True
 
     def begin(self) -> None:
-        self.spread = self.region.spec.follows is None or not self._holds_nothing()
-        if self.spread:
+        self.multi_stream = self.region.spec.idle_streams is None or not self._holds_nothing()
+        if self.multi_stream:
             super().begin()
 
     def end(self) -> None:
         spec = self.region.spec
-        if self.spread:
+        if self.multi_stream:
             super().end()
-        elif spec.follows:
+        elif spec.idle_streams:
             caller = next(iter(spec.streams))
-            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.follows)])
+            self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.idle_streams)])
 
     def _holds_nothing(self) -> bool:
         """Note [Streams can't pay on an idle device]."""
-        device, follows = self.device, self.region.spec.follows or ()
+        device, idle_streams = self.device, self.region.spec.idle_streams or ()
         device.asked_idle = True
         caller = next(iter(self.streams.values()))
         return (
             device.idle
             and not self.is_aliased
-            and all(s.query() for s in (caller, *(self.streams[name] for name in follows)))
+            and all(s.query() for s in (caller, *(self.streams[name] for name in idle_streams)))
         )
 
     def handle(self, stream: str) -> Any:
         return self.streams[stream].cuda_stream
 
     def result(self, name: str) -> Any:
-        if name.startswith("spread"):
-            return self.spread
-        if name.endswith("_raw") and not self.spread:
+        if name.startswith("multi_stream"):
+            return self.multi_stream
+        if name.endswith("_raw") and not self.multi_stream:
             return next(iter(self.streams.values())).cuda_stream
         return super().result(name)
 

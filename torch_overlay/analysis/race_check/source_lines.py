@@ -79,7 +79,7 @@ def assigned_name() -> str:
     """The variable of generated code that the statement assigns."""
     for frame in _frames():
         if _is_generated(frame):
-            left = _statement(frame).removeprefix("if spread: ").partition(" = ")[0]
+            left = _statement(frame).removeprefix("if multi_stream: ").partition(" = ")[0]
             return left if left.isidentifier() else ""
         if _is_users(frame):
             return ""

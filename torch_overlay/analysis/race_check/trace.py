@@ -202,7 +202,7 @@ class RecordStream:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point at which it is asked what the code behind it may rely on, for each named view: code on which streams, and
+    """A point at which it is asked what the code after it may rely on, for each named view: code on which streams, and
     code that waits for which events."""
 
     name: str

@@ -58,7 +58,7 @@ def idle_patterns(text: str) -> Sequence[Sequence[bool]]:
     """What regions that ask whether their streams are idle are told in one call after the other."""
     return (
         ((False,), (True,), (True, False), (False, True))
-        if "follows=" in text or "record_busy" in text
+        if "idle_streams=" in text or "record_busy" in text
         else ((False,),)
     )
 
@@ -91,7 +91,7 @@ def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu
 
 def caller_objects(modules: Sequence[Module]) -> list[Any]:
     """Streams and events of the caller, as the regions of modules of one frame number them."""
-    found: dict[int, Any] = {0: objects.ambient(0)}
+    found: dict[int, Any] = {0: objects.callers_stream(0)}
     for region in (value for module in modules for value in module.scope.values()):
         if isinstance(region, Region):
             for where in region.spec.streams.values():

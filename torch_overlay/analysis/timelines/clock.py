@@ -4,7 +4,7 @@ A stream runs what it is given in order. A record notes how far its stream is, a
 event was recorded, a synchronisation moves the host. Copies between host and device run one after the other in each
 direction, on whatever streams they are, for they share the link.
 
-Memory is counted as streams come by: it is taken when its first kernel starts, and given back when its own stream has
+Memory is counted as streams come by: it is taken when its first kernel starts, and freed when its own stream has
 reached the point at which the host freed it, and every kernel that used it has ended.
 """
 
@@ -186,7 +186,7 @@ def _assemble(clock: _Clock, title: str, devices: Mapping[str, int], notes: tupl
 
 
 def running_sum(changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """Bytes from each time on. At one time memory is given back before it is taken."""
+    """Bytes from each time on. At one time memory is freed before it is taken."""
     found: dict[float, int] = {}
     total = 0
     for at, change in sorted(changes):

@@ -8,7 +8,7 @@
 Perfetto takes times in microseconds, and cuts them to nanoseconds; here they are cut before. It wants each track's
 slices nested or apart, so a slice that starts before the one in front has ended (which clocks that are read in two
 places can make it seem) begins where that one ends. An arrow needs a slice at each end: a wait for a stream that held
-nothing, and one that nothing comes behind, have none, and are only in the picture.
+nothing, and one that nothing comes after, have none, and are only in the picture.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def _pid(device: int) -> int:
 def _placed(timeline: Timeline) -> dict[int, tuple[float, float]]:
     """Start and end of each slice, in whole nanoseconds, apart from the others of its track."""
     found: dict[int, tuple[float, float]] = {}
-    behind: dict[int, float] = {}
+    lane_ends: dict[int, float] = {}
     for index in sorted(range(len(timeline.slices)), key=lambda i: (timeline.slices[i].start, timeline.slices[i].end)):
         s = timeline.slices[index]
-        start = max(round(s.start, 3), behind.get(s.lane, 0.0))
+        start = max(round(s.start, 3), lane_ends.get(s.lane, 0.0))
         end = max(round(s.end, 3), round(start + 0.001, 3))
         found[index] = start, end
-        behind[s.lane] = end
+        lane_ends[s.lane] = end
     return found
 
 

@@ -27,7 +27,7 @@ _EVENT = re.compile(r"\b(ev\d+)\.(record|wait)\w*\((stream\w*)\)")
 _STREAM = re.compile(r"\bstream=(\w+)\)")
 _SET_STREAM = re.compile(r"\b(set|restore)_stream\((stream\w*)\)")
 _FUNCTION = re.compile(r"\s*def (?:call|partition_\d+)\(")
-_AMBIENT = "stream0"
+_CALLERS_STREAM = "stream0"
 
 
 class Statement(NamedTuple):
@@ -46,7 +46,7 @@ Run = list[tuple[Statement, list[int]]]
 def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
     """What each function of a generated module launches, records and waits for, in order."""
     found: list[list[Statement]] = []
-    label, current = "", _AMBIENT
+    label, current = "", _CALLERS_STREAM
     for text in wrapper.splitlines():
         if match := _SOURCES.match(text):
             label = match[1]
@@ -54,7 +54,7 @@ def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
             continue
         elif _FUNCTION.match(text):
             found.append([])
-            label, current = "", _AMBIENT
+            label, current = "", _CALLERS_STREAM
         elif not found:
             continue
         elif match := _RUN.search(text):

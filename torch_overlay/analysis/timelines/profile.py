@@ -1,7 +1,7 @@
 """The timeline of a profile: of `torch.profiler.profile`, read from the Chrome trace that it exports.
 
 Kernels and copies are the trace's own, one lane a stream. An arrow is a `cudaStreamWaitEvent`: where the profiler knows
-which record it waits for, the last work launched before that record and the first work launched behind the wait are its
+which record it waits for, the last work launched before that record and the first work launched after the wait are its
 two ends. It doesn't know that of events that are recorded by the driver's own calls, as in compiled code; there the
 records and waits are those of the generated module. Memory is the allocator's count at each allocation.
 Which source line a kernel belongs to is found by `timelines.lines`.
@@ -134,8 +134,8 @@ def _arrows(
         if before < 0:
             continue  # the stream held nothing that is in the profile
         first = launched[source][before][1]
-        behind = bisect.bisect_left(launched[lane], (waited, -1))
-        target = launched[lane][behind][1] if behind < len(launched[lane]) else None
+        following = bisect.bisect_left(launched[lane], (waited, -1))
+        target = launched[lane][following][1] if following < len(launched[lane]) else None
         at = slices[target].start if target is not None else max(slices[first].end, float(event["ts"]) - zero)
         name = f"event {given.get('wait_on_cuda_event_id', '')}".strip()
         # Of waits for one stream before the same work the last record counts.

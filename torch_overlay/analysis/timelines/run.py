@@ -69,7 +69,7 @@ def simulated(
     devices: int,
     title: str,
 ) -> Timeline:
-    """The first call compiles; the ones behind it are drawn."""
+    """The first call compiles; the ones after it are drawn."""
     from torch_overlay.analysis.timelines.device import TimedDevice
 
     with simulated_gpu(devices) as gpu:

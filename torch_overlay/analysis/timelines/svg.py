@@ -38,7 +38,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#e
 GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"
 TOP = 56
 MOST_LINES = 48
-AT_ONCE = 5.0  # us that a device may take to go on behind an event
+AT_ONCE = 5.0  # us that a device may take to go on after an event
 
 STYLE = """text { font: 10px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }
 .title { font-size: 15px; font-weight: bold; }

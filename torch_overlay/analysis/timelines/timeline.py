@@ -1,4 +1,4 @@
-"""What ran when, on which stream, behind which event: of a simulated run, or of a profile.
+"""What ran when, on which stream, after which event: of a simulated run, or of a profile.
 
     from torch_overlay.analysis import timeline, Timeline
 

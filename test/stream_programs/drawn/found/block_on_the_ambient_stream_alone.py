@@ -1,4 +1,4 @@
-"""Block on the ambient stream alone."""
+"""Block on the caller's stream alone."""
 
 from stream_programs.drawn.kit import torch, trains, weight
 

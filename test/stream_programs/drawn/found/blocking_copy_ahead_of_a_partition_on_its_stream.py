@@ -1,4 +1,4 @@
-"""Blocking copy ahead of a partition on its stream."""
+"""Blocking copy before a partition on its stream."""
 
 from stream_programs.drawn.kit import calls, torch, weight
 

@@ -1,4 +1,4 @@
-"""Concatenation behind the partitions that compute its parts."""
+"""Concatenation after the partitions that compute its parts."""
 
 from stream_programs.drawn.kit import torch, trains, weight
 

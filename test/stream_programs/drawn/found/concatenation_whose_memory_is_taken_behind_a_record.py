@@ -1,4 +1,4 @@
-"""Concatenation whose memory is taken behind a record."""
+"""Concatenation whose memory is taken after a record."""
 
 from stream_programs.drawn.kit import calls, torch
 

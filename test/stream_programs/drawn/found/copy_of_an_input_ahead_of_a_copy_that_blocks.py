@@ -1,4 +1,4 @@
-"""Copy of an input ahead of a copy that blocks."""
+"""Copy of an input before a copy that blocks."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Copy of an input that is updated in part and read behind what another stream waits for."""
+"""Copy of an input that is updated in part and read after what another stream waits for."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Copy that blocks and nobody reads at the end behind a graph break."""
+"""Copy that blocks and nobody reads at the end after a graph break."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Copy that blocks the host behind work of another stream."""
+"""Copy that blocks the host after work of another stream."""
 
 from stream_programs.drawn.kit import calls, torch
 

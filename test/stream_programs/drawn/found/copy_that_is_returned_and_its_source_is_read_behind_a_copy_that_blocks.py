@@ -1,4 +1,4 @@
-"""Copy that is returned and its source is read behind a copy that blocks."""
+"""Copy that is returned and its source is read after a copy that blocks."""
 
 from stream_programs.drawn.kit import calls, torch, weight
 

@@ -1,4 +1,4 @@
-"""Download of a constant at the end behind a graph break."""
+"""Download of a constant at the end after a graph break."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Download of a copy that is left out behind an upload."""
+"""Download of a copy that is left out after an upload."""
 
 from stream_programs.drawn.kit import calls, torch
 

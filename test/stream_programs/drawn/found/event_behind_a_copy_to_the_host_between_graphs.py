@@ -1,4 +1,4 @@
-"""Event behind a copy to the host between graphs."""
+"""Event after a copy to the host between graphs."""
 
 from stream_programs.drawn.kit import calls, torch, weight
 

@@ -1,4 +1,4 @@
-"""Event behind an update of an earlier result that needs a gradient."""
+"""Event after an update of an earlier result that needs a gradient."""
 
 from stream_programs.drawn.kit import add_to, torch, trains
 

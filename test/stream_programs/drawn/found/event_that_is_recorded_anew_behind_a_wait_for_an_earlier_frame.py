@@ -1,4 +1,4 @@
-"""Event that is recorded anew behind a wait for an earlier frame."""
+"""Event that is recorded anew after a wait for an earlier frame."""
 
 from stream_programs.drawn.kit import torch, trains, weight
 

@@ -1,4 +1,4 @@
-"""Host computes behind a synchronisation."""
+"""Host computes after a synchronisation."""
 
 from stream_programs.drawn.kit import double, torch, trains
 

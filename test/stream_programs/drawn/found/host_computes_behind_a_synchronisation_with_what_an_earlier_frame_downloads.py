@@ -1,4 +1,4 @@
-"""Host computes behind a synchronisation with what an earlier frame downloads."""
+"""Host computes after a synchronisation with what an earlier frame downloads."""
 
 from stream_programs.drawn.kit import calls, F, torch
 

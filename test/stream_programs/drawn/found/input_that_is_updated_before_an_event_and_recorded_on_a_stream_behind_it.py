@@ -1,4 +1,4 @@
-"""Input that is updated before an event and recorded on a stream behind it."""
+"""Input that is updated before an event and recorded on a stream after it."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Input that is updated behind a mask."""
+"""Input that is updated under a mask."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Mask for the backward of an input behind a copy that blocks."""
+"""Mask for the backward of an input after a copy that blocks."""
 
 from stream_programs.drawn.kit import torch, trains
 

@@ -1,4 +1,4 @@
-"""Memory handed on behind the callers event."""
+"""Memory handed on after the callers event."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Memory of a local variable behind a graph break."""
+"""Memory of a local variable after a graph break."""
 
 from stream_programs.drawn.kit import calls, torch
 

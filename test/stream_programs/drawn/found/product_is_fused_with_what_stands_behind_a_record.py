@@ -1,4 +1,4 @@
-"""Product is fused with what stands behind a record."""
+"""Product is fused with what stands after a record."""
 
 from stream_programs.drawn.kit import calls, torch, weight
 

@@ -1,4 +1,4 @@
-"""Promise by which another stream comes behind a reader of its memory."""
+"""Promise by which another stream comes after a reader of its memory."""
 
 from stream_programs.drawn.kit import calls, torch
 

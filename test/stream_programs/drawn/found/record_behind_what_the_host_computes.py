@@ -1,4 +1,4 @@
-"""Record behind what the host computes."""
+"""Record after what the host computes."""
 
 from stream_programs.drawn.kit import calls, torch
 

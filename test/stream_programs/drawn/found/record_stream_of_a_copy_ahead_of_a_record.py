@@ -1,4 +1,4 @@
-"""Record stream of a copy ahead of a record."""
+"""Record stream of a copy before a record."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Result that is copied and the copy is read behind a wait."""
+"""Result that is copied and the copy is read after a wait."""
 
 from stream_programs.drawn.kit import calls, torch
 

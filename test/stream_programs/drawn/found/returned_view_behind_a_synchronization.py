@@ -1,4 +1,4 @@
-"""Returned view behind a synchronization."""
+"""Returned view after a synchronization."""
 
 from stream_programs.drawn.kit import calls, F, torch
 

@@ -1,4 +1,4 @@
-"""Returned view behind the write back of an input."""
+"""Returned view after the write back of an input."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Sum with zeros is updated behind a record."""
+"""Sum with zeros is updated after a record."""
 
 from stream_programs.drawn.kit import calls, torch, weight
 

@@ -1,4 +1,4 @@
-"""Update behind a mask of a result of a list."""
+"""Update under a mask of a result of a list."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Update behind a synchronisation that nobody joins."""
+"""Update after a synchronisation that nobody joins."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Update on another stream lives on behind a break."""
+"""Update on another stream lives on after a break."""
 
 from stream_programs.drawn.kit import calls, torch
 

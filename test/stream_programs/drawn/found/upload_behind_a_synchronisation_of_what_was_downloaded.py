@@ -1,4 +1,4 @@
-"""Upload behind a synchronisation of what was downloaded."""
+"""Upload after a synchronisation of what was downloaded."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Upload that blocks behind an operator that writes a buffer."""
+"""Upload that blocks after an operator that writes a buffer."""
 
 from stream_programs.drawn.kit import add_to, calls, torch
 

@@ -1,4 +1,4 @@
-"""Upload that blocks behind an update of a buffer."""
+"""Upload that blocks after an update of a buffer."""
 
 from stream_programs.drawn.kit import calls, torch
 

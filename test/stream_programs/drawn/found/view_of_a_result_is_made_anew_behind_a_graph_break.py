@@ -1,4 +1,4 @@
-"""View of a result is made anew behind a graph break."""
+"""View of a result is made anew after a graph break."""
 
 from stream_programs.drawn.kit import torch, trains
 

@@ -1,4 +1,4 @@
-"""View of an update that is made anew behind the backward."""
+"""View of an update that is made anew after the backward."""
 
 from stream_programs.drawn.kit import double, torch, trains, weight
 

@@ -1,4 +1,4 @@
-"""What is read behind a synchronisation of the device may be of an earlier frame."""
+"""What is read after a synchronisation of the device may be of an earlier frame."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Work behind a copy that blocks the host."""
+"""Work after a copy that blocks the host."""
 
 from stream_programs.drawn.kit import calls, torch
 

@@ -1,4 +1,4 @@
-"""Work behind a host synchronisation."""
+"""Work after a host synchronisation."""
 
 from stream_programs.drawn.kit import torch, trains
 

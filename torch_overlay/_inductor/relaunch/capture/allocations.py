@@ -100,12 +100,12 @@ class Lives:
         maybe = self._maybe
         self._tensors.append(weakref.ref(tensor, lambda _: maybe.append(address)))
 
-    def begin_to_stay(self, address: int) -> None:
+    def track_output(self, address: int) -> None:
         """Of memory that the program gives away: nobody need look whether it is gone."""
         self.made[address] = self.now
 
     def tick(self) -> None:
-        """Before an allocation: what is gone by now was freed before it, and not before the one ahead of it."""
+        """Before an allocation: what is gone by now was freed before it, and not before the one before it."""
         self.now += 1
         if self._maybe:
             waiting, self._maybe[:] = list(self._maybe), []

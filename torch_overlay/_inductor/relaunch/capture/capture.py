@@ -111,7 +111,7 @@ class _Placing(Observer):
         address = made.data_ptr()
         if self.count in self.plan_.allocations:
             self.placed[address] = view.extent
-            self.lives.begin_to_stay(address)
+            self.lives.track_output(address)
         else:
             self.scratch[address] = view.extent
             self.lives.begin(made)

@@ -134,7 +134,7 @@ def _proven(
 
 
 def check_streams(model: Any) -> None:
-    """A partition orders its side streams against the ambient stream alone, and what it owes to the caller's streams is
+    """A partition orders its side streams against the caller's stream alone, and what it owes to other streams is
     done around it. A graph that is not partitioned does both itself."""
     namespace = namespace_of(model) or {}
     for name in _names_in(model):

@@ -47,7 +47,7 @@ AS_LONG = 64
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
-class Apart:
+class IsolatedAllocations:
     """What was allocated in a pool of its own: sizes of the segments by address, the bytes asked for, and whether no
     address was handed out twice."""
 
@@ -101,9 +101,9 @@ class Recording:
         return [self._placed.get(address, (address, size)) for address, size in used]
 
     @contextlib.contextmanager
-    def apart(self, asked: tuple[int, int] | None) -> Iterator[Apart]:
+    def apart(self, asked: tuple[int, int] | None) -> Iterator[IsolatedAllocations]:
         """`asked`: how many allocations there will be, and of how many bytes, if that is known."""
-        apart, before = Apart(), self.space.count()
+        apart, before = IsolatedAllocations(), self.space.count()
         then = (0, 0) if asked is not None else self.owner.allocated()
         with self._selected(self.space.pool(no_split=True)):
             yield apart

@@ -9,9 +9,9 @@ Note [What is independent]
 Two nodes are, if neither may write what the other one may touch. What a node touches is what the proof found among its
 arguments (`proof.prove`), which of it is only read is declared: by the names of an Inductor kernel's parameters, and by
 what a matrix product was called with. Of anything else nothing is known, and it stays in order with all before and
-behind it: it could look for addresses in memory. The inputs count as one piece of memory, for a call may pass two views
+after it: it could look for addresses in memory. The inputs count as one piece of memory, for a call may pass two views
 of one; so do addresses outside of the capture that a node holds: they belong to the compiled module or to a library,
-who knows where they end. Regions of temporary memory share their place only if the edges that remain put one behind the
+who knows where they end. Regions of temporary memory share their place only if the edges that remain put one after the
 other (`memory.packing`).
 
 What operators allocate inside is one region, in which the program knows what they returned, and reuses it. So an
@@ -25,7 +25,7 @@ while others compute. Two that fill the device by themselves gain nothing, and a
 microsecond; so they wait for each other if they take more than twice as many blocks as the device has room for, by
 their registers and shared memory. On one H200, a launch of Llama's 16 layers (1 x 64 tokens) took 695 us instead of
 802, and one of BERT (1 x 128) 588 instead of 656. With twenty nodes instead of eight, Llama took 702. With groups of
-neighbours, each behind all of the group before the last, they took 704 and 609.
+neighbours, each after all of the group before the last, they took 704 and 609.
 
 Note [Training]
 The graphs of a training step stay as they are. At eight sequences of 128 tokens, BERT's step took 0.7 % less with
@@ -90,15 +90,15 @@ def is_product(operator: Any) -> bool:
 
 
 def chain_of(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
-    """The nodes in order, if each comes right behind one other."""
-    behind: dict[int, int] = dict(edges)
-    firsts = set(range(nodes)).difference(behind.values())
+    """The nodes in order, if each comes right after one other."""
+    following_of: dict[int, int] = dict(edges)
+    firsts = set(range(nodes)).difference(following_of.values())
     if len(firsts) != 1:
         return None
     order = [firsts.pop()]
-    while (following := behind.pop(order[-1], None)) is not None:
+    while (following := following_of.pop(order[-1], None)) is not None:
         order.append(following)
-    return order if len(order) == nodes and not behind else None
+    return order if len(order) == nodes and not following_of else None
 
 
 def uses_of(
@@ -250,10 +250,10 @@ def side_by_side(order: Sequence[int], uses: Sequence[Use | None]) -> list[tuple
         return a is not None and b is not None and a.share + b.share <= FULL and not a.conflicts(b)
 
     edges: list[tuple[int, int]] = []
-    ahead: list[int] = []  # by position: bits of the positions that a node comes behind
+    ahead: list[int] = []  # by position: bits of the positions that a node comes after
     for position, node in enumerate(order):
         known = 0
-        # From the nearest on, so that no edge is implied by others. What is farther than this is ahead of one that is.
+        # From the nearest on, so that no edge is implied by others. What is farther than this is before one that is.
         for other in range(position - 1, max(position - 2 * NEAR - 2, -1), -1):
             if known >> other & 1:
                 continue

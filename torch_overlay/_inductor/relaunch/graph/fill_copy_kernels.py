@@ -4,7 +4,7 @@ The driver launches a graph of kernels alone faster than one in which other node
 bytes among 249 kernels made a launch cost 319 us of host time instead of 3.4. Triton compiles the kernels at first
 use, and caches them; no Triton launcher is involved, for what a graph node needs is a function handle and arguments.
 
-Triton declares pointers to its scratch memories behind a kernel's own parameters. These kernels use none, so they are
+Triton declares pointers to its scratch memories after a kernel's own parameters. These kernels use none, so they are
 null; `graph.read.tidy` checks the layout that the driver reports against `Launch.arguments` before it uses the handle.
 """
 

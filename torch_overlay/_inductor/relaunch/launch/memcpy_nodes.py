@@ -53,7 +53,7 @@ def is_linear(node: CopyNode) -> bool:
 
 
 def extent(node: CopyNode, parameter: int) -> int:
-    """Bytes from the first one of a side to behind its last."""
+    """Bytes from the first one of a side to after its last."""
     pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
     height, depth = max(node.height, 1), max(node.depth, 1)
     return node.width + pitch * (height - 1 + rows * (depth - 1))

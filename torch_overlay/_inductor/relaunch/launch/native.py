@@ -17,7 +17,7 @@ It is C (`torch_overlay/csrc`). The tests have a model of it in Python, which be
 
 Note [Addresses of captures]
 1. Within a range no address is handed out twice, so one address stands for one allocation.
-2. Unused addresses lie before, between and behind the allocations, inside the range's bounds: a word that points a
+2. Unused addresses lie before, between and after the allocations, inside the range's bounds: a word that points a
    little outside of its allocation is found in the range and in no allocation, and can be refused.
 3. Ranges with a different `gap` keep their allocations at different distances. Whatever holds one region's address
    plus a constant, and by chance points into another region, differs between two such captures.
@@ -112,17 +112,17 @@ def torch_functions() -> tuple[int, ...]:
     return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
-def kept() -> int:
-    """Bytes of scratch memory that stay between launches: Note [Scratch that stays] of `native_call`."""
+def cached() -> int:
+    """Bytes of scratch memory that stay between launches: Note [Scratch cache] of `native_call`."""
     module = _built()
-    return module.kept() if module is not None else 0
+    return module.cached() if module is not None else 0
 
 
-def give_back() -> None:
+def free_cached() -> None:
     """Frees that memory: what launches are using, as soon as they have."""
     module = _built()
     if module is not None:
-        module.give_back()
+        module.free_cached()
 
 
 def launching() -> bool:

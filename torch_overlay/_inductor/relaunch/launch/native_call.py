@@ -14,12 +14,12 @@ in C alone: allocation, views, the current device and stream.
 Scratch memory is no tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no random numbers is
 launched by the driver (`launcher.direct`); for others torch's `replay` advances the generators first.
 
-Note [Scratch that stays]
+Note [Scratch cache]
 To allocate scratch memory and to free it is a good part of what the host does for a short launch (of Llama's with 16
 layers 2.5 us of 23, on a machine with an H200), so an inference graph that is launched for the second time leaves its
 scratch allocated for the next launch on the same stream, of whatever graph. There is one block for a stream, of the
 largest scratch that asked for it, and all blocks of a device together take no more than
-`config.cudagraph_kept_scratch_mib`; what doesn't fit is freed behind each launch. A block goes with the last graph that
+`config.cudagraph_scratch_cache_mib`; what doesn't fit is freed after each launch. A block goes with the last graph that
 used it, at `torch._dynamo.reset()`, and when a launch finds no memory. Memory of a pool that the caller has selected
 isn't kept, for it is to go with that pool.
 
@@ -87,7 +87,7 @@ def bind(relaunch: Relaunch) -> Any:
             getattr(device, "raw_delete", None),
             size,
             getattr(device, "is_ordinary", None),
-            relaunch.kept_scratch,
+            relaunch.scratch_cache,
             getattr(device, "functions", (0, 0, 0)),
         ),
         current=device.current,

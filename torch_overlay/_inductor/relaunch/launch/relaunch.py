@@ -12,7 +12,7 @@ Note [A relaunch]
    (`launching`): regions that are called in a launch run as compiled.
 4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
    freed as soon as that is done: whoever gets the memory next comes later on that stream. A little of it stays:
-   Note [Scratch that stays] of `native_call`.
+   Note [Scratch cache] of `native_call`.
 5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
@@ -84,11 +84,11 @@ class Relaunch:
         launcher: Any,
         static: Sequence[int],
         alignments: Sequence[int],
-        kept_scratch: int = 0,
+        scratch_cache: int = 0,
     ) -> None:
-        """`kept_scratch`: bytes, of `native_call`, Note [Scratch that stays]."""
+        """`scratch_cache`: bytes, of `native_call`, Note [Scratch cache]."""
         self.device, self.layout, self.launcher = device, layout, launcher
-        self.alignments, self.kept_scratch = alignments, kept_scratch
+        self.alignments, self.scratch_cache = alignments, scratch_cache
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.static = [k for k in static if k in self.region]
         self.addresses: list[int] = []  # of static inputs, by position
@@ -224,7 +224,7 @@ def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
                     raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
                 of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
     if whole == [(i, i) for i in range(len(recipes))]:
-        return lambda source, made, slab: tuple(made[: len(whole)])  # slabs come behind them
+        return lambda source, made, slab: tuple(made[: len(whole)])  # slabs come after them
     types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
 
     def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:

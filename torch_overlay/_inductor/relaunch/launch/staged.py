@@ -29,12 +29,12 @@ def launchable(
     launchers: Sequence[Any],
     static: Sequence[int],
     alignments: Sequence[int],
-    kept_scratch: int = 0,
+    scratch_cache: int = 0,
 ) -> Relaunch | Split:
     if arrangement.stages:
         return Split(device, arrangement, launchers, static, alignments)
     (launcher,) = launchers
-    return Relaunch(device, arrangement.layout, launcher, static, alignments, kept_scratch)
+    return Relaunch(device, arrangement.layout, launcher, static, alignments, scratch_cache)
 
 
 class Split:

@@ -7,7 +7,7 @@ Note [Stages]
 A graph launch needs all its memory at once. A backward that runs without a graph frees what the forward saved while it
 allocates gradients, so one launch for all of it would need much more. Such a region is cut into a few stages, each a
 graph with a layout of its own, launched one after the other on one stream. What a stage makes is allocated just before
-it, and what no later stage touches is dropped right behind it: an input goes if nobody else holds it, whoever that may
+it, and what no later stage touches is dropped right after it: an input goes if nobody else holds it, whoever that may
 be, and the caching allocator hands its memory to the next stage. So nothing has to be known of the owners of inputs.
 
 What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, then slabs
@@ -74,7 +74,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Proven:
-    """`places` has (region, delta) in the layout for each input and storage of the proof; pieces come behind these.
+    """`places` has (region, delta) in the layout for each input and storage of the proof; pieces come after these.
     `holders` tells inputs that share their memory, a number for each input, and `held` how many bytes there are;
     `static` inputs don't go."""
 
@@ -222,7 +222,7 @@ class _Cut:
                     free += 1
 
     def _region(self, span: tuple[int, int] | None) -> int:
-        """A new one, behind all others, with the first and the last stage that touch it."""
+        """A new one, after all others, with the first and the last stage that touch it."""
         self.spans.append(span)
         return len(self.spans) - 1
 

@@ -64,7 +64,7 @@ class View:
 
     @functools.cached_property
     def extent(self) -> int:
-        """Bytes from the first element to behind the last one."""
+        """Bytes from the first element to after the last one."""
         last = 0
         for n, stride in zip(self.size, self.stride):
             if not n:
@@ -161,7 +161,7 @@ class Layout:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """In which a call allocates: numbers of regions behind the inputs. Note [The largest first]"""
+        """In which a call allocates: numbers of regions after the inputs. Note [The largest first]"""
         sizes = [*[self.storages[i].size for i in self.own], self.saved_size, self.scratch_size]
         wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
         return tuple(sorted(wanted, key=lambda k: -sizes[k]))

@@ -9,15 +9,15 @@ live one after the other. What tells it is the program and the graph together, a
 
 Note [Who may touch an allocation]
 A node that holds an address in an allocation may touch all of it. A node without one may still be told by another
-one: a kernel can leave an address in memory for a kernel behind it. The program keeps an allocation as long as any
-kernel of its own needs it, so whatever comes behind an allocation that the program made after it had freed the first
-has nothing to do with the first. All other nodes that come behind those that hold an address count as touching it.
+one: a kernel can leave an address in memory for a kernel after it. The program keeps an allocation as long as any
+kernel of its own needs it, so whatever comes after an allocation that the program made after it had freed the first
+has nothing to do with the first. All other nodes that come after those that hold an address count as touching it.
 
 Note [Slabs]
 The caching allocator cuts what is less than 10 MiB out of segments of 20 MiB, so such a block finds its place where
 others were. What is larger gets a segment of its own size, where nothing larger finds its place. So a slab is less than
 10 MiB, unless a single allocation is more: that one has a segment without graphs, too. If there is such a slab, a
-little one goes behind it, for an allocation takes the host two microseconds or three.
+little one goes after it, for an allocation takes the host two microseconds or three.
 
 This module is pure. Nodes are numbered as in the graph; sets of nodes are integers, a bit for each position in an
 order that the edges allow.
@@ -45,8 +45,8 @@ IGNORED = 2000  # what shares a slab and is less than this part of all is not lo
 
 @dataclass(frozen=True)
 class Life:
-    """Of an allocation: its bytes, and the numbers of the first allocation of the program that came with or behind it,
-    and behind its end. Nothing is known of what the program did with memory that never ends."""
+    """Of an allocation: its bytes, and the numbers of the first allocation of the program that came with or after it,
+    and after its end. Nothing is known of what the program did with memory that never ends."""
 
     size: int
     made: int = 0
@@ -68,44 +68,44 @@ class Order:
         self.lives = lives
         self.order = _topological(nodes, edges := list(edges))
         self.position = {node: at for at, node in enumerate(self.order)}
-        self.before, self.behind = self._closures(edges)  # by position: all that comes before it, and behind it
+        self.earlier, self.later = self._closures(edges)  # by position: all that comes before it, and after it
         self.holders = [0] * len(lives)
         for node, allocation in words:
             self.holders[allocation] |= 1 << self.position[node]
         self.touching = self._touching()
         everything = (1 << nodes) - 1
-        self.after = []  # by allocation: what comes behind all that may touch it
+        self.after = []  # by allocation: what comes after all that may touch it
         for touching in self.touching:
             after = everything
             while touching:
                 at = touching.bit_length() - 1
-                after &= self.behind[at]
-                touching &= ~(self.before[at] | 1 << at)  # behind those is all that is behind this one
+                after &= self.later[at]
+                touching &= ~(self.earlier[at] | 1 << at)  # after those is all that is after this one
             self.after.append(after)
 
     def _closures(self, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        before, behind = [0] * len(self.order), [0] * len(self.order)
+        earlier, later = [0] * len(self.order), [0] * len(self.order)
         pairs = sorted((self.position[u], self.position[v]) for u, v in edges)
         for u, v in sorted(pairs, key=lambda pair: pair[1]):
-            before[v] |= before[u] | 1 << u
+            earlier[v] |= earlier[u] | 1 << u
         for u, v in reversed(pairs):
-            behind[u] |= behind[v] | 1 << v
-        return before, behind
+            later[u] |= later[v] | 1 << v
+        return earlier, later
 
     def _reached(self, holders: int) -> int:
-        """The nodes, and what comes behind any of them."""
+        """The nodes, and what comes after any of them."""
         reached = holders
         while holders:
             at = first_bit(holders)
-            reached |= self.behind[at]
-            holders &= ~(self.behind[at] | 1 << at)
+            reached |= self.later[at]
+            holders &= ~(self.later[at] | 1 << at)
         return reached
 
     def _touching(self) -> list[int]:
         """Note [Who may touch an allocation]."""
         by_time = sorted(range(len(self.lives)), key=lambda a: self.lives[a].made)
         times = [self.lives[a].made for a in by_time]
-        late = [0] * (len(by_time) + 1)  # behind what the program made from here on
+        late = [0] * (len(by_time) + 1)  # after what the program made from here on
         reached = [self._reached(holders) for holders in self.holders]
         for i in range(len(by_time) - 1, -1, -1):
             late[i] = late[i + 1] | reached[by_time[i]]

@@ -19,7 +19,7 @@ READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't k
 ONLY_READ = re.compile(r"in_ptr\d+")
 # Kernels that Inductor writes itself: they load and store at their parameters, and look for addresses nowhere else.
 WRITTEN_BY_INDUCTOR = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION")
-SCRATCH = POINTER * 2  # Triton's global and profile scratch, behind the declared parameters
+SCRATCH = POINTER * 2  # Triton's global and profile scratch, after the declared parameters
 
 
 def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
@@ -45,7 +45,7 @@ def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
         for launcher in getattr(value, "launchers", None) or ():
             binary = _binary(launcher)
             declared = _letters(binary)
-            # Triton's scratch memories are behind the parameters that have names.
+            # Triton's scratch memories are after the parameters that have names.
             if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
                 whole = letters + HIDDEN * (len(declared) - len(letters))
                 found.update(dict.fromkeys(_handles(binary), whole))
