@@ -1,18 +1,18 @@
-"""User streams and CUDA graphs for torch.compile, on a stock PyTorch.
+"""Adds user streams and CUDA graphs to torch.compile, on a stock PyTorch.
 
     import torch_overlay
 
-before `torch.compile` is all it takes: the import enables the overlay. `disable()` gives stock PyTorch back, `status()`
-says what is installed and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and
-installs nothing; a variable of an option (`config`) that is not understood is a ValueError.
+before `torch.compile` is all it takes: the import enables the overlay. `disable()` restores stock PyTorch, `status()`
+says what is installed and why. With TORCH_OVERLAY_DISABLE=1 in the environment the package can be imported and installs
+nothing; a bad value in the variable of an option (`config`) is a ValueError.
 
 Note [What the import does]
-It verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or none; a
-PyTorch that is not the one it was written for is an OverlayError. It imports torch and no compiler module: seams of
-modules that are not loaded yet are installed when they are, or before the next compilation, if another library's import
-hook has loaded them past the overlay. It does not initialise CUDA. A forked child inherits the state; a spawned one has
-the overlay if its main module imports it. Code compiled before enable() or disable() stays as it is until
-torch._dynamo.reset(); a warning says so.
+The import verifies the installed PyTorch and puts hooks around the functions listed in `seam_table.py`, all of them or
+none; if PyTorch is not the release that the overlay was written for, it raises an OverlayError. It imports torch and no
+compiler module: seams of modules that are not loaded yet are installed when they are loaded, or before the next
+compilation, if another library's import hook has loaded them past the overlay. It does not initialise CUDA. A forked
+child inherits the state; a spawned child has the overlay if its main module imports it. Code compiled before enable()
+or disable() doesn't change until torch._dynamo.reset(); a warning says so.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def _seams() -> Sequence[Seam]:
     return SEAMS
 
 
-# importlib.reload runs this file again in the same namespace; what is installed stays installed.
+# importlib.reload runs this file again in the same namespace; installed seams stay installed.
 _installer: Installer = globals().get("_installer") or Installer(_seams)
 late_import.before_compilation = _installer.before_compilation
 
 
 def enable() -> None:
-    """Installs every seam, or raises an OverlayError and installs none. Does nothing if they are installed."""
+    """Install every seam, or raise an OverlayError and install none. Does nothing if they are installed."""
     try:
         if switched_on(DISABLE):
             _installer.off_because = f"{DISABLE}={os.environ[DISABLE]} is set in the environment"
@@ -64,12 +64,12 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Removes every seam: the exact inverse of enable(). Does nothing if none is installed."""
+    """Remove every seam: the exact inverse of enable(). Does nothing if none is installed."""
     _installer.disable()
 
 
 def status() -> Status:
-    """What is installed, and why or why not. Printing it gives a table."""
+    """Return what is installed, and why or why not. Printing it gives a table."""
     from torch_overlay._engine.report import make_status
 
     return make_status(_installer)
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _runs_as_command() -> bool:
-    """Is this `python -m torch_overlay`? Then __main__ enables, and reports a failure in its own way."""
+    """True for `python -m torch_overlay`; then __main__ enables the overlay, and reports a failure in its own way."""
     return sys.argv[:1] == ["-m"] and not {__name__, f"-m{__name__}"}.isdisjoint(sys.orig_argv)
 
 

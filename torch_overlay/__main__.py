@@ -1,6 +1,7 @@
-"""The command line: status, and the tools of other modules.
+"""Runs the command line: status, and the tools of other modules.
 
-A PyTorch that the overlay refuses is no reason for a traceback here: `status` shows what was refused and why.
+If the overlay refuses the installed PyTorch, the command line shows no traceback: `status` shows what was refused and
+why.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ python -m torch_overlay status | explain | check | timeline | demo
 
 
 def print_status(status: Status) -> None:
-    """The status as tables where rich is installed, else as plain lines."""
+    """Print the status as tables where rich is installed, else as plain lines."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -64,7 +65,7 @@ def print_status(status: Status) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Dispatches the subcommands; returns the exit status."""
+    """Dispatch the subcommands; return the exit status."""
     command, arguments = (argv[0], argv[1:]) if argv else ("help", [])
     if command not in ("status", *COMMANDS):
         print(USAGE)

@@ -1,9 +1,9 @@
-"""The log name "torch_overlay", for TORCH_LOGS="torch_overlay" and torch._logging.set_logs(modules={...}).
+"""Registers the log name "torch_overlay", for TORCH_LOGS="torch_overlay" and torch._logging.set_logs(modules={...}).
 
 In the patched form this runs at the end of upstream's own list of log names, before torch reads TORCH_LOGS. In the
 overlay form torch has read TORCH_LOGS already, and since a name there may be that of any importable module, it has
-already set our levels if we are mentioned. What is left is to make the name known and to give the logger the handler
-that all of torch's loggers have. The levels and handlers of other loggers are not touched.
+already set our levels if TORCH_LOGS names us. It remains to register the name and to give the logger the handler that
+all of torch's loggers have. The levels and handlers of other loggers are not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "torch_overlay"
 
 
 def register(registrations: ModuleType) -> Callable[[], None]:
-    """Makes the log name known to torch._logging."""
+    """Register the log name with torch._logging."""
     from torch._logging import _internal
 
     if _internal.log_registry.is_log(NAME):

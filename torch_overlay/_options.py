@@ -1,7 +1,7 @@
 """Checks options of `torch_overlay.config` where they are set: at an assignment, and at the import for environment
-variables, not deep inside of a compilation.
+variables, not in the middle of a compilation.
 
-Upstream's configuration takes any value, and of a variable it reads "0" and "1" alone.
+Upstream's configuration accepts any value, and understands only "0" and "1" in a variable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPELLINGS = "1, true, yes or on, or 0, false, no or off"
 
 
 class Option(NamedTuple):
-    """`takes` says in words what `accepts` tests; `read` makes a value of a variable's text, or raises ValueError."""
+    """`takes` describes the values that `accepts` allows; `read` converts a variable's text, or raises ValueError."""
 
     takes: str
     accepts: Callable[[Any], bool]
@@ -44,7 +44,7 @@ def _is_number(value: Any, most: float) -> bool:
 
 
 def _is_offload(value: Any) -> bool:
-    parse(value)  # says itself what it takes
+    parse(value)  # its error says what the option takes
     return True
 
 
@@ -69,7 +69,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def check(name: str, value: Any) -> None:
-    """Raises ValueError if the option doesn't take the value. Names that are no options are upstream's to refuse."""
+    """Raise ValueError if the option doesn't take the value. Upstream refuses names that are no options."""
     option = OPTIONS.get(name)
     if option is not None and not option.accepts(value):
         raise ValueError(f"torch_overlay.config.{name} takes {option.takes}; it was set to {value!r:.200}")
@@ -85,7 +85,7 @@ def variable(name: str) -> str:
 
 
 def switched_on(variable: str) -> bool:
-    """An environment variable that is a switch; off if it is not set, or empty."""
+    """True if an environment variable that is a switch is on; off if it is not set, or empty."""
     text = os.environ.get(variable, "").strip()
     try:
         return bool(text) and read_switch(text)
@@ -94,7 +94,7 @@ def switched_on(variable: str) -> bool:
 
 
 def from_environment() -> dict[str, Any]:
-    """The values of the options whose variables are set, and not empty."""
+    """Return the values of the options whose variables are set, and not empty."""
     found = {}
     for name, option in OPTIONS.items():
         text = os.environ.get(variable(name), "").strip()
@@ -109,7 +109,7 @@ def from_environment() -> dict[str, Any]:
 
 
 def install(config: ModuleType) -> None:
-    """Makes the configuration module one that checks what it is given, all of it before any of it is set."""
+    """Make the configuration module check values: all of those set together, before any of them is set."""
     for name, value in from_environment().items():
         config._config[name].env_value_default = value
 

@@ -1,4 +1,4 @@
-"""Keeps Dynamo from tracing our own frames: hooks and what they call also run between a program's compiled parts.
+"""Keeps Dynamo from tracing our own frames: hooks and their callees also run between a program's compiled graphs.
 
 Dynamo compares a code object's file name, as text, with names of folders. That file name is the one by which the module
 was imported, and a folder has as many names as symbolic links lead to it.
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def folder_names(package: str) -> list[str]:
-    """The names of a package's folder: those that the package has, where they lead, and those that an import through
-    another entry of sys.path would give it.
+    """Return the names of a package's folder: those in the package's path, their real paths, and the names by which an
+    import through another entry of sys.path would find it.
     """
     own = list(sys.modules[package].__path__)
     others = (os.path.join(entry, *package.split(".")) for entry in sys.path)
@@ -35,7 +35,7 @@ def _is_one_of(name: str, folders: list[str]) -> bool:
 
 
 def register(trace_rules: ModuleType) -> Callable[[], None]:
-    """Adds this package to the folders that Dynamo skips."""
+    """Add this package to the folders that Dynamo skips."""
     names = folder_names(__name__.rpartition(".")[0])
     trace_rules.SKIP_DIRS.extend(names)
     trace_rules._recompile_re()

@@ -1,4 +1,4 @@
-"""The one exception of the overlay engine. Its reason code is stable: programs and tests may compare it."""
+"""Defines the one exception of the overlay engine. Its reason code is stable: programs and tests may compare it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REASONS = {
 
 
 class OverlayError(RuntimeError):
-    """The overlay could not be installed or removed; nothing was changed.
+    """Raised if the overlay could not be installed or removed; nothing was changed.
 
     Attributes:
         reason: a key of REASONS
-        target: what it is about, for example "torch._inductor.scheduler:Scheduler.can_fuse"
+        target: the module or object concerned, for example "torch._inductor.scheduler:Scheduler.can_fuse"
         expected, found: what the overlay needs and what is there
     """
 

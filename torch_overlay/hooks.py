@@ -1,4 +1,4 @@
-"""The decorators that join upstream code to ours.
+"""Defines the decorators that join upstream code to ours.
 
 Note [One text, two forms]
 The same change to PyTorch is kept in two forms. In the overlay form, `import torch_overlay` puts a hook around each
@@ -9,11 +9,12 @@ upstream function in memory. In the patched form, the same hook is one decorator
 
 Both use the decorators below, so both behave alike. This module imports nothing but the standard library, and a hook
 imports its implementation at its first call: upstream files can therefore import this module at their top without
-making a cycle, and a program that never reaches a hook never loads what is behind it.
+making a cycle, and a program that never reaches a hook never loads the hook's implementation.
 
-An implementation of `wrapped_by` is called as `implementation(original, *args, **kwargs)`. `replaced_by` hands the
+An implementation of `wrapped_by` is called as `implementation(original, *args, **kwargs)`. `replaced_by` passes the
 upstream object to the implementation and puts the result in its place. `registered_by` calls the implementation with
-the upstream module, once, when that module is loaded, and gets back a callable that undoes the registration.
+the upstream module, once, when that module is loaded; the implementation returns a callable that undoes the
+registration.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def resolve(reference: str) -> Callable[..., Any]:
-    """The object that a reference of the form "package.module:name.name" stands for."""
+    """Return the object that a reference of the form "package.module:name.name" names."""
     module_name, _, path = reference.partition(":")
     found: Any = importlib.import_module(module_name)
     for name in path.split("."):
@@ -38,7 +39,7 @@ def resolve(reference: str) -> Callable[..., Any]:
 
 
 def wrapped_by(reference: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: calls of the function go to the implementation, which gets the original as its first argument."""
+    """Decorate a function: its calls go to the implementation, which gets the original as its first argument."""
 
     def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
         implementation: Callable[..., Any] | None = None
@@ -57,7 +58,7 @@ def wrapped_by(reference: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def replaced_by(reference: str) -> Callable[[Any], Any]:
-    """`name = replaced_by("module:make")(name)` at the end of a module rebinds the name to `make(name)`."""
+    """Rebind a name to `make(name)`, by `name = replaced_by("module:make")(name)` at the end of a module."""
 
     def decorate(original: Any) -> Any:
         return resolve(reference)(original)
@@ -66,6 +67,7 @@ def replaced_by(reference: str) -> Callable[[Any], Any]:
 
 
 def registered_by(reference: str, module_name: str) -> Callable[[], None]:
-    """`registered_by("module:register", __name__)` at the end of a module lets the implementation register what it
-    needs there. The result undoes the registration."""
+    """Let the implementation register its objects in a module, by `registered_by("module:register", __name__)` at the
+    module's end. The result undoes the registration.
+    """
     return resolve(reference)(sys.modules[module_name])

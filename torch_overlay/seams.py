@@ -1,15 +1,15 @@
-"""Seams: the named places where the overlay touches upstream code.
+"""Defines seams: the named places where the overlay touches upstream code.
 
 A seam is a frozen record. It names an upstream object, our implementation, and the fingerprint of the upstream source
-that the implementation was written against; it says why it exists and what would let us drop it. All of them stand in
-one table, `seam_table.SEAMS`. The installer (`_engine/`) and the patch exporter (`tools/export_patches.py`) both read
-that table and nothing else, which is what keeps the two forms of the change equal.
+that the implementation was written against; it says why it exists and when we can drop it. All seams are in one table,
+`seam_table.SEAMS`. The installer (`_engine/`) and the patch exporter (`tools/export_patches.py`) both read that table
+and nothing else, which keeps the two forms of the change equal.
 
 Kinds:
     wrap      a function or method; a hook goes around it (hooks.wrapped_by)
     replace   a module-level name; it is rebound to implementation(original) (hooks.replaced_by)
     register  a module, written "torch.module:" with nothing after the colon; the implementation gets the module and
-              returns a callable that undoes what it did (hooks.registered_by)
+              returns a callable that undoes the registration (hooks.registered_by)
 
 A fingerprint covers one definition, decorators included, and not its file: unrelated edits of the file don't matter.
 This module finds definitions in source text without importing them. `tools/fingerprint.py` prints fingerprints.
@@ -37,7 +37,7 @@ DESCRIPTOR_DECORATORS = ("staticmethod", "classmethod", "property", "cached_prop
 
 @dataclass(frozen=True)
 class Seam:
-    """One place where upstream code calls ours."""
+    """Place where upstream code calls ours."""
 
     target: str
     impl: str
@@ -71,7 +71,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch of the series: a change that can be sent upstream on its own, on top of those before it."""
+    """Patch of the series: a change that can be sent upstream on its own, on top of the patches before it."""
 
     slug: str
     subject: str
@@ -80,7 +80,7 @@ class Patch:
 
 
 class DefinitionNotFound(LookupError):
-    """The source text has no definition of that name."""
+    """Raised if the source text has no definition of that name."""
 
 
 def _definitions(body: Sequence[ast.stmt], name: str) -> Iterator[Definition]:
@@ -104,7 +104,7 @@ def _definitions(body: Sequence[ast.stmt], name: str) -> Iterator[Definition]:
 
 
 def find_definition(tree: ast.Module, qualname: str) -> Definition:
-    """The definition of a dotted name; where a name is defined more than once, the last one, as when it runs."""
+    """Return the definition of a dotted name; if a name is defined more than once, the last one, as at run time."""
     body: Sequence[ast.stmt] = tree.body
     found: Definition | None = None
     for name in qualname.split("."):
@@ -118,19 +118,19 @@ def find_definition(tree: ast.Module, qualname: str) -> Definition:
 
 
 def first_line(node: Definition) -> int:
-    """Line number, from 1, at which a definition starts, its decorators included."""
+    """Return the line number, from 1, at which a definition starts, its decorators included."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def segment(source: str, node: Definition) -> str:
-    """The text of a definition, decorators included, dedented."""
+    """Return the text of a definition, decorators included, dedented."""
     lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
     return textwrap.dedent("\n".join(lines)) + "\n"
 
 
 def hook_line(node: Definition) -> int:
-    """Line number before which a decorator line goes: above all decorators but those that make a descriptor."""
+    """Return the line number before which a decorator goes: above all decorators but those that make a descriptor."""
     for decorator in getattr(node, "decorator_list", []):
         callee = decorator.func if isinstance(decorator, ast.Call) else decorator
         name = callee.attr if isinstance(callee, ast.Attribute) else getattr(callee, "id", "")
@@ -140,6 +140,6 @@ def hook_line(node: Definition) -> int:
 
 
 def fingerprint(source: str, qualname: str, tree: ast.Module | None = None) -> str:
-    """Fingerprint of the definition of `qualname` in a module's source text."""
+    """Return the fingerprint of the definition of `qualname` in a module's source text."""
     node = find_definition(tree or ast.parse(source), qualname)
     return hashlib.sha256(segment(source, node).encode()).hexdigest()[:16]

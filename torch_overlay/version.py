@@ -1,4 +1,4 @@
-"""Version of this package, and a digest of its text: both enter the compile cache keys."""
+"""Defines the version of this package and a digest of its text: both enter the compile cache keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every source file of the package: an edited implementation never meets code compiled by another."""
+    """Return a digest of all source files, so an edited package never gets code that another version of it compiled."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):

@@ -1,17 +1,17 @@
-"""python -m torch_overlay check FILE:FUNCTION -- is the function, as it is compiled, ordered?
+"""python -m torch_overlay check FILE:FUNCTION -- looks for races in a compiled function.
 
-    check model.py:forward               compiles `forward`, runs what was generated on a simulated device, on what
-                                         `forward_inputs()` or `example_inputs()` of that file returns (a tuple or a
-                                         tensor; a function without parameters needs none), and reports races
-    check train.py:loss --backward       the backward of its outputs as well
+    check model.py:forward               compiles `forward`, runs the generated code on a simulated device with the
+                                         inputs that `forward_inputs()` or `example_inputs()` of that file returns (a
+                                         tuple or a tensor; a function without parameters needs none), reports races
+    check train.py:loss --backward       checks the backward of the outputs as well
 
-No GPU is needed, and none is used: the file is run with simulated tensors, streams and events. Printed are races that
-the function has in eager; races of the compiled code, with both accesses and the edge that is missing; promises of
-eager to the code around a call that the compiled code does not keep; events that order nothing; and, with --plan, the
-plans.
+No GPU is needed, and none is used: the file is run with simulated tensors, streams and events. The command prints races
+that the function has in eager; races of the compiled code, with both accesses and the edge that is missing; promises
+of eager to the code around a call that the compiled code does not keep; events that order nothing; and, with --plan,
+the plans.
 
-The exit status is 0 if there is nothing to fear, 1 for a race, in eager too unless --eager-races ok is given, or a lost
-promise, 2 if the function could not be found or run.
+The exit status is 0 if there is no race and no lost promise; 1 for a race (also in eager, unless --eager-races ok is
+given) or a lost promise; 2 if the function could not be found or run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """The exit status."""
+    """Run the command; return the exit status."""
     parser = program.parser("check", __doc__)
     parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
     parser.add_argument("--calls", type=int, default=2, help="how many calls in a row (2)")

@@ -1,12 +1,13 @@
 """python -m torch_overlay demo [PROGRAM ...]
 
-Compiles the programs in examples/ and shows what comes out: graph breaks, which operation runs on which stream, the
+Compiles the programs in examples/ and shows the result: graph breaks, which operation runs on which stream, the
 events that the program's author wrote against those that the generated code uses, and a picture of a call: what runs
-when, on which stream. The same is written for https://ui.perfetto.dev.
+when, on which stream. The picture is also written for https://ui.perfetto.dev.
 
-That part is done for a simulated GPU, so it shows the same on every machine. Where there is a GPU, the programs are run
-as well, in processes of their own: equal to ordered eager or not, how much of the work overlaps, and the time
-of a call in eager, under stock torch.compile and with the overlay. Stock and overlay take turns, in both orders.
+The programs are compiled for a simulated GPU, so this part is the same on every machine. Where there is a GPU, the
+programs are run as well, in processes of their own: whether the results are equal to ordered eager, how much of the
+work overlaps, and the time of a call in eager, under stock torch.compile and with the overlay. Stock and overlay take
+turns, in both orders.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Events:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What compiling one program showed."""
+    """Results of compiling one program."""
 
     name: str
     graph_breaks: tuple[str, ...]
@@ -65,7 +66,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def load(name: str) -> ModuleType:
-    """The module of an example, from its file."""
+    """Load an example from its file; return its module."""
     path = EXAMPLES / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"torch_overlay_example_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -75,7 +76,7 @@ def load(name: str) -> ModuleType:
 
 
 def events_written(device_log: Sequence[str]) -> Events:
-    """The events that a program records and waits for, from the log of one eager call."""
+    """Count the events that a program records and waits for, from the log of one eager call."""
     return Events(
         sum(line.startswith("record event") for line in device_log),
         sum(" waits for event " in line for line in device_log),
@@ -83,13 +84,13 @@ def events_written(device_log: Sequence[str]) -> Events:
 
 
 def events_generated(plans: Sequence[Plan]) -> Events:
-    """The same for the compiled program. An event of the user's that the caller can see is recorded as well."""
+    """Count the events of the compiled program. An event of the user's that the caller can see is recorded as well."""
     own = sum(op.name == "record_event" for plan in plans for op in plan.ops)
     return Events(own + sum(len(plan.events) for plan in plans), sum(plan.num_waits for plan in plans))
 
 
 def placement(plans: Sequence[Plan]) -> str:
-    """How many operations each stream got; streams with the same number share a line."""
+    """Say how many operations run on each stream; side streams with the same number share a line."""
     operations = collections.Counter(op.stream for plan in plans for op in plan.ops if op.stream is not None)
     lines = [f"{operations[stream]} on the {stream_name(stream)}" for stream in sorted(operations) if stream < 1]
     side_streams: dict[int, list[int]] = {}
@@ -106,7 +107,7 @@ def placement(plans: Sequence[Plan]) -> str:
 
 
 def stream_name(stream: int) -> str:
-    """As the planner numbers them: -1 is the host, 0 the stream that is current when the function is called."""
+    """Return the name of a stream as the planner numbers it: -1 is the host, 0 the caller's stream."""
     return {HOST: "host", 0: "current stream"}.get(stream, f"stream {stream}")
 
 
@@ -169,7 +170,7 @@ def measure(form: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rounds of one program and form: all times together, the worst difference, the first error."""
+    """Merge the rounds of one program and form: the medians of all times, the worst difference, the first error."""
     errors = [r["error"] for r in rounds if r.get("error")]
     if errors:
         return {"error": errors[0]}
@@ -183,7 +184,7 @@ def merge(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def show_measurements(screen: Screen, results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> bool:
-    """Prints the table; true if every program ran with the overlay and was equal to ordered eager."""
+    """Print the table; return True if every program ran with the overlay and was equal to ordered eager."""
     rows, notes, good = [], [], True
     for name, forms in results.items():
         overlay, stock = forms["overlay"], forms["stock"]
@@ -237,7 +238,7 @@ def run_on_gpu(screen: Screen, names: Sequence[str]) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0: every program compiled without a graph break and, on a GPU, was equal to ordered eager."""
+    """Run the demo; return 0 if no program had a graph break and, on a GPU, every one was equal to ordered eager."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_overlay demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,8 @@
 
     python -m torch_overlay._cli.demo_gpu RESULT.json PROGRAM ...
 
-With TORCH_OVERLAY_DISABLE=1 this is stock PyTorch. The file is written anew after every program, so a program that
-brings the process down leaves the results of those before it.
+With TORCH_OVERLAY_DISABLE=1 it runs them under stock PyTorch. The file is written anew after every program, so if a
+program crashes the process, the results of the programs before it remain.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DELAY = 2_000_000  # clock cycles, about a millisecond
 
 @contextlib.contextmanager
 def ordered() -> Iterator[None]:
-    """Eager execution in program order: every operation on the current stream."""
+    """Run eager code in program order: every operation on the current stream."""
     with mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()):
         yield
 
@@ -44,7 +44,9 @@ def tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
-    """The largest difference, as a fraction of the largest value of its tensor; infinite for what is not a number."""
+    """Return the largest difference, as a fraction of its tensor's largest value; infinite if it is not a finite
+    number.
+    """
     worst = 0.0
     for a, b in zip(expected, found, strict=True):
         gap = (a - b).abs().max() / a.abs().max().clamp_min(1e-12)
@@ -53,7 +55,7 @@ def difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float
 
 
 def time_calls(function: Callable[..., Any], args: tuple[Any, ...]) -> list[float]:
-    """Microseconds a call: wall time of calls in a row, with the wait for the device at the end of each batch."""
+    """Return microseconds per call: wall time of calls in a row, waiting for the device at the end of each batch."""
     times = []
     for _ in range(BATCHES):
         torch.cuda.synchronize()

@@ -1,19 +1,20 @@
 """python -m torch_overlay explain FILE[:FUNCTION] -- what the compiler makes of the streams in a program.
 
     explain train.py               runs the script as `python train.py` would, and watches every torch.compile in it
-    explain model.py:forward       compiles `forward` and calls it on what `forward_inputs()` or `example_inputs()` of
-                                   that file returns (a tuple or a tensor); a function without parameters needs none
+    explain model.py:forward       compiles `forward` and calls it with the inputs that `forward_inputs()` or
+                                   `example_inputs()` of that file returns (a tuple or a tensor); a function without
+                                   parameters needs none
 
-A machine with a GPU runs the program on it. Elsewhere, or with --simulate, it is compiled for a simulated H200: all
-that is printed is then known from compiling, and what the program itself prints of a device tensor is made up.
+On a machine with a GPU the program runs there. Elsewhere, or with --simulate, it is compiled for a simulated H200: the
+command then prints only facts known from compiling, and values that the program prints from device tensors are made up.
 
-Printed are, for each piece of code that Dynamo compiled: graph breaks with reason and line; the streams in use; each
-node of the graph with its stream and line; the plan, that is the order of launches with what is waited for before and
-recorded after each; how much memory is alive at the peak, and which buffers live longer than on one stream, and why;
-and how many events that takes against those that the user wrote. With --timeline NAME.svg or NAME.json, everything that
-the program runs on the device is drawn as well, and of activations in host memory it is said how much of each copy is
-hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that asked for a CUDA
-graph and got none come last, with the reason: it is found when a region is called for the second time, on a GPU.
+For each piece of code that Dynamo compiled, the command prints: graph breaks with reason and line; the streams in use;
+each node of the graph with its stream and line; the plan, that is the order of launches with the events waited for
+before and recorded after each; how much memory is alive at the peak, and which buffers live longer than on one stream,
+and why; and the number of events of the generated code against those that the user wrote. With --timeline NAME.svg or
+NAME.json, it also draws everything that the program runs on the device, and says for activations in host memory how
+much of each copy is hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that
+asked for a CUDA graph and got none come last, with the reason, which is found at a region's second call, on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0, or 1 if the program failed, or 2 if it could not be found."""
+    """Run the command; return the exit status: 0, or 1 if the program failed, or 2 if it could not be found."""
     parser = program.parser("explain", __doc__)
     parser.add_argument(
         "--simulate", action="store_true", help="compile for a simulated GPU even where there is a real one"
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     path, _, function = options.target.partition(":")
-    if function and options.arguments:  # a function has none, so they are options
+    if function and options.arguments:  # a function has no arguments, so they are options
         options = parser.parse_args([*options.arguments, options.target], options)
         if options.arguments:
             parser.error(f"{function} is called on its example inputs, and takes no arguments here")
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
         if draw is not None:
             drawn = draw()
             written = [str(drawn.save(name)) for name in options.timeline]
-    except (OSError, ValueError) as e:  # no such folder; nothing ran on the device
+    except (OSError, ValueError) as e:  # the folder doesn't exist, or nothing ran on the device
         print(f"explain: no timeline: {e}", file=sys.stderr)
     Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
         seen, [r for r in refusals.refused() if r not in refused_before], error
@@ -208,7 +209,9 @@ class Report:
             self._table("Copies that block the host", ("line", "code", "why"), rows)
 
     def _offloads(self, seen: Compiled) -> None:
-        """What waits on the host: from which line, and when its copies are launched and waited for."""
+        """Print the saved activations in host memory: from which line, and when their copies are launched and waited
+        for.
+        """
         forward = [r.copies for r in seen.regions if r.copies is not None and not r.copies.is_backward]
         backward = [r.copies for r in seen.regions if r.copies is not None and r.copies.is_backward]
         for i, report in enumerate(seen.offloads):

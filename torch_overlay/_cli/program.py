@@ -1,4 +1,4 @@
-"""The function that a command line names, FILE:FUNCTION, and what it is called on."""
+"""Loads the function that a command line names, FILE:FUNCTION, and its inputs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PICTURES = (".svg", ".json")
 
 
 class UsageError(Exception):
-    """The command line does not name something that a command can run."""
+    """Raised if the command line does not name something that a command can run."""
 
 
 def parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m torch_overlay COMMAND`; the description is printed as it is."""
+    """Return the parser of `python -m torch_overlay COMMAND`; the description is printed without changes."""
     return argparse.ArgumentParser(
         prog=f"python -m torch_overlay {command}",
         description=description,
@@ -33,7 +33,7 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises UsageError for a number of calls or devices that can't be run."""
+    """Raise UsageError for a number of calls or devices that can't be run."""
     if options.calls < 1:
         raise UsageError(f"--calls must be at least 1, got {options.calls}")
     if not 1 <= options.devices <= 8:
@@ -41,7 +41,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_pictures(option: str, names: Iterable[str]) -> None:
-    """Raises UsageError for the name of a file that a timeline isn't written as."""
+    """Raise UsageError for a file name in whose format a timeline can't be written."""
     for name in names:
         if not name.endswith(PICTURES):
             raise UsageError(f"{option} {name}: a timeline is written as .svg or .json")
@@ -54,7 +54,7 @@ def check_file(path: str) -> None:
 
 @contextlib.contextmanager
 def importable(path: str) -> Iterator[None]:
-    """The file's folder is the first on `sys.path`, as it is for a script."""
+    """Put the file's folder first on `sys.path`, as for a script."""
     folder = os.path.dirname(os.path.abspath(path))
     sys.path.insert(0, folder)
     try:
@@ -64,8 +64,8 @@ def importable(path: str) -> Iterator[None]:
 
 
 def load(path: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Runs a file and returns its function `name` with its inputs; without a name, what the file's `make()` returns.
-    Called inside `importable`. Raises UsageError if there is no such function, or if nothing gives its inputs.
+    """Run a file and return its function `name` with its inputs; without a name, the result of the file's `make()`.
+    Called inside `importable`. Raises UsageError if there is no function of that name, or if nothing gives its inputs.
     """
     module = runpy.run_path(path, run_name="loaded")
     if not name:

@@ -1,4 +1,4 @@
-"""Lines and tables on a terminal: through rich where it is installed, as plain text elsewhere."""
+"""Prints lines and tables on a terminal: through rich where it is installed, as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PIPE_WIDTH = 160  # columns where the output is no terminal
+PIPE_WIDTH = 160  # in columns, where the output is no terminal
 
 
 class Screen:
@@ -47,7 +47,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _cells(row: Sequence[str], columns: int) -> list[list[str]]:
-    """A row whose cells have several lines, as rows whose cells have one."""
+    """Split a row whose cells have several lines into rows whose cells have one line."""
     split = [cell.split("\n") for cell in row]
     return [
         [split[c][i] if i < len(split[c]) else "" for c in range(columns)] for i in range(max(len(s) for s in split))

@@ -1,12 +1,14 @@
-"""python -m torch_overlay timeline FILE[:FUNCTION] --out NAME.svg -- what runs when, on which stream, after what?
+"""python -m torch_overlay timeline FILE[:FUNCTION] --out NAME.svg -- draws what runs when, on which stream.
 
-    timeline model.py:forward --out step.svg         compiles `forward`, calls it on what `forward_inputs()` or
-                                                     `example_inputs()` of that file returns, and draws one call
-    timeline model.py:loss --backward --out s.json   its backward as well, for https://ui.perfetto.dev
-    timeline examples/moe_experts.py --out moe.svg   a file whose `make()` returns a function and its arguments
+    timeline model.py:forward --out step.svg         compiles `forward`, calls it with the inputs that
+                                                     `forward_inputs()` or `example_inputs()` of that file
+                                                     returns, and draws one call
+    timeline model.py:loss --backward --out s.json   draws its backward as well, for https://ui.perfetto.dev
+    timeline examples/moe_experts.py --out moe.svg   runs the function that `make()` of the file returns
+                                                     with its arguments
 
 --out may be given more than once. On a machine with a GPU the call is profiled there. Elsewhere, or with --simulate, it
-runs on a simulated device, and times are estimates: of memory traffic and arithmetic at the rates of a data sheet, for
+runs on a simulated device, and times are estimates from memory traffic and arithmetic at the rates of a data sheet, for
 a device that never waits for its host.
 
 The exit status is 0, or 2 if the function could not be found or run.
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """The exit status."""
+    """Run the command; return the exit status."""
     parser = program.parser("timeline", __doc__)
     parser.add_argument("--out", action="append", metavar="NAME", help="a file to write: .svg or .json")
     parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")

@@ -1,7 +1,8 @@
-"""`canonicalize_output_graph_node_order` keeps what blocks the host where the user put it.
+"""Keeps operations that block the host in place under Dynamo's option `canonicalize_output_graph_node_order`.
 
 The option sorts the operations of Dynamo's graph between those that have effects. In a program with streams a copy to
-the host has one: whatever is launched after it may count on all that was launched before it on its stream.
+the host has an effect: a kernel launched after the copy may rely on all that was launched before the copy on its
+stream.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _is_on_host(node: Node) -> bool | None:
 
 
 def _blocks_host(node: Node) -> bool:
-    """The node copies between host and device and waits for that, or reads a number of the device."""
+    """True if the node copies between host and device and waits for the copy, or reads a number from the device."""
     if node.kwargs.get("non_blocking"):
         return False
     made = _is_on_host(node)

@@ -1,8 +1,8 @@
-"""Upstream's checks and helpers for stream programs that the overlay's lower layers make unnecessary.
+"""Skips upstream's checks and helpers for stream programs that the overlay's lower layers make unnecessary.
 
-An event that is recorded after a mutation of an input is an error for upstream, because the write-back of the mutation
-comes after the graph; `del x` of a tensor that two streams used records an event and waits for it at once. With the
-overlay, the planner orders write-backs and frees by the same rule as everything else.
+Upstream raises an error for an event recorded after a mutation of an input, because the write-back of the mutation
+comes after the graph; and for `del x` of a tensor that two streams used, it records an event and waits for the event at
+once. With the overlay, the planner orders write-backs and frees by the same rule as all other operations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Streams and events in closure cells and default arguments of functions that Dynamo reaches without a source.
+"""Traces functions without a source whose closure cells or default arguments hold streams or events.
 
-The methods of an object that the frame makes are such functions: Dynamo takes what their cells and defaults hold for
-constants, and can't make one of a stream. Here such a function gets a source, a weak reference in the globals of the
-compiled code. Its cells are then looked up, and guarded, as those of a function of the caller.
+The methods of an object that the frame makes have no source: Dynamo takes the contents of their cells and defaults for
+constants, and can't make a constant of a stream. This module gives these functions a source, a weak reference in the
+globals of the compiled code. Dynamo then looks up and guards their cells as those of a function of the caller.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 _STREAM_TYPES = (torch.Stream, torch.Event, torch.cuda.StreamContext)
-_MOST_OBJECTS = 1000  # that are looked at for one function
+_MOST_OBJECTS = 1000  # searched per function
 
 
 def _inside(value: object) -> Iterable[object]:
-    """The objects that a value holds, as far as streams are looked for."""
+    """Return the objects that a value holds, as far as they are searched for streams."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -47,13 +47,13 @@ def _held(function: types.FunctionType) -> list[object]:
     for cell in function.__closure__ or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # it has not been assigned
+        except ValueError:  # the cell has not been assigned
             continue
     return held
 
 
 def holds_streams(function: types.FunctionType) -> bool:
-    """Whether a cell or a default of the function holds a stream or event, or an object that does."""
+    """True if a cell or a default of the function holds a stream or event, or an object that holds one."""
     todo, seen = _held(function), set()
     while todo and len(seen) < _MOST_OBJECTS:
         value = todo.pop()
@@ -72,7 +72,7 @@ def bind_args(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> dict[str, VariableTracker]:
-    """Around what gives an inlined function its arguments and cells."""
+    """Wrap the binding of arguments and cells of an inlined function: give a function that holds streams a source."""
     function = variable.fn
     if (
         variable.source is None

@@ -1,23 +1,23 @@
-"""Streams of a backward that compiled autograd traces.
+"""Places the backward graphs that compiled autograd traces on their streams.
 
 Note [Placement under compiled autograd]
 Compiled autograd makes one graph of a whole backward pass, into which it copies the backward graphs that AOTAutograd
-made, and calls it on the stream of whoever called `backward`. The engine, which knows streams, is not asked. So the
-graph says itself what the engine would do, in terms of eager code, before Dynamo reads it:
+made, and calls it on the stream of whoever called `backward`. The autograd engine, which knows streams, does not run
+the copied operations. So before Dynamo reads the graph, we write into it what the engine would do, as eager code:
 
 - A copied operation is placed by `set_stream` on the stream that it had in its own graph; hooks, sums and accumulation
-  of gradients stay on the current one.
-- The side streams wait for the current one at the beginning and at the end, and the current one for them at the end.
-  At the beginning it waits for those alone whose memory holds saved values.
-- A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd
-  drops it at its last use. (Generated code records the streams that read gradients:
+  of gradients stay on the current stream.
+- The side streams wait for the current stream at the beginning and at the end, and the current stream waits for them at
+  the end. At the beginning it waits only for the side streams whose memory holds saved values.
+- A saved value in a side stream's memory is recorded on the other streams that read it, because compiled autograd drops
+  the value at its last use. (Generated code records the streams that read gradients:
   `RegionEmitter.record_gradient_streams` in `streams.emitter`.)
 
-Which stream that is, is known at each call only: the same graph serves all calls of the same functions. At each
-backward autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
+The same graph serves all calls of the same functions, so the actual streams are known only at each call. At each
+backward, autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
 of stream objects (`objects.Snapshot`) is queued; a call of the graph takes the queue and puts the streams into
-attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue
-count from its end, because a backward that failed while it was traced leaves what it queued.
+attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue count
+from its end, because a backward that failed while it was traced leaves its tables in the queue.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
-KEY = "overlay_compiled_backward"  # in `meta`: an `_Object`, the stream that a copied operation runs on
-EVENTS = "overlay_compiled_backward_events"  # of an operation: events that it waits for; of a stream's, its arguments
-SAVED = (
-    "overlay_compiled_backward_memory"  # in `meta` of a saved value: an `_Object`, the stream whose memory it may be
-)
+# Keys of `meta`. Of a copied operation: an `_Object`, the stream that it runs on.
+KEY = "overlay_compiled_backward"
+# Of a copied operation: the events that it waits for. Of an operation on streams and events: its arguments.
+EVENTS = "overlay_compiled_backward_events"
+# Of a saved value: an `_Object`, the stream whose memory may hold it.
+SAVED = "overlay_compiled_backward_memory"
 
 
 class _Thread(threading.local):
@@ -59,7 +60,7 @@ _thread = _Thread()
 
 @dataclasses.dataclass(frozen=True)
 class _Object:
-    """A stream or event: the table at this position from the queue's end, and the number in that table."""
+    """Reference to a stream or event: its table's position from the end of the queue, and its number in that table."""
 
     from_end: int
     index: int
@@ -79,7 +80,7 @@ def _queue() -> list[objects.Snapshot]:
 
 
 def mark(copies: Sequence[Node], from_end: int) -> None:
-    """Keep what operations copied from one backward graph say of streams and events; Dynamo numbers them anew."""
+    """Save in `meta` the streams and events of operations copied from a backward graph; Dynamo numbers them anew."""
     for node in copies:
         if stream := node_stream(node):
             node.meta[KEY] = _Object(from_end, stream)
@@ -88,7 +89,7 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
             node.meta[EVENTS] = events
         if is_stream_op(node):
             node.meta[EVENTS] = [_Object(from_end, a) if isinstance(a, int) else a for a in node.args]
-        # The new graph has no forward and no engine: what was said of either doesn't hold in it.
+        # The new graph has no forward and no engine, so drop the facts about either.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
         place_on(node, CALLERS_STREAM)
@@ -160,7 +161,7 @@ class _Writer:
                     self.call("wait_event", self.fetch(there), event)
 
     def rewrite(self, node: Node) -> None:
-        """An operation of the user's on streams and events, which a backward of theirs holds."""
+        """Replace a user's operation on streams and events in a backward by the call that eager code makes."""
         first, *others = node.meta[EVENTS]
         streams = torch.ops.streams
         if node.target is streams.record_event.default:
@@ -194,7 +195,7 @@ class _Writer:
 
 
 def write_stream_program(gm: GraphModule) -> tuple[_Object, ...]:
-    """Put the stream program into compiled autograd's graph; what a call of the graph must bring."""
+    """Write the stream program into compiled autograd's graph; return the objects that each call of it must supply."""
     if not any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS)):
         return ()
     needed = _Writer(gm).write()
@@ -206,7 +207,7 @@ def write_stream_program(gm: GraphModule) -> tuple[_Object, ...]:
 
 
 def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[torch.cuda.Stream]:
-    """The streams that the forwards were called on, but for the current one."""
+    """Return the streams on which the forwards were called, except the current stream."""
     streams = [t.objects[0] for t in tables]
     found = {s.cuda_stream: s for s in streams if isinstance(s, torch.cuda.Stream)}
     found.pop(here.cuda_stream, None)  # type: ignore[attr-defined]
@@ -219,7 +220,7 @@ def _run(call: Callable[[], Any], gm: GraphModule, needed: Sequence[_Object]) ->
         return call()
     for found in needed:
         setattr(gm, found.name, tables[-found.from_end].objects[found.index])
-    # The forwards wrote what they saved on their own streams, and their memory may belong to them.
+    # The forwards wrote the saved tensors on the streams that they were called on, which may also own their memory.
     here = objects.callers_stream()
     others = _callers(tables, here)
     for other in others:
@@ -247,7 +248,7 @@ def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple
 def copy_backward(
     original: Callable[..., Any], compiler: Any, inputs: Any, saved: Any, tensors: Any, pctx: Any, ctx: Any, *rest: Any
 ) -> Any:
-    """Around the copying of one backward graph into compiled autograd's."""
+    """Wrap the copying of one backward graph into compiled autograd's graph: mark the streams of the copied nodes."""
     table = getattr(ctx, "_external_objects", None)
     graph: Graph = compiler.fx_tracer.graph
     before = len(graph.nodes)
@@ -270,7 +271,7 @@ def copy_backward(
 
 
 def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> Any:
-    """Around the end of the capture, which hands the graph to the compiler."""
+    """Wrap the end of the capture, which passes the graph to the compiler: write the stream program into it before."""
     compile_graph, found = compiler.compiler_fn, []
 
     def compile_placed(gm: GraphModule) -> Any:
@@ -287,8 +288,10 @@ def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> An
 
 
 def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
-    """A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and what
-    is wrapped is run without looking at the metadata of its nodes.
+    """Wrap the run of a wrapped graph: preserve the metadata of its nodes.
+
+    A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and
+    upstream runs a wrapped graph without looking at the metadata of its nodes.
     """
     if not config.streams or not any(node_stream(n) for n in module.gm.graph.nodes):
         return original(module, *args)

@@ -1,8 +1,8 @@
-"""Streams, events and stream contexts that the compiled frame makes.
+"""Traces the construction of streams, events and stream contexts in the compiled frame.
 
-Nothing is made while tracing: a stream is represented by an object with an id that no stream has, an event by an event
-that is never recorded (PyTorch makes the CUDA event at the first record). The real ones are made by the frame at run
-time, with the same class and arguments (registry.add_owned).
+Nothing is made while tracing: an object with an id that no stream has stands for a stream, an event that is never
+recorded for an event (PyTorch makes the CUDA event at the first record). The frame makes the real ones at run time,
+with the same class and arguments (registry.add_owned).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def call_class(
     args: Sequence[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Around the call of a class: ours are the stream and event classes of CUDA and the device-agnostic ones."""
+    """Wrap the call of a class: trace the stream and event classes of CUDA and the device-agnostic ones."""
     cls = variable.value  # type: ignore[attr-defined]
     make = _MAKERS.get(cls) if isinstance(cls, type) else None
     if make is make_device_context and not expects_streams(tx):
@@ -71,7 +71,7 @@ def make_stream(
     device = _device(tx, cls, given.get("device"))
     value = cls(stream_id=next(_placeholder_ids), device_index=device.index, device_type=1)
     priority = given.get("priority", 0)
-    # The device is fixed here, so that the stream does not depend on where the run first needs it.
+    # The device is fixed here, so that the stream does not depend on which device is current at its first use.
     index = registry.add_owned(value, cls, (), {"device": device, "priority": priority}, priority=priority)
     return stream_variable(tx, value, index)
 
@@ -82,7 +82,7 @@ def make_external_stream(
     args: Sequence[VariableTracker],
     kwargs: Mapping[str, VariableTracker],
 ) -> StreamVariable:
-    """ExternalStream only names a stream that exists, so the object is the same while tracing and at run time."""
+    """Make the ExternalStream while tracing: it only names a stream that exists, so the run uses the same object."""
     positional, named = _constants(cls, args, kwargs)
     given = {**dict(zip(("stream_ptr", "device"), positional)), **named}
     if not given.keys() <= {"stream_ptr", "device"} or not isinstance(given.get("stream_ptr"), int):
@@ -106,7 +106,7 @@ def make_event(
 def new_event(
     tx: InstructionTranslatorBase, cls: type[torch.Event], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
 ) -> EventVariable:
-    """An event that the frame makes."""
+    """Return the variable of an event that the frame makes."""
     try:
         value = cls(*args, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -139,7 +139,7 @@ def make_device_context(
     args: Sequence[VariableTracker],
     kwargs: Mapping[str, VariableTracker],
 ) -> VariableTracker:
-    """torch.cuda.device_of(tensor): the tensor's device is current, or nothing changes if it is on none."""
+    """Trace torch.cuda.device_of(tensor): make the tensor's device current; change nothing if it has no CUDA device."""
     given = [*args, *(value for name, value in kwargs.items() if name == "obj")]
     tensor = given[0].realize() if given else None
     if len(given) != 1 or len(args) + len(kwargs) != 1 or not isinstance(tensor, TensorVariable):

@@ -1,4 +1,4 @@
-"""Functions of torch.cuda and torch.accelerator about streams: what is current, what becomes current, synchronize."""
+"""Traces functions of torch.cuda and torch.accelerator that get or set the current stream, or synchronize."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _device_index(
     function: Callable[..., Any], args: tuple[VariableTracker, ...], kwargs: dict[str, VariableTracker]
 ) -> int | None:
-    """The device argument as an index; None if there is none or it names no index."""
+    """Return the device argument as an index; None if there is none or it names no index."""
     given = [*args, *(value for key, value in kwargs.items() if key == "device")]
     name = f"{function.__module__}.{function.__name__}"
     if len(given) > 1 or len(given) != len(args) + len(kwargs):
@@ -69,7 +69,7 @@ def current_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **k
 
 
 def default_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
-    """The default stream of a device never changes, so the object can live with the compiled code."""
+    """Trace default_stream. A device's default stream never changes, so the object lives with the compiled code."""
     state = tx.symbolic_stream_state
     index = _device_index(function.value, args, kwargs)
     index = state.device_index() if index is None else index
@@ -101,7 +101,7 @@ def stream_context(function: Any, tx: InstructionTranslatorBase, stream: Any) ->
 
 
 def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
-    """Without a device, the device that is current at run time."""
+    """Trace synchronize; without a device it synchronizes the device that is current at run time."""
     state = tx.symbolic_stream_state
     index = _device_index(function.value, args, kwargs)
     if index is None and state.device_index() != state.entry_device:
@@ -111,7 +111,7 @@ def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwar
 
 
 def raw_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
-    """The handle of the current stream of a device."""
+    """Return the handle of the current stream of a device."""
     registry.note_streams()
     index = guard_if_dyn(args[0].realize()) if len(args) == 1 and not kwargs else None
     if not isinstance(index, int):
@@ -120,8 +120,10 @@ def raw_stream(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwarg
 
 
 def is_current_stream_capturing(function: Any, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    """A side stream takes part in the capture of the caller's stream, which compiled code may order it after later than
-    the program does. So either is asked.
+    """Return whether the current stream or the caller's stream is being captured.
+
+    A side stream joins the capture of the caller's stream by a wait, and compiled code may issue this wait later than
+    the program does, so the run asks both.
     """
     if not expects_streams(tx):
         return None
@@ -151,7 +153,7 @@ _merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None
 
 
 def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-    """Around the cached function that builds Dynamo's table of special functions."""
+    """Wrap the cached function that builds Dynamo's table of special functions: add ours to the table."""
     global _merged
     table = original()
     if _merged is None or _merged[0] is not table:

@@ -1,8 +1,8 @@
-"""How programs find their streams: a cached property of an object, a dictionary with an entry for each thread.
+"""Traces how programs look up their streams: cached properties of objects, dictionaries with an entry per thread.
 
-The stream of a cached property that has not been read yet is made by the frame, and stored in the object as the
-property does it. The number of the thread is a constant under a guard, since it is the key of a dictionary: each thread
-gets code of its own.
+If a cached property that holds a stream has not been read yet, the frame makes the stream and stores it in the object
+as the property does. The number of the thread is a constant under a guard, since it is the key of a dictionary: each
+thread gets code of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def call_skipped(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> VariableTracker:
-    """Around the call of a function that Dynamo doesn't trace."""
+    """Wrap the call of a function that Dynamo doesn't trace: thread numbers and the raw current stream."""
     function = variable.value
-    # By its current name: a simulated GPU exchanges it.
+    # Looked up by name at each call, because a simulated GPU replaces the function.
     if function is torch._C._cuda_getCurrentRawStream and expects_streams(tx):
         return raw_stream(variable, tx, *args, **kwargs)
     name = _THREAD.get(function) if type(function) is type(threading.get_ident) else None
@@ -58,7 +58,7 @@ def invoke_descriptor_get(
     descriptor: object,
     source: Any,
 ) -> VariableTracker:
-    """Around the `__get__` of a descriptor: functools.cached_property holds a lock, in some versions of Python."""
+    """Wrap `__get__` of a descriptor: trace functools.cached_property, which holds a lock in some Python versions."""
     is_cached = type(descriptor) is functools.cached_property and descriptor.attrname == name
     if not is_cached or not expects_streams(tx):
         return original(owner, tx, name, descriptor, source)

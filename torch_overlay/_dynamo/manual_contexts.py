@@ -1,11 +1,12 @@
-"""Contexts that are entered and left by calls of `__enter__` and `__exit__`, as `contextlib.ExitStack` does.
+"""Traces contexts that are entered and left by calls of `__enter__` and `__exit__`, as `contextlib.ExitStack` does.
 
-Such a context need not end where its block does, nor in the order in which others do. So that of a stream is what it
-is in eager: `__enter__` makes the stream current and remembers which one was, `__exit__` makes that one current again.
-Both are `set_stream` to the symbolic state (state.py). Profiler ranges (ranges.py) are entered so, too.
+These contexts need not end where their block does, nor in reverse order of entry. So a stream context behaves as in
+eager: `__enter__` makes the stream current and remembers the stream that was current before, `__exit__` makes that one
+current again. Both call `set_stream` on the symbolic state (state.py). Profiler ranges (ranges.py) are traced in the
+same way.
 
 A context that is open when the graph ends is refused: the object that the caller has, or that crosses a graph break,
-would not know what to go back to.
+would not know which stream to restore.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _METHODS = ("__enter__", "__exit__")
 
 
 class NvtxRange:
-    """What `type` says of torch.cuda.nvtx.range(...): contextlib's class knows its generator only."""
+    """Type of torch.cuda.nvtx.range(...) while tracing; contextlib's class doesn't tell which generator it runs."""
 
     def __enter__(self) -> None: ...
 
@@ -48,7 +49,7 @@ _RANGES = (NvtxRange, torch.profiler.record_function)
 
 
 def context_enter(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker:
-    """A stream returns itself, a StreamContext None."""
+    """Enter a stream context. The result is the stream for a stream, None for a StreamContext."""
     stream, state = self.get_stream(), tx.symbolic_stream_state
     state.manual.append((self, state.current(tx, stream.device.index)))
     state.set_stream(tx, stream)
@@ -62,7 +63,7 @@ def context_exit(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) ->
 
 
 def range_enter(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> VariableTracker | None:
-    """None declines: the code of the class is traced, or not, as upstream does."""
+    """Enter a range. None declines: upstream then traces the code of the class, or doesn't."""
     if not expects_streams(tx):
         return None
     tx.symbolic_stream_state.manual.append((self, None))
@@ -77,7 +78,7 @@ def range_exit(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> V
 
 
 def _leave(tx: InstructionTranslatorBase, context: VariableTracker) -> Any:
-    """The stream that was current when the context was entered."""
+    """Forget the last entry of the context; return the stream that was current before it."""
     manual = tx.symbolic_stream_state.manual
     last = next((i for i in reversed(range(len(manual))) if manual[i][0] is context), None)
     if last is None:
@@ -95,13 +96,13 @@ def _refuse(why: str, context: VariableTracker) -> NoReturn:
 
 
 def refuse_open_contexts(tx: InstructionTranslatorBase) -> None:
-    """At the end of a graph, before anything is made of it."""
+    """Refuse contexts that are open at the end of a graph. Runs before any code is made for the graph."""
     if open_ones := tx.symbolic_stream_state.manual:
         _refuse("that was entered by a call of `__enter__` is open where the graph ends", open_ones[-1][0])
 
 
 class _UnboundMethod(VariableTracker):
-    """`torch.cuda.StreamContext.__enter__`, or `__exit__`, or one of the class of a stream or a range."""
+    """`__enter__` or `__exit__` as an attribute of torch.cuda.StreamContext or of the class of a stream or a range."""
 
     _nonvar_fields = {"descriptor", "name", *VariableTracker._nonvar_fields}
 
@@ -130,7 +131,7 @@ def resolve_cls_descriptor(
     descriptor: object,
     source: Any,
 ) -> VariableTracker:
-    """Around the attribute of a class that is a descriptor."""
+    """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
     if name in _METHODS and handled(tx) and tx.symbolic_stream_state.cuda:
         cls = variable.value
         if issubclass(cls, _STREAMS) or (issubclass(cls, _RANGES) and expects_streams(tx)):
@@ -139,13 +140,13 @@ def resolve_cls_descriptor(
 
 
 def bind(tx: InstructionTranslatorBase, cls: object, args: Any) -> VariableTracker | None:
-    """types.MethodType(torch.cuda.StreamContext.__exit__, context), and what takes its place for no stream."""
+    """Trace types.MethodType(torch.cuda.StreamContext.__exit__, context); also for the nullcontext of no stream."""
     if cls is not types.MethodType or len(args) != 2:
         return None
     method, context = args[0], args[1].realize()
     if isinstance(method, _UnboundMethod):
         return CallMethodVariable(context, method.name)
     if isinstance(context, NullContextVariable) and isinstance(method, UserFunctionVariable):
-        # `nullcontext() if s is None else torch.cuda.stream(s)`; upstream knows no methods of it.
+        # `nullcontext() if s is None else torch.cuda.stream(s)`; upstream has no methods for a nullcontext.
         return UserMethodVariable(method, context) if expects_streams(tx) else None
     return None

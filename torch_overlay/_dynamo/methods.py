@@ -1,11 +1,11 @@
-"""Methods and attributes of streams and events in Dynamo.
+"""Traces methods and attributes of streams and events in Dynamo.
 
-Ordering calls become nodes of the `streams` operators, with indices as upstream has them; questions that only the run
-can answer become nodes of ours (ops.py). No method touches the object it is called on.
+Calls that order work become nodes of the `streams` operators, with indices as in upstream; questions that only the run
+can answer become nodes of our own operators (ops.py). No method touches the object that it is called on.
 
-Comparisons and hashes are answered while tracing. What such an answer rests on is guarded: for a stream of the caller
-its identity, or, if it is compared with the current stream, only whether it is that. For a stream that the frame makes
-only the run can compare, except with itself.
+Comparisons and hashes are answered while tracing, under guards: a stream of the caller is guarded by its identity, or,
+if it is compared with the current stream, only by whether it is the current stream. A stream that the frame makes can
+be compared only at run time, except with itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Handler = (
 def _argument(
     variable: VariableTracker, method: str, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
 ) -> VariableTracker | None:
-    """The one argument of a method, given by position or by name; None if it is absent or None."""
+    """Return the one argument of a method, given by position or by name; None if it is absent or None."""
     given = [*args, *(value for key, value in kwargs.items() if key == name)]
     if len(given) > 1 or len(given) != len(args) + len(kwargs):
         _refuse(variable, method, f"takes the one argument `{name}`")
@@ -69,7 +69,7 @@ def _sync(tx: InstructionTranslatorBase, op: Any, *indices: Any) -> VariableTrac
 def _stream(
     variable: VariableTracker, tx: InstructionTranslatorBase, method: str, args: list[Any], kwargs: dict[str, Any]
 ) -> StreamVariable:
-    """The stream argument of an event's method; without one, the current stream."""
+    """Return the stream argument of an event's method; the current stream if there is none."""
     found = _argument(variable, method, "stream", args, kwargs)
     if found is None:
         return tx.symbolic_stream_state.current(tx)
@@ -149,7 +149,7 @@ def _ask_the_run_or_guard(
 
 
 def _guarded(stream: StreamVariable, attribute: str) -> VariableTracker:
-    """A number that names the stream: right for as long as the stream is the same."""
+    """Return a number that identifies the stream as a constant, under a guard that the stream is the same."""
     _guard_identity(stream)
     return ConstantVariable.create(getattr(stream.value, attribute))
 
@@ -161,7 +161,7 @@ def _guard_identity(stream: StreamVariable) -> None:
 
 
 def stream_device(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker | None:
-    """None: upstream's way, which reads and guards the attribute of the caller's object."""
+    """Return the device; None if the caller made the stream: upstream then reads and guards the object's attribute."""
     return None if self.source is not None else VariableTracker.build(tx, self.value.device)
 
 
@@ -175,18 +175,18 @@ def stream_priority(self: StreamVariable, tx: InstructionTranslatorBase) -> Vari
     requested = registry.current().entries[self.user_object_index].priority  # type: ignore[index]
     if requested is None:
         _refuse(self, "priority", "is known only at run time")
-    # CUDA takes what is outside the range to its nearest end.
+    # CUDA clamps the priority to the range.
     least, greatest = getattr(torch.cuda.Stream, "priority_range")()  # noqa: B009, the stub takes it for a method
     return ConstantVariable.create(max(greatest, min(least, requested)))
 
 
 def stream_repr(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:
-    """Upstream formats the object when the graph has run: no guard is needed for what the text says."""
+    """Format the stream at run time: upstream does it when the graph has run, so the text needs no guard."""
     return StringFormatVariable.create(tx, "{}", [self], {})
 
 
 def event_device(self: EventVariable, tx: InstructionTranslatorBase) -> VariableTracker:
-    """That of its first record; until then a torch.cuda.Event has none."""
+    """Return the device of the event's first record; a torch.cuda.Event has none before."""
     recorded = registry.current().recorded.get(self.user_object_index)
     if recorded is None and self.source is not None:
         install_guard(AttrSource(self.source, "device").make_guard(GuardBuilder.EQUALS_MATCH))
@@ -228,7 +228,7 @@ def _negation(tx: InstructionTranslatorBase, value: VariableTracker) -> Variable
 
 
 def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslatorBase) -> bool | VariableTracker:
-    # torch.cuda.Stream.__eq__ asks for the type first; a plain torch.Stream on the left defers to it.
+    # torch.cuda.Stream.__eq__ compares the types first; a plain torch.Stream on the left defers to it.
     if issubclass(left.python_type(), torch.cuda.Stream) != issubclass(right.python_type(), torch.cuda.Stream):
         return False
     if left.user_object_index == right.user_object_index:
@@ -239,7 +239,7 @@ def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslato
     right_is_callers = isinstance(right, CallersStreamVariable)
     value = torch.Stream.__eq__(left.value, right.value)
     if left_is_callers and right_is_callers:
-        return value  # of two devices
+        return value  # they are on two devices
     callers_stream, other = (left, right) if left_is_callers else (right, left)
     at_entry_device = callers_stream.user_object_index == registry.CALLERS_STREAM_INDEX
     if (left_is_callers or right_is_callers) and at_entry_device and other.source is not None:
@@ -251,7 +251,7 @@ def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslato
 
 
 def reconstruct(original: Callable[..., None], self: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
-    """Pushes an object that the frame made: the very one that the graph used."""
+    """Push the same object, made by the frame, that the graph used."""
     if not handled(codegen.tx) or self.user_object_index is None:
         return original(self, codegen)
     name = registry.local_of(codegen.tx.output, self.user_object_index)

@@ -1,9 +1,9 @@
-"""Streams and events at run time: how compiled code finds the objects that its integer indices stand for.
+"""Finds the streams and events that the integer indices in compiled code stand for, at run time.
 
 Streams and events can't be inputs of an FX graph, so Dynamo numbers those that a frame uses, and the graph holds the
-numbers. At each call the compiled frame hands over the objects in the order of their numbers:
+numbers. At each call the compiled frame passes the objects in the order of their numbers:
 
-    leave = enter(ambient(0), s, event, ...)
+    leave = enter(callers_stream(0), s, event, ...)
     try:
         ...                                        # the graph
     finally:
@@ -14,17 +14,17 @@ Note [Lifetime of stream objects]
    objects, and outside calls there is no table.
 2. Index 0 is the stream that was current when the frame was entered, as a torch.cuda.Stream; it does not follow
    `torch.cuda.stream` blocks inside the graph.
-3. Objects of the caller are held by the table during the call, never longer.
-4. A stream or event that the frame creates and that can't be seen from outside is made at its first use in a thread
-   and kept for later calls: an `Owned` object, which lives as long as the compiled code. An event that nobody looks up
-   is never made.
-5. One that is returned, stored, or alive across a graph break is made anew at each call, before the graph runs.
-6. A forward that will have a backward hands its table over with `snapshot`; the backward runs with it, except for
-   index 0, which is the stream that autograd made current. The table is the thread's for the time of the backward and
-   no longer, and a copy of it lives as long as autograd's node.
+3. The table holds objects of the caller during the call, never longer.
+4. A stream or event that the frame creates and that can't be seen from outside is made at its first use in a thread and
+   kept for later calls: an `Owned` object, which lives as long as the compiled code. An event that nobody looks up is
+   never made.
+5. An object that is returned, stored, or alive across a graph break is made anew at each call, before the graph runs.
+6. A forward that will have a backward saves its table with `snapshot`; the backward runs with this table, except for
+   index 0, which is the stream that autograd made current. The thread has the table only while the backward runs, and a
+   copy of the table lives as long as autograd's node.
 
 Note [Lookups of generated code]
-Generated code asks for an object by `get(index)`. It asks at its own entry and keeps what it got in local variables,
+Generated code looks an object up by `get(index)`. It does so at its own entry and keeps the object in a local variable,
 so that nothing which runs in between can disturb it.
 """
 
@@ -49,14 +49,14 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 
-# torch.cuda.Stream objects by (stream id, device index, device type): making one costs more than a look-up. They are
-# only names of streams, which PyTorch never destroys; the bound is for programs with many external streams.
+# torch.cuda.Stream objects by (stream id, device index, device type): making an object costs more than a look-up. The
+# objects only name streams, which PyTorch never destroys; the bound is for programs with many external streams.
 _stream_objects: dict[tuple[int, int, int], torch.Stream] = {}
 _MOST_STREAM_OBJECTS = 256
 
 
 class Owned(threading.local):
-    """A stream or event of a compiled frame; one per thread, made when it is first needed."""
+    """A stream or event of a compiled frame: one object per thread, made when it is first needed."""
 
     def __init__(self, make: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         self.make, self.args, self.kwargs = make, args, kwargs
@@ -77,19 +77,19 @@ def _leave_outermost() -> None:
 
 
 def enter(*objects: object) -> Callable[[], None]:
-    """Makes `objects` the table of this thread; the result puts back what was there."""
+    """Make `objects` the table of this thread; the returned function restores the previous table."""
     previous = _thread.objects
     _thread.objects = objects
     return _leave_outermost if previous is None else functools.partial(install, previous)
 
 
 def current() -> Sequence[object] | None:
-    """The table of this thread; None outside compiled calls."""
+    """Return the table of this thread; None outside compiled calls."""
     return _thread.objects
 
 
 def get(index: int) -> Any:
-    """The stream or event with that number in the running graph."""
+    """Return the stream or event with this number in the running graph."""
     objects = _thread.objects
     if objects is None or index >= len(objects):
         raise RuntimeError(f"stream object {index} was looked up outside the call of the graph that it belongs to")
@@ -100,7 +100,7 @@ def get(index: int) -> Any:
 
 
 def put(index: int, value: object) -> None:
-    """Replaces one object, as CUDA graph capture does for index 0."""
+    """Replace one object, as CUDA graph capture does for index 0."""
     objects = list(_thread.objects or ())
     if index > len(objects):
         raise RuntimeError(f"stream object {index} can't be set: the table has {len(objects)}")
@@ -109,7 +109,7 @@ def put(index: int, value: object) -> None:
 
 
 def callers_stream(device_index: int = -1) -> torch.Stream:
-    """The current CUDA stream of a device, or of the current device."""
+    """Return the current CUDA stream of a device, or of the current device."""
     if device_index < 0:
         device_index = torch._C._cuda_getDevice()
     key = torch._C._cuda_getCurrentStream(device_index)
@@ -123,12 +123,12 @@ def callers_stream(device_index: int = -1) -> torch.Stream:
 
 
 def as_base(stream: torch.Stream) -> torch.Stream:
-    """The same stream as a plain torch.Stream, the type that torch.accelerator.current_stream returns."""
+    """Return the stream as a plain torch.Stream, the type that torch.accelerator.current_stream returns."""
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class Snapshot:
-    """A table on its way from a forward to its backward. It has the interface of the dict that AOTAutograd expects."""
+    """Table that a forward saves for its backward. It has the interface of the dict that AOTAutograd expects."""
 
     __slots__ = ("objects",)
 
@@ -136,7 +136,7 @@ class Snapshot:
         self.objects = [found.resolve() if type(found) is Owned else found for found in objects]
 
     def items(self) -> Iterator[tuple[int, object]]:
-        """AOTAutograd's backward asks for this just before it calls the compiled code (`backward_compiler`)."""
+        """Note the table for the backward: AOTAutograd calls this just before the compiled code."""
         _thread.backward = self
         return iter(())
 
@@ -147,8 +147,8 @@ class Snapshot:
         current = callers_stream()
         if current.cuda_stream == forward.cuda_stream:
             return _run_with([current, *self.objects[1:]], compiled, args)
-        # The engine knows no stream of this node, because none of its outputs is on a device. What was saved for it was
-        # written on the forward's stream.
+        # The engine knows no stream of this node, because none of its outputs is on a device. The tensors saved for it
+        # were written on the forward's stream.
         current.wait_stream(forward)
         try:
             return _run_with([current, *self.objects[1:]], compiled, args)
@@ -201,7 +201,7 @@ def reset_user_object_tracking(original: Callable[[], None]) -> None:
 
 
 def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The compiled backward, which runs with the table of its forward."""
+    """Return the compiled backward, which runs with the table of its forward."""
     compiled = original(compiler, **kwargs)
     if hasattr(compiled, "runs_with_table_of_forward"):
         return compiled

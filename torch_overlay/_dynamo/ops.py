@@ -1,11 +1,11 @@
-"""Operators for what only the run can tell: is that work done, how long did it take, what is the handle.
+"""Defines operators for questions that only the run can answer: is work done, how long did it take, which handle.
 
 Each returns a 0-dim CPU tensor, and `runtime_scalar` makes a Python number of it: in the graph that is an unbacked
 symbol, so the value can be returned, computed with, and passed to operators under fullgraph=True. A branch on it breaks
 the graph with PyTorch's usual message about data-dependent control flow.
 
-They read host-visible state, so each is a side effect that passes keep and don't reorder, merge or recompute. Arguments
-are indices (objects.py). They look at, and must stay after, the syncs that precede them in the program:
+The operators read host-visible state, so each is a side effect that passes keep and don't reorder, merge or recompute;
+they must stay after the syncs that precede them in the program. Arguments are indices (objects.py):
 
     query_event(int event)                  Event.query(), as 0 or 1
     query_stream(int stream)                Stream.query(), as 0 or 1
@@ -71,7 +71,7 @@ is_capturing = _define("is_capturing", _TWO_INDICES, torch.int64, _is_capturing)
 
 HOST_READS = (query_event, query_stream, elapsed_time, stream_handle, stream_id, same_stream, is_capturing)
 
-# Of the operators on which programs branch.
+# For the operators on which programs branch: the text of the error.
 _QUESTIONS = {
     query_event: "whether an event has happened (`query`)",
     query_stream: "whether a stream is done (`query`)",
@@ -81,14 +81,14 @@ _QUESTIONS = {
 
 
 def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
-    """Calls the operator in the graph; the result is a number or bool that the run provides."""
+    """Call the operator in the graph; return a number or bool that the run provides."""
     from torch._dynamo import config
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
     shape_env = tx.output.shape_env
     if shape_env is not None and not shape_env.allow_scalar_outputs:
-        # Decides for fake tensors only. Whether the user's own Tensor.item() breaks the graph is Dynamo's decision.
+        # For fake tensors only. Whether the user's own Tensor.item() breaks the graph is Dynamo's decision.
         shape_env.settings = dataclasses.replace(shape_env.settings, allow_scalar_outputs=True)
     result = wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", op, indices, {}))
     with config.patch(capture_scalar_outputs=True):
@@ -97,12 +97,12 @@ def runtime_scalar(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Var
         symbols = dict.fromkeys(number.sym_num.node.expr.free_symbols, _QUESTIONS.get(op, "what the run reads"))
         tx.symbolic_stream_state.run_time_symbols.update(symbols)
     if isinstance(number, SymNodeVariable) and isinstance(result, TensorVariable) and number.python_type() is float:
-        number._tensor_var = result  # a float leaves the graph as a tensor; here is one already
+        number._tensor_var = result  # a float leaves the graph as a tensor, and `result` is one
     return number
 
 
 def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> VariableTracker:
-    """As runtime_scalar, for the operators that return 0 or 1."""
+    """Call the operator as runtime_scalar does, for operators that return 0 or 1; return a bool."""
     from torch._dynamo.variables.base import VariableTracker
 
     number = runtime_scalar(tx, op, *indices)
@@ -110,7 +110,7 @@ def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Varia
 
 
 def evaluate_expr(original: Callable[..., Any], number: Any, output: Any = None) -> Any:
-    """Around what makes a constant of a number: of ours the error says where the number comes from."""
+    """Wrap the conversion of a symbolic number to a constant: for one of ours, the error says where it comes from."""
     from torch._dynamo.exc import UserError
 
     try:

@@ -1,9 +1,9 @@
-"""The bytecode around the call of a compiled graph that hands it its streams and events.
+"""Emits the bytecode around the call of a compiled graph that passes the graph its streams and events.
 
-Upstream rebuilds every object at each call, keeps all of them for ever, and stores them in a table of the process.
-Ours is one call with the objects, and one after the graph that puts the previous table back, also if the graph raises
-(objects.py). Streams that the frame made current with `set_stream` become current right after the graph's call, before
-anything else runs.
+Upstream rebuilds every object at each call, keeps all of them for ever, and stores them in a table of the process. This
+module emits one call that passes the objects, and one after the graph that restores the previous table, also if the
+graph raises (objects.py). Streams that the frame made current with `set_stream` become current right after the graph's
+call, before anything else runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _leave_in_any_case(leave: Any, dummy: Any) -> None:
-    """The template of the bytecode around the call, which takes the place of `dummy`."""
+    """Template of the bytecode around the call; the call replaces `dummy`."""
     try:
         dummy  # noqa: B018
     finally:
@@ -67,7 +67,7 @@ def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen
 def reconstruct_current_stream(
     original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
 ) -> None:
-    """Pushes the current stream of a device, typed as its own API types it."""
+    """Push the current stream of a device as a torch.cuda.Stream if the device is a CUDA device."""
     if source.device.type != "cuda" or not torch.cuda.is_available():
         return original(source, codegen)
     codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))

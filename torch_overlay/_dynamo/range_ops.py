@@ -1,10 +1,10 @@
-"""Operators that open, close and mark profiler ranges: NVTX's and those of torch.profiler.record_function.
+"""Defines operators that open, close and mark profiler ranges: NVTX's and those of torch.profiler.record_function.
 
     range_push(str kind, str message, str? details)     kind: "nvtx" or "record_function"
     range_pop(str kind)
     range_mark(str message)                             an instant of NVTX
 
-They compute nothing, and stand in order with each other and with the launches around them: see Note [Ranges] in
+They compute nothing, and keep their order with each other and with the launches around them: see Note [Ranges] in
 `torch_overlay._inductor.streams.ranges`. Ranges of record_function nest, and belong to the thread.
 """
 

@@ -1,11 +1,11 @@
-"""Ranges of NVTX and of torch.profiler.record_function in Dynamo.
+"""Traces ranges of NVTX and of torch.profiler.record_function in Dynamo.
 
-While a frame is traced each becomes operations of the graph (range_ops.py). When the graph is complete, those that
-nobody wants leave it (`finish`): pairs and marks. What is opened in one graph and closed in another stays, since the
+While a frame is traced, each range becomes operations of the graph (range_ops.py). When the graph is complete, `finish`
+removes the unwanted ones: pairs and marks. A range that is opened in one graph and closed in another stays, since the
 other one may be eager code.
 
-Who wants them: `torch_overlay.config.nvtx`, which says yes or no; without it, a tool that is attached to the process,
-as Nsight Systems is, or a profiler that runs when the function is compiled. Upstream's option
+`torch_overlay.config.nvtx` says whether ranges are wanted. Where it is None, they are wanted if a tool is attached to
+the process, as Nsight Systems is, or a profiler runs when the function is compiled. Upstream's option
 `torch._dynamo.config.capture_profiler_record_function` asks for ranges of record_function.
 """
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
     from torch.fx import Graph
 
-# NVTX's own loader looks for a tool by the first; Nsight Systems sets both.
+# NVTX's own loader finds a tool by the first variable; Nsight Systems sets both.
 _TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-_NO_DEPTH = -2  # what NVTX returns where no tool keeps count
+_NO_DEPTH = -2  # NVTX returns it where no tool counts the depth
 _NO_HANDLE = 0
 
 
@@ -75,7 +75,7 @@ def _pop(tx: InstructionTranslatorBase, kind: str) -> None:
 
 
 class _NvtxRange(ContextWrappingVariable):
-    """torch.cuda.nvtx.range(message)"""
+    """Variable of torch.cuda.nvtx.range(message)."""
 
     def __init__(self, message: str, **kwargs: Any) -> None:
         super().__init__(target_values=[message], **kwargs)
@@ -103,7 +103,7 @@ class _NvtxRange(ContextWrappingVariable):
         return True
 
     def reconstruct_type(self, codegen: PyCodegen) -> None:
-        """A callable that returns the context: Note [Graph breaks in stream contexts]."""
+        """Push a callable that returns the context: Note [Graph breaks in stream contexts]."""
         codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
         codegen.load_import_from("torch.cuda.nvtx", "range")
         codegen.append_output(codegen.create_load_const(self.target_values[0]))
@@ -146,7 +146,7 @@ def nvtx_range(
 
 
 def nvtx_start(function: Any, tx: InstructionTranslatorBase, msg: VariableTracker) -> VariableTracker | None:
-    """A range that any thread may end, by its number. One that stays in the graph breaks it, as in stock."""
+    """Trace range_start, whose range any thread may end by its number. A wanted range breaks the graph, as in stock."""
     return None if wants(NVTX) or not expects_streams(tx) else ConstantVariable.create(_NO_HANDLE)
 
 
@@ -167,7 +167,7 @@ HANDLERS: dict[Callable[..., Any], Callable[..., VariableTracker | None]] = {
 
 
 def decorated(tx: InstructionTranslatorBase, function: Any, args: Any, kwargs: Any) -> VariableTracker | None:
-    """contextlib makes the context anew for each call of a function that torch.cuda.nvtx.range decorates."""
+    """Trace the context of a function that torch.cuda.nvtx.range decorates: contextlib makes it anew at each call."""
     if getattr(function, "value", None) is not torch.cuda.nvtx.range.__wrapped__:  # type: ignore[attr-defined]
         return None
     return nvtx_range(function, tx, *args.items, **kwargs.keys_as_python_constant())
@@ -210,14 +210,14 @@ def exit(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBa
 
 
 def cleanup_graph(original: Callable[[Any], None], output: Any) -> None:
-    """After the contexts that a graph break leaves have ended."""
+    """Wrap the cleanup of a graph: `finish` it after the contexts that a graph break leaves have ended."""
     original(output)
     if handled(output.root_tx):
         finish(output.graph)
 
 
 def finish(graph: Graph) -> None:
-    """Takes out what nobody wants, once all of the graph is known."""
+    """Remove the unwanted ranges, once all of the graph is known."""
     has_streams = any(node_stream(n) or (is_stream_op(n) and n.target not in RANGES) for n in graph.nodes)
     if has_streams:
         _take_over(graph)
@@ -236,7 +236,7 @@ def finish(graph: Graph) -> None:
 
 
 def _take_over(graph: Graph) -> None:
-    """Upstream's operations for record_function know no order."""
+    """Replace upstream's operations for record_function, which have no order with launches, by ours."""
     ops = torch.ops.profiler
     for node in list(graph.nodes):
         if node.target is ops._record_function_enter_new:

@@ -1,7 +1,7 @@
-"""What upstream's modules get from us when they are loaded, or, in the overlay form, when the overlay is enabled.
+"""Registers our handlers with upstream's modules when they are loaded, or, in the overlay form, at `enable()`.
 
 In the patched form these functions run at the end of the modules that they change, while torch._dynamo is being
-imported. So they put small functions in place, which import what they need when they are called.
+imported. So they register small functions, which import what they need when they are called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CUDA_STREAM_ATTRIBUTES = {"priority": "stream_priority", "cuda_stream": "stream
 def _ours(
     name: str, upstream: Callable[..., Any] | None, only_cuda: bool = False, module: str = "methods"
 ) -> Callable[..., Any]:
-    """Calls `name` of the module where the overlay handles the frame; else upstream, and None declines."""
+    """Return a handler that calls `name` of `module` if the overlay handles the frame, else upstream; None declines."""
 
     def handler(variable: Any, tx: Any, *args: Any) -> Any:
         import torch
@@ -43,7 +43,7 @@ def _ours(
 
 
 def register_variables(streams: ModuleType) -> Callable[[], None]:
-    """Puts our methods, attributes and hash in the tables of upstream's stream and event variables."""
+    """Put our methods, attributes and hash into the tables of upstream's stream and event variables."""
     from torch._dynamo.variables import ctx_manager
     from torch._dynamo.variables.base import GetSet, Method, readonly_setter, VariableTracker
 
@@ -96,7 +96,7 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
 
 
 def make_state(original: type) -> Callable[[], Any]:
-    """Replaces the class that the translator makes its stream state from."""
+    """Replace the class from which the translator makes its stream state."""
 
     def make() -> Any:
         from torch_overlay._dynamo import state
@@ -107,5 +107,5 @@ def make_state(original: type) -> Callable[[], Any]:
 
 
 def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Replaces the name that OutputGraph asks whether to emit upstream's prologue; prologue.py emits ours."""
+    """Replace the function that tells OutputGraph whether to emit upstream's prologue; prologue.py emits ours."""
     return lambda: False

@@ -1,10 +1,10 @@
-"""Which stream is current while a frame is traced, on each device.
+"""Tracks which stream is current on each device while a frame is traced.
 
 Upstream keeps one stack of streams for all devices. Here every level of the stack (the frame, and each open stream
-context) knows the current stream of each device. Only symbols move: no call of this module changes a stream or event.
+context) knows the current stream of each device. Only symbols change: no call of this module changes a stream or event.
 
-A stream that the frame does not set is *ambient*: whatever is current when the frame is entered at run time. On the
-device of the frame its index is 0.
+The *caller's stream* of a device is the stream that is current when the frame is entered at run time. It is current
+wherever the frame has set no stream. On the device of the frame its index is 0.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class CallersStreamVariable(CudaStreamVariable):
-    """The stream that is current on a device when the frame is entered.
+    """Variable of the stream that is current on a device when the frame is entered.
 
-    It has no source: its object is the one in the frame's table, not what a later look at the device would find.
+    It has no source: its object is the one in the frame's table, not the stream that is current at a later look-up.
     """
 
     def __init__(self, *args: Any, callers_source: CurrentStreamSource, base: bool, **kwargs: Any) -> None:
         self.callers_source = callers_source
-        # Taken by torch.accelerator.current_stream(), which returns a plain torch.Stream.
+        # Comes from torch.accelerator.current_stream(), which returns a plain torch.Stream.
         self.base = base
         super().__init__(*args, **kwargs)
 
@@ -68,7 +68,7 @@ class CallersStreamVariable(CudaStreamVariable):
 
 
 class _Level:
-    """The frame, or one open stream context."""
+    """Current streams of the frame, or of one open stream context."""
 
     def __init__(self, streams: dict[int, StreamVariable], context: StreamContextVariable | None) -> None:
         self.streams = streams
@@ -76,7 +76,7 @@ class _Level:
 
 
 class StreamState(SymbolicStreamState):
-    """Takes the place of upstream's SymbolicStreamState, but for other accelerators and for compile_on_one_rank."""
+    """Replaces upstream's SymbolicStreamState, except for other accelerators and for compile_on_one_rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,25 +84,25 @@ class StreamState(SymbolicStreamState):
         self.levels = [_Level({}, None)]
         # Numbers that only the run knows -> where they come from (ops.py).
         self.run_time_symbols: dict[Any, str] = {}
-        # Contexts entered by calls of `__enter__` and not left; those of streams with the one that was current before.
+        # Contexts entered by calls of `__enter__` and not left; each stream context with the previous current stream.
         self.manual: list[tuple[VariableTracker, StreamVariable | None]] = []
         self.default_streams: dict[int, StreamVariable] = {}
         self._callers: dict[tuple[int, bool], CallersStreamVariable] = {}
-        # The device that was current at the start of the frame; contexts on devices move it while tracing, as eager.
+        # The device that was current at the start of the frame; device contexts change the current one while tracing.
         self.entry_device = torch.accelerator.current_device_index() if self.cuda else -1
         if self.cuda:
-            # The object that nodes show, which the graph keeps alive: torch.export runs it when this state is gone.
+            # The graph keeps this object alive through its nodes: torch.export runs the graph when this state is gone.
             callers_stream: object = objects.callers_stream(self.entry_device)
             upstream.index_to_external_object_weakref[registry.CALLERS_STREAM_INDEX] = weakref.ref(callers_stream)
 
     def device_index(self) -> int:
-        """The current device at this point of the program. Dynamo executes device contexts while it traces them."""
+        """Return the current device at this point of the program; Dynamo executes device contexts while tracing."""
         return torch.accelerator.current_device_index()
 
     def current(
         self, tx: InstructionTranslatorBase, device_index: int | None = None, base: bool = False
     ) -> StreamVariable:
-        """The current stream of a device."""
+        """Return the current stream of a device."""
         if device_index is None:
             device_index = self.device_index()
         stream = self.levels[-1].streams.get(device_index)
@@ -154,7 +154,7 @@ class StreamState(SymbolicStreamState):
         self.levels.pop()
 
     def set_stream(self, tx: InstructionTranslatorBase, stream: StreamVariable) -> None:
-        """torch.cuda.set_stream: holds until the enclosing stream context ends, or beyond the frame without one."""
+        """Trace torch.cuda.set_stream: it holds until the stream context ends, or without one beyond the frame."""
         device = stream.device
         if device.index != self.device_index():
             unimplemented(
@@ -179,7 +179,7 @@ class StreamState(SymbolicStreamState):
         fx_traceback.current_meta["custom"] = {**custom, "stream": stream.user_object_index}
 
     def _annotate_until_the_end(self, tx: InstructionTranslatorBase) -> None:
-        """Nodes carry annotations until the frame has been traced; what was there before comes back then."""
+        """Annotate nodes until the frame has been traced, then restore the previous annotation."""
         if getattr(self, "_annotating", False):
             return
         self._annotating = True
@@ -198,7 +198,7 @@ class StreamState(SymbolicStreamState):
 
 
 def applies() -> bool:
-    """Whether the overlay handles streams of the frame whose tracing begins."""
+    """True if the overlay handles streams of the frame whose tracing begins."""
     from torch.fx.experimental.proxy_tensor import _coor_enabled
 
     accelerator = torch.accelerator.current_accelerator()
@@ -206,5 +206,5 @@ def applies() -> bool:
 
 
 def handled(tx: InstructionTranslatorBase) -> bool:
-    """Whether the overlay handles the streams of the frame that is being traced."""
+    """True if the overlay handles the streams of the frame that is being traced."""
     return isinstance(tx.symbolic_stream_state, StreamState)

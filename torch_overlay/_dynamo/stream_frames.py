@@ -1,8 +1,8 @@
-"""Python that is traced in programs with streams only: in others it breaks the graph, as in stock PyTorch.
+"""Decides when to trace code that is traced in programs with streams only; in others it breaks the graph, as in stock.
 
-Such code may stand before the first stream of a frame. So it is traced as if streams came, and where the graph ends
-and none did, the frame is traced anew and the code left to upstream. Under `fullgraph=True`, where stock has an error,
-it is traced in any case.
+This code may come before the first stream of a frame. So it is traced as if streams followed; if the graph ends without
+streams, the frame is traced anew and the code left to upstream. Under `fullgraph=True`, where stock has an error, the
+code is traced in any case.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def expects_streams(tx: InstructionTranslatorBase) -> bool:
-    """Whether to trace what upstream doesn't."""
+    """True if Dynamo shall trace code that upstream doesn't trace."""
     if not handled(tx) or not tx.symbolic_stream_state.cuda:
         return False
-    # The log is one for all attempts at a frame.
+    # All attempts at a frame share one log.
     if getattr(tx.speculation_log, "overlay_found_no_streams", False):
         return False
     registry.current().expects_streams = True
@@ -31,7 +31,7 @@ def expects_streams(tx: InstructionTranslatorBase) -> bool:
 
 
 def restart_without_streams(tx: InstructionTranslatorBase) -> None:
-    """At the end of a graph, before anything is made of it."""
+    """Trace the frame anew if it has no streams. Runs at the end of a graph, before any code is made for the graph."""
     frame = registry.current()
     if not frame.expects_streams or frame.has_streams or tx.one_graph or tx.error_on_graph_break:
         return

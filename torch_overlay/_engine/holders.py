@@ -1,8 +1,8 @@
-"""Who else holds a reference to an upstream function?
+"""Finds and rebinds the references that others hold to an upstream function.
 
-Replacing an attribute of its owner does not reach those who took the function by value: modules that imported it by
-name, and objects that stored it when their module was loaded (a dispatch table, a frozen record). The former are found
-by identity in the namespaces of all loaded modules. The latter are named by the seam, as a path such as
+Replacing an attribute of a function's owner does not reach those who took the function by value: modules that imported
+it by name, and objects that stored it when their module was loaded (a dispatch table, a frozen record). The modules are
+found by identity in the namespaces of all loaded modules. The objects are named by the seam, as a path such as
 "torch._dynamo.variables.streams:StreamVariable.tp_methods[record_event].impl"; test/test_seams.py asks the garbage
 collector for every referrer of every original and fails if one is left that no seam names.
 """
@@ -25,7 +25,7 @@ STEP = re.compile(r"\.(\w+)|\[([^\]]+)\]")
 
 
 class Holder(NamedTuple):
-    """One place, `container.name` or `container[name]`, that holds a function by value."""
+    """Place, `container.name` or `container[name]`, that holds a function by value."""
 
     container: Any
     name: str
@@ -42,7 +42,7 @@ class Holder(NamedTuple):
 
 
 def find_holder(path: str, target: str) -> Holder | None:
-    """The holder at a path, or None while its module is not loaded (it will then pick up the hook by itself)."""
+    """Return the holder at a path; None while its module is not loaded (it will then pick up the hook by itself)."""
     module_name, _, rest = path.partition(":")
     module = sys.modules.get(module_name)
     if module is None:
@@ -61,7 +61,7 @@ def find_holder(path: str, target: str) -> Holder | None:
 
 
 def check_holder(path: str, target: str, expected: Any) -> Holder | None:
-    """Like find_holder, and the holder must hold `expected`."""
+    """Return the holder at a path as find_holder does; raise an error if it doesn't hold `expected`."""
     holder = find_holder(path, target)
     if holder is not None and holder.get() is not expected:
         raise OverlayError(
@@ -75,10 +75,11 @@ def check_holder(path: str, target: str, expected: Any) -> Holder | None:
 
 
 def rebind(triples: Iterable[tuple[Any, Any, Seam]]) -> None:
-    """In the namespaces of loaded modules, replaces each object by its successor; `triples` are (old, successor, seam).
+    """Replace each object by its successor in the namespaces of loaded modules; `triples` are (old, successor, seam).
 
-    Torch's own modules, and ours, get it under every name. Elsewhere a variable of the object's own name was imported
-    by that name; one of another name is the program's own, and stays.
+    In torch's own modules and in ours, the object is replaced under every name. In other modules it is replaced only
+    under its own name, by which it was imported; a variable of another name is the program's own, and keeps the old
+    object.
     """
     successors = {id(old): (old, new, seam) for old, new, seam in triples}
     if not successors:

@@ -10,13 +10,14 @@ Lifecycle, all under one lock:
     compilation: the same for modules that were loaded past our finder           (before_compilation)
     disable()  the changes in reverse, after checking that every hook is still where it was put
 
-An error in steps 1 to 3 leaves everything as it was; one in step 4 is rolled back. Invariants:
+An error in steps 1 to 3 changes nothing; an error in step 4 is rolled back. Invariants:
 
     1. The first original wins: a hook wraps what the owner's __dict__ held when the overlay was enabled.
-    2. Nothing of ours is imported while the lock is held: another thread that holds the import lock of such a
-       module may be waiting for ours.
-    3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now. One that
-       was loaded past our finder gets them before anything is compiled, or the overlay is disabled with an error.
+    2. No module of ours is imported while the lock is held: another thread that holds the module's import lock may
+       be waiting for our lock.
+    3. Between enable() and disable() a loaded module has all of its seams, or is being imported right now. A module
+       that was loaded past our finder gets its seams before anything is compiled, or the overlay is disabled with an
+       error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = logging.getLogger("torch_overlay")
 
 @dataclass
 class Change:
-    """One seam as installed, and what it takes to remove it."""
+    """An installed seam, and the data that its removal needs."""
 
     seam: Seam
     place: verify.Place | None = None
@@ -60,26 +61,27 @@ class Change:
 
     @property
     def is_global(self) -> bool:
-        """Does the change hold wherever modules imported the object by value? As in the patched form: what replaces
-        a name that a module imported from another one holds in that module only."""
+        """True if the change holds wherever modules imported the object by value. As in the patched form: the
+        replacement of a name that a module imported from another one holds in that module only.
+        """
         if self.place is None:
             return False
         return self.seam.kind == "wrap" or getattr(self.place.original, "__module__", None) == self.seam.module
 
 
 class Installer:
-    """The state of the overlay in this process."""
+    """State of the overlay in this process."""
 
     def __init__(self, seams: Callable[[], Sequence[Seam]]) -> None:
         self.get_seams = seams
         self.lock = threading.RLock()
         self.changes: dict[str, Change] = {}
-        # Modules that have their seams, each with the spec by which it was loaded: a reload gives it another.
+        # Modules that have their seams, each with the spec by which it was loaded: a reload gives it another spec.
         self.seamed: dict[str, tuple[ModuleType, Any]] = {}
         self.finder: LateImportFinder | None = None
         self.edited_files: list[str] = []
         self.off_because = "enable() has not been called"
-        # A child must not be forked in the middle of an installation, nor with a lock that no thread of it holds.
+        # A child must not be forked in the middle of an installation, nor get a lock that none of its threads holds.
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork_in_parent, after_in_child=self._after_fork
         )
@@ -98,7 +100,7 @@ class Installer:
         return self.finder is not None
 
     def enable(self) -> None:
-        """Installs every seam, or none. Does nothing if the overlay is enabled."""
+        """Install every seam, or none. Does nothing if the overlay is enabled."""
         if self.enabled:
             return
         try:
@@ -113,18 +115,19 @@ class Installer:
         import torch  # noqa: F401
 
         verify.check_version(root)
-        import torch_overlay.config  # noqa: F401  (refuses variables in the environment that no option takes)
+        import torch_overlay.config  # noqa: F401  (refuses bad values of options in the environment)
 
         seams = self.get_seams()
         names = {seam.module for seam in seams}
         edited = verify.check_files(root, seams)
         while not self._install_loaded(names, seams):
-            pass  # a module that we had not waited for
+            pass  # another thread began to import a module that we had not waited for
         self.edited_files = edited
 
     def _install_loaded(self, names: set[str], seams: Sequence[Seam]) -> bool:
-        """Installs the seams of the modules that are loaded, and sees to the others'; False, and nothing is changed, if
-        another thread has begun to import one of them meanwhile."""
+        """Install the seams of the modules that are loaded, and the finder for the other modules. Return False, with
+        nothing changed, if another thread has begun to import one of the modules meanwhile.
+        """
         self._wait_for_imports(names)
         for seam in seams:
             if seam.kind != "wrap" and seam.module in sys.modules:
@@ -145,8 +148,10 @@ class Installer:
             return done
 
     def before_compilation(self, is_inner: bool = False) -> None:
-        """A module may have been loaded by a finder that stands before ours, or by none: installs its seams. In the
-        middle of another compilation, part of which ran without them, that is too late."""
+        """Install the seams of modules that were loaded by a finder before ours in sys.meta_path, or by none. In the
+        middle of another compilation, part of which ran without the seams, it is too late: disable the overlay and
+        raise an error.
+        """
         finder = self.finder
         if finder is None:
             return
@@ -166,7 +171,7 @@ class Installer:
         with self.lock:
             missed = self.missed()
             if self.finder is not finder or not missed:
-                return  # another thread has seen to it
+                return  # another thread has installed them
             self._install_or_disable([seam for seam in seams if seam.module in missed], "loaded past torch_overlay")
         log.warning(
             "torch_overlay: an import hook loaded %s past the overlay, which noticed at this compilation and has "
@@ -176,7 +181,7 @@ class Installer:
         )
 
     def missed(self) -> set[str]:
-        """Modules that are loaded, should have seams, and don't: nobody has told us of them, nor will."""
+        """Return loaded modules that lack their seams: our finder hasn't reported their import, nor will it."""
         finder = self.finder
         if finder is None:
             return set()
@@ -193,7 +198,7 @@ class Installer:
         return seamed is module and spec is getattr(module, "__spec__", None)
 
     def disable(self, because: str = "disable() was called") -> None:
-        """Removes every seam. Does nothing if the overlay is not enabled."""
+        """Remove every seam. Does nothing if the overlay is not enabled."""
         with self.lock:
             finder = self.finder
             if finder is None:
@@ -211,17 +216,18 @@ class Installer:
         self._say_what_is_compiled("was disabled", "keeps the overlay's behaviour")
 
     def _wait_for_imports(self, names: Iterable[str]) -> None:
-        """Another thread may be in the middle of importing a module that our finder would have had to find."""
+        """Wait for other threads' imports of modules with seams that began before our finder could find them."""
         for name in names:
             if is_importing(sys.modules.get(name)):
-                with contextlib.suppress(Exception):  # it fails there, too; or that thread waits for this one
+                # The import fails in the other thread, too; or that thread waits for this one.
+                with contextlib.suppress(Exception):
                     importlib.import_module(name)
                 module = sys.modules.get(name)
                 if module is not None and is_importing(module):
                     raise importing(name, module)
 
     def _module_loaded(self, module: ModuleType) -> None:
-        """A module that has seams was just imported."""
+        """Install the seams of a module that was just imported."""
         seams = [seam for seam in self.get_seams() if seam.module == module.__name__]
         for seam in seams:
             if seam.kind != "wrap":
@@ -232,7 +238,7 @@ class Installer:
             self._install_or_disable(seams, "imported")
 
     def _install_or_disable(self, seams: Sequence[Seam], event: str) -> None:
-        """For modules that came after enable(): if one can't have its seams, none has."""
+        """Install the seams of modules that came after enable(); if one can't have its seams, disable the overlay."""
         names = {seam.module for seam in seams}
         for name in names:
             self._forget(name)
@@ -243,7 +249,7 @@ class Installer:
             raise
 
     def _forget(self, module_name: str) -> None:
-        """Drops the changes of a module that is loaded again: the objects they were made to are gone."""
+        """Drop the changes of a module that is loaded again: the objects that they changed are gone."""
         for target in [target for target, change in self.changes.items() if change.seam.module == module_name]:
             del self.changes[target]
 
@@ -270,7 +276,7 @@ class Installer:
         self.seamed.update({name: (module, getattr(module, "__spec__", None)) for name, module in modules.items()})
 
     def _prepare(self, seam: Seam) -> Change:
-        """Verifies a seam in memory and builds its hook; changes nothing."""
+        """Verify a seam in memory and build its hook; change nothing."""
         module = sys.modules[seam.module]
         if seam.kind == "register":
             return Change(seam)

@@ -1,13 +1,14 @@
 """Installs seams in modules that are imported later.
 
 `import torch_overlay` must not import the scheduler, the code generators or AOTAutograd: that takes a second, and a
-program may never compile anything. The finder below stands first in sys.meta_path. For a module that has seams it
-asks the other finders for the module's spec and lets the spec's own loader do the work; right after the module's code
-has run, and before anybody else sees the module, the seams are installed.
+program may never compile anything. The finder below is the first in sys.meta_path. For a module that has seams it asks
+the other finders for the module's spec and lets the spec's own loader do the work; right after the module's code has
+run, and before other code sees the module, the seams are installed.
 
 Other libraries watch imports, too. They put finders before ours, ask all finders again from within their own, wrap
-loaders, or load a module themselves. The finder tells of each execution of a module's code that it has found once,
-whoever asks; what comes without it is noticed before the next compilation (`compile_context_init`).
+loaders, or load a module themselves. Whoever asks, the finder reports each execution of the code of a module that
+it has found, once. A module that was loaded without the finder is noticed before the next compilation
+(`compile_context_init`).
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ class LateImportFinder:
     def __init__(self, names: Collection[str], loaded: Callable[[ModuleType], None]) -> None:
         self.names = frozenset(names)
         self.loaded = loaded
-        # Modules whose code is running, and will end in a call of `loaded`, because this finder has found them.
+        # Modules that this finder has found and whose code is running; it will end in a call of `loaded`.
         self.running: set[str] = set()
         self._asking = threading.local()
 
     def stand_first(self) -> None:
-        """Goes to the front of sys.meta_path. The others keep their order, in one step: a thread that walks the list
-        meanwhile skips none of them."""
+        """Move this finder to the front of sys.meta_path. The others keep their order, in one step: a thread that walks
+        the list meanwhile skips none of them.
+        """
         if not sys.meta_path or sys.meta_path[0] is not self:
             sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]  # type: ignore[list-item]
 
     def leave(self) -> None:
-        with contextlib.suppress(ValueError):  # somebody has put another list there
+        with contextlib.suppress(ValueError):  # another library has replaced the list
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(
@@ -49,7 +51,7 @@ class LateImportFinder:
     ) -> ModuleSpec | None:
         asking = self._asking.__dict__.setdefault("names", set())
         if fullname not in self.names or fullname in asking:
-            return None  # asked again by a finder that we ask: what it returns is reported
+            return None  # a finder that we ask is asking again; we report the module when it returns a spec
         asking.add(fullname)
         try:
             for finder in list(sys.meta_path):
@@ -64,13 +66,14 @@ class LateImportFinder:
             asking.discard(fullname)
 
     def notify_after(self, spec: ModuleSpec) -> None:
-        """Makes the spec's loader call us once. The loader stays the genuine one: its class, and what it answers
-        to inspect.getsource, are upstream's."""
+        """Make the spec's loader call us once. The loader remains the genuine one: its class, and its answers to
+        inspect.getsource, are upstream's.
+        """
         loader: Any = spec.loader
         genuine = getattr(loader, "exec_module", None)
         own = getattr(loader, "__dict__", None)
         if genuine is None or own is None or isinstance(loader, type):
-            return  # a loader that takes no attributes, or that is everybody's
+            return  # a loader that takes no attributes, or that all modules share
         if getattr(genuine, "reports_to", None) is self:
             return  # found before, and not used since
         before = {name: value for name, value in own.items() if name == "exec_module"}
@@ -93,17 +96,17 @@ class LateImportFinder:
 
 
 def before_compilation(is_inner: bool) -> None:
-    """The package puts its installer's here."""
+    """Do nothing; the package replaces this function by its installer's method."""
 
 
 def compile_context_init(original: Callable[..., None], self: Any, *args: Any) -> None:
-    """Seam of torch._guards.CompileContext.__init__, with which every compilation begins. Torch itself loads it."""
+    """Wrap torch._guards.CompileContext.__init__, with which every compilation begins. Torch itself loads this seam."""
     before_compilation(is_inner=type(self).try_get() is not None)
     original(self, *args)
 
 
 def is_running_here(module: ModuleType) -> bool:
-    """Is the module's code running further up this thread's call stack?"""
+    """True if the module's code is running further up this thread's call stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
@@ -113,15 +116,16 @@ def is_running_here(module: ModuleType) -> bool:
 
 
 def is_importing(module: ModuleType | None) -> bool:
-    """Is the module's code still running, in this thread or in another?"""
+    """True if the module's code is still running, in this thread or in another."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def forget_after_import(package: str) -> None:
-    """Takes a package and its submodules out of sys.modules again, at the next import of anything else.
+    """Remove a package and its submodules from sys.modules again, at the next import of anything else.
 
     With TORCH_LOGS="torch_overlay" torch imports the package while torch itself is half imported; nothing can be
-    installed then, and nothing should be, since the program may never ask for it. If it does, it imports afresh.
+    installed then, and nothing should be, since the program may never ask for the package. If it does, it imports the
+    package anew.
     """
 
     class Forget:

@@ -1,4 +1,4 @@
-"""What `torch_overlay.status()` returns."""
+"""Makes the status that `torch_overlay.status()` returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .install import Installer
 
-# Option of torch_overlay.config -> what it switches. The option's own comment says the rest.
+# Option of torch_overlay.config -> what it switches. The comment in config.py has the details.
 FEATURES = {
     "streams": "user streams and events go through the compiler",
     "nvtx": "profiler ranges stay in compiled stream programs, also where no profiler asks for them",
@@ -36,7 +36,8 @@ FEATURES = {
 @dataclass(frozen=True)
 class SeamState:
     """A seam and whether it is installed: "installed", "waiting" for its module to be imported, "off", or "missed": its
-    module was loaded past the overlay, which installs it at the next compilation."""
+    module was loaded past the overlay's finder, and the seam is installed at the next compilation.
+    """
 
     seam: Seam
     state: str
@@ -44,7 +45,7 @@ class SeamState:
 
 @dataclass(frozen=True)
 class Feature:
-    """One option, whether it has effect, and who decided that."""
+    """An option, whether it has effect, and who decided that."""
 
     name: str
     description: str
@@ -54,7 +55,7 @@ class Feature:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of the overlay in this process."""
+    """State of the overlay in this process."""
 
     enabled: bool
     why: str
@@ -93,7 +94,7 @@ def seam_state(installer: Installer, seam: Seam, missed: set[str]) -> str:
 
 
 def feature(installer: Installer, name: str) -> Feature:
-    """Reads an option and finds out who set it."""
+    """Read an option and find out who set it."""
     if not installer.enabled:
         return Feature(name, FEATURES[name], False, "the overlay is not enabled")
     from torch.utils import _config_module
@@ -103,7 +104,7 @@ def feature(installer: Installer, name: str) -> Feature:
     entry: Any = config._config[name]  # type: ignore[attr-defined]
     unset = _config_module._UNSET_SENTINEL
     by_default = entry.default if entry.env_value_default is unset else entry.env_value_default
-    if entry.user_override.get() not in (unset, by_default):  # config.patch assigns what was before
+    if entry.user_override.get() not in (unset, by_default):  # config.patch assigns the previous value at its end
         why = f"torch_overlay.config.{name} was assigned"
     elif entry.env_value_default is not unset:
         why = f"{variable(name)} is set in the environment"

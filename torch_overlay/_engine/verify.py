@@ -1,14 +1,14 @@
-"""Is the upstream code that is here the code that the seams were written against?
+"""Verifies that the installed upstream code is the code that the seams were written against.
 
-Two questions, both asked before anything is changed.
+Two checks, both made before anything is changed.
 
 On disk: the release must be base.json's, the tree must not carry the patch series, and every file that a seam touches
 must have the SHA-256 that base.json records. A file that differs is parsed, and then the fingerprint of each seam's
-definition decides; edits elsewhere in the file don't matter. Hashing some thirty files takes milliseconds; parsing
-is only paid for in an edited tree.
+definition decides; edits elsewhere in the file don't matter. Hashing some thirty files takes milliseconds; only an
+edited tree costs the time to parse.
 
-In memory: the object that a seam is about to wrap must be the one which that file defines. It is not if another
-library has put its own function there; the seam's author has never seen that function.
+In memory: the object that a seam is about to wrap must be the one which that file defines. It is not if another library
+has put its own function there, which the seam's author has never seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def base() -> dict[str, Any]:
-    """The release that the overlay was written for, and the SHA-256 of each upstream file that it touches."""
+    """Return the release that the overlay was written for, and the SHA-256 of each upstream file that it touches."""
     path = Path(__file__).parent.parent / "base.json"
     try:
         record = json.loads(path.read_bytes())
@@ -51,7 +51,7 @@ def base() -> dict[str, Any]:
 
 
 def torch_root() -> Path:
-    """The folder that holds torch/."""
+    """Return the folder that holds torch/."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise OverlayError("wrong_version", "torch", base()["torch"], "no torch", "Install it.")
@@ -59,18 +59,18 @@ def torch_root() -> Path:
 
 
 def found_version() -> str:
-    """Version of the torch that is imported, without its local part (+cu132)."""
+    """Return the version of the torch that is imported, without its local part (+cu132)."""
     return str(sys.modules["torch"].__version__).partition("+")[0]
 
 
 def module_file(root: Path, module: str) -> Path:
-    """The source file of an upstream module."""
+    """Return the source file of an upstream module."""
     path = root.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def check_version(root: Path) -> None:
-    """The release is base.json's and the tree has not been patched."""
+    """Check that the release is base.json's and that the tree has not been patched."""
     expected = base()["torch"]
     if (root / "torch" / "_overlay").exists():
         raise OverlayError(
@@ -93,7 +93,7 @@ def check_version(root: Path) -> None:
 
 
 def check_files(root: Path, seams: Iterable[Seam]) -> list[str]:
-    """Checks the source of every seam's target; returns the files that differ from the release without harm."""
+    """Check the source of every seam's target; return the files that differ from the release without harm."""
     edited: dict[str, str] = {}
     checked: set[str] = set()
     for seam in seams:
@@ -132,7 +132,7 @@ def missing(seam: Seam, expected: str, found: str) -> OverlayError:
 
 
 def check_origin(module: ModuleType) -> None:
-    """A module was loaded from the file that was checked, whoever loaded it."""
+    """Check that a module was loaded from the verified file, whoever loaded it."""
     expected, found = module_file(torch_root(), module.__name__), getattr(module, "__file__", None)
     if found is None or not os.path.exists(found) or not os.path.samefile(expected, found):
         loader = getattr(getattr(module, "__spec__", None), "loader", None)
@@ -146,7 +146,9 @@ def check_origin(module: ModuleType) -> None:
 
 
 class Place(NamedTuple):
-    """Where a seam's target lives: the owner's __dict__ has `raw` under `name`; `original` is `raw` less descriptor."""
+    """Location of a seam's target: the owner's __dict__ has `raw` under `name`; `original` is `raw` without its
+    descriptor.
+    """
 
     owner: Any
     name: str
@@ -155,7 +157,7 @@ class Place(NamedTuple):
 
 
 def unwrap_descriptor(raw: Any) -> Any:
-    """The function inside a static method, class method or property."""
+    """Return the function inside a static method, class method or property."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
     if isinstance(raw, property):
@@ -166,7 +168,7 @@ def unwrap_descriptor(raw: Any) -> Any:
 
 
 def rewrap_descriptor(raw: Any, function: Any) -> Any:
-    """A descriptor like `raw` around another function."""
+    """Return a descriptor like `raw` around another function."""
     if isinstance(raw, (staticmethod, classmethod)):
         return type(raw)(function)
     if isinstance(raw, property):
@@ -179,7 +181,7 @@ def rewrap_descriptor(raw: Any, function: Any) -> Any:
 
 
 def find_place(seam: Seam, module: ModuleType) -> Place:
-    """The seam's target in a module that is loaded, read from the owner's own __dict__."""
+    """Return the place of the seam's target in a loaded module, read from the owner's own __dict__."""
     owner: Any = module
     *path, name = seam.qualname.split(".")
     for part in path:
@@ -213,7 +215,7 @@ def find_place(seam: Seam, module: ModuleType) -> Place:
 
 
 def is_unhooked(seam: Seam, module: ModuleType) -> bool:
-    """Has the module's code run again since the seam was installed? Somebody's own function around the hook is fine."""
+    """True if the module's code has run again since the seam was installed. A function around the hook is fine."""
     owner: Any = module
     *path, name = seam.qualname.split(".")
     for part in path:
@@ -227,10 +229,10 @@ def is_unhooked(seam: Seam, module: ModuleType) -> bool:
 
 
 def is_upstreams_own(value: Any, seam: Seam, module: ModuleType) -> bool:
-    """Is this the function that the module's source defines, under upstream's own decorators at most?"""
+    """True if this is the function that the module's source defines, under upstream's own decorators at most."""
     own_tree = str(Path(sys.modules["torch"].__file__ or "").parent)
     while True:
-        kind = type(value)  # not its __class__: a proxy has that of what it stands for, and its code
+        kind = type(value)  # not its __class__: a proxy has the __class__ and __code__ of the object that it stands for
         if kind is FunctionType:
             code = value.__code__
             if code.co_filename == module.__file__ and code.co_qualname == seam.qualname:

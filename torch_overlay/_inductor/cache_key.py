@@ -1,14 +1,14 @@
-"""What the overlay adds to the keys of the FX graph cache and of the AOTAutograd cache.
+"""Add what the overlay's code depends on to the keys of the FX graph cache and of the AOTAutograd cache.
 
 Upstream's keys are computed from the text of the graph, the metadata of its inputs and the configuration. They don't
-see node metadata, and therefore not the stream that a node was placed on: `x * 2` inside and outside of
-`with torch.cuda.stream(s)` have the same key, and whichever is compiled first is served for both. They don't see us
+see node metadata, and therefore not the stream that a node was placed on: `x * 2` inside and outside of `with
+torch.cuda.stream(s)` have the same key, and whichever is compiled first is served for both. They don't see the overlay
 either: code compiled with the overlay could be served to a process without it, and the other way round.
 
 Both keys are hashes over the attributes of a details object whose class for AOTAutograd derives from the one for
 Inductor, so one more attribute, set by that one constructor, enters both. AOTAutograd's key is that of Dynamo's graph,
-before our passes: there it also depends on what Dynamo knows of the streams and events that the graph's indices
-stand for. Inductor's key sees what the passes made of that, on the nodes.
+before our passes: there the key also depends on what Dynamo knows of the streams and events that the graph's indices
+stand for. Inductor's key sees what the passes noted of that on the nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Placement = tuple[tuple[str, int, str], ...]
 
 
 def stream_notes(node: torch.fx.Node) -> str:
-    """The node's stream, and the tokens of its boundary effects; empty for a node of a program without streams."""
+    """Return the node's stream and the tokens of its boundary effects; empty if the program has no streams."""
     custom = node.meta.get("custom") or {}
     notes = {key: value for key, value in custom.items() if key.startswith("stream_")}
     if custom.get("stream"):  # index 0 is the caller's stream, as is no index
@@ -36,7 +36,7 @@ def stream_notes(node: torch.fx.Node) -> str:
 
 
 def placement(gm: torch.fx.GraphModule) -> Placement:
-    """Where the nodes of a graph, and of the graphs nested in it, are placed."""
+    """Return where the nodes of a graph, and of the graphs nested in it, are placed."""
     from torch.fx import GraphModule
 
     found = []
@@ -49,8 +49,8 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
 
 
 def stream_objects() -> tuple[str, ...]:
-    """What Dynamo knows of the streams and events of the frame. If it uses the caller's stream alone: does the program
-    have others? That matters to a copy that blocks the host.
+    """Return what Dynamo knows of the streams and events of the frame. If the frame uses the caller's stream alone,
+    return whether the program has other streams: that matters to a copy that blocks the host.
     """
     from torch_overlay._dynamo import registry
 
@@ -61,14 +61,16 @@ def stream_objects() -> tuple[str, ...]:
 
 
 def config_digest() -> str:
-    """Digest of the options, the same in every process that has the same options."""
+    """Return a digest of the options, the same in every process that has the same options."""
     from torch_overlay import config
 
     return hashlib.sha256(repr(sorted(config.save_config_portable().items())).encode()).hexdigest()[:16]
 
 
 def graphs() -> tuple[object, ...]:
-    """Code that asks for CUDA graphs is cut, gets its memory, and frees it by whose graphs they are."""
+    """Return the options of CUDA graphs, if the code asks for them: they decide how it is partitioned, and how it
+    allocates and frees memory.
+    """
     import torch._inductor.config as inductor_config
 
     from torch_overlay import config
@@ -77,7 +79,7 @@ def graphs() -> tuple[object, ...]:
 
 
 def offload_room() -> tuple[int, ...]:
-    """`activation_offload = "auto"` plans by what the device has free, here in GiB."""
+    """Return the device's free memory in GiB, by which `activation_offload = "auto"` plans."""
     import torch
 
     from torch_overlay import config
@@ -88,7 +90,9 @@ def offload_room() -> tuple[int, ...]:
 
 
 def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple[Any, ...]:
-    """Everything of ours that the code compiled for a graph depends on. Upstream adds the version of torch."""
+    """Return everything of the overlay's that the code compiled for a graph depends on. Upstream adds the version of
+    torch.
+    """
     from torch_overlay.version import __version__, source_digest
 
     own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room())

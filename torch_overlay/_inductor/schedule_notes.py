@@ -1,4 +1,4 @@
-"""What the overlay keeps of one schedule while Inductor generates its code: the one thing that it hangs on a scheduler.
+"""Keep the overlay's notes on one schedule while Inductor generates its code: its only attribute on a scheduler.
 
 It is an attribute and no entry of a weak dictionary, because the notes name the scheduler's nodes, which name the
 scheduler: only the garbage collector can free them together.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class ScheduleNotes:
-    """Streams are registry indices.
+    """Notes on one schedule. Streams are registry indices.
 
     - `memory`: buffer -> the stream whose memory it is; None before a region is planned.
     - `region`: the emitter of the region whose lines are generated now.

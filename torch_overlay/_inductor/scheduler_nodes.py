@@ -1,4 +1,4 @@
-"""The words of Inductor's schedule: what a scheduler node computes, on which stream, in whose memory, and how long."""
+"""Query Inductor's scheduler nodes: what a node computes, on which stream, in whose memory, and how long."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
-    """Registry index of the stream that a node was placed on; 0 without a placement."""
+    """Return the registry index of the stream that a node was placed on; 0 without a placement."""
     return scheduler.stream_idx_to_user_obj_idx.get(scheduler.get_node_stream(node), CALLERS_STREAM)
 
 
 def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
-    """The operation of the user's stream program that a node carries out on the host, if it is one."""
+    """Return the operation of the user's stream program that a node carries out on the host, if it is one."""
     overload = getattr(node.node, "op_overload", None)
     if isinstance(overload, torch._ops.OpOverload) and overload.namespace in ("streams", "streams_overlay"):
         return overload
@@ -34,7 +34,7 @@ def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
 
 
 def is_part(output: sched.SchedulerBuffer) -> bool:
-    """True for a buffer that is one slice of a concatenation, beside which the others are written."""
+    """True for a buffer that is one slice of a concatenation: the other slices are written beside it."""
     layout = getattr(output.node, "layout", None)
     if not isinstance(layout, ir.NonOwningLayout):
         return False
@@ -47,27 +47,29 @@ def _own_origins(kernel: Any) -> Iterable[torch.fx.Node]:
 
 
 def fx_origins(node: BaseSchedulerNode) -> Iterable[torch.fx.Node]:
-    """FX nodes of this graph that a scheduler node computes; in a subgraph, without the node that calls it."""
+    """Yield the FX nodes of this graph that a scheduler node computes; in a subgraph, not the node that calls it."""
     for part in node.get_nodes():
         if part.node is not None:
             yield from _own_origins(part.node)
 
 
 def kernel_of(output: Any) -> str | None:
-    """The name of the kernel of which a buffer is one of several outputs."""
+    """Return the name of the kernel of which a buffer is one of several outputs."""
     if isinstance(output, ir.TensorBox | ir.StorageBox):
         output = output.data
     return output.inputs[0].get_name() if isinstance(output, ir.MultiOutput) else None  # type: ignore[union-attr]
 
 
 def viewed_by_call(kernel: Any) -> set[str]:
-    """What the kernel returns a view of, if it is a call that launches nothing, as `view_as_real`."""
+    """Return the buffers that a kernel returns a view of, if it is a call that launches nothing (`view_as_real`)."""
     is_view_call = isinstance(kernel, ir.FallbackKernel) and all(map(is_view, _own_origins(kernel)))
     return set(kernel.get_inputs_that_alias_output()) if is_view_call else set()
 
 
 def owner_of(name: str) -> str:
-    """The buffer whose memory a buffer lies in: a concatenation, of its parts; what a call returns a view of."""
+    """Return the buffer whose memory a buffer lies in: a concatenation for its slices; for a call that returns a view,
+    what it views.
+    """
     while True:
         buffer = V.graph.try_get_buffer(name)
         if isinstance(layout := getattr(buffer, "layout", None), ir.NonOwningLayout):
@@ -79,8 +81,8 @@ def owner_of(name: str) -> str:
 
 
 def parts_of(buffer: Any) -> set[str]:
-    """Other names under which operations write a buffer's memory: of the kernel of which it is one of several outputs,
-    and of the slices of a concatenation.
+    """Return the other names under which operations write a buffer's memory: the kernel of which it is one of several
+    outputs, and the slices of a concatenation.
     """
     kernel = kernel_of(buffer)
     found = {kernel} if kernel else set()
@@ -95,7 +97,7 @@ def is_gpu(device: torch.device | None) -> bool:
 
 
 def flops_of(node: BaseSchedulerNode) -> int | None:
-    """What library kernels and matmul templates compute; upstream counts each call for its own statistics."""
+    """Return the FLOPs of library kernels and matmul templates; upstream counts each call for its own statistics."""
     counted = counters["inductor"].get("flop_count")
     try:
         return node.estimate_flops()
@@ -107,7 +109,7 @@ def flops_of(node: BaseSchedulerNode) -> int | None:
 
 
 def device_us(node: BaseSchedulerNode) -> float | None:
-    """The least device time of a node's kernel, by what it reads, writes and computes; None if that isn't known."""
+    """Return the least device time of a node's kernel, by what it reads, writes and computes; None if not known."""
     device = node.get_device()
     if isinstance(node, sched.NopKernelSchedulerNode):
         return 0.0

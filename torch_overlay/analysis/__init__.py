@@ -1,11 +1,11 @@
-"""What is known of a program's streams: races, what runs when, overlap on a device.
+"""Analyse a program's streams: find races, show what runs when, measure overlap on a device.
 
     from torch_overlay.analysis import check, check_eager, check_graph, timeline, Timeline
 
 `check` runs compiled code on a simulated device, `check_graph` reads a captured CUDA graph, `check_wrapper` takes the
-text of a generated module, `check_eager` watches eager code on a GPU; each gives a `Report`. `Trace` is for programs
-that are written down by hand, and `check_trace` reads it. `timeline` draws a call of a function, and
-`Timeline.from_profile` a profile.
+text of a generated module, `check_eager` watches eager code on a GPU; each returns a `Report`. `check_trace` checks a
+`Trace` that was written by hand. `timeline` makes the timeline of a call of a function, `Timeline.from_profile` that of
+a profile.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Whose is each block of device memory: a memory snapshot of PyTorch's, read with knowledge of generated code.
+"""Find the owner of each block of device memory, from PyTorch's memory snapshot and the text of generated code.
 
     torch.cuda.memory._record_memory_history(stacks="python")
     with torch_overlay.testing.observe() as seen:   # around the compilation: knows the user's lines
         step()
     print(memory_blocks(torch.cuda.memory._snapshot(), seen))
 
-In a snapshot of a compiled program the innermost frames of a block are of a generated module, at the line of its
-allocation. Here such a block gets the name of its buffer, and the user's line behind the kernel that is the first to
-use it. What a CUDA graph takes for a call is one block, or a few, for many tensors; it is told apart by the frames of
-the relaunch. Every other block gets the innermost frame outside of torch.
+In a snapshot of a compiled program, the innermost frames of a block are in a generated module, at the line of the
+allocation. This module gives the block the name of its buffer, and the user's line of the kernel that uses the buffer
+first. The memory that a CUDA graph allocates for a call is one block, or a few, for many tensors; the frames of the
+relaunch identify it. Every other block gets the innermost frame outside of torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASSIGNED = re.compile(r"\s*(\w+) = ")
 
 @dataclass(frozen=True)
 class Block:
-    """`stream` is the handle of the stream whose pool it is of, `name` that of a compiled buffer."""
+    """A block of device memory. `stream` is the handle of its pool's stream, `name` the name of a compiled buffer."""
 
     address: int
     nbytes: int
@@ -46,7 +46,7 @@ class Block:
 
 
 class Blocks(tuple[Block, ...]):
-    """Blocks by address. As text: those in use, by line, the largest first."""
+    """Blocks, sorted by address. The text lists the blocks in use by source line, the largest first."""
 
     def __str__(self) -> str:
         total: dict[tuple[str, str, int], list[int]] = {}
@@ -63,8 +63,9 @@ class Blocks(tuple[Block, ...]):
 
 
 def memory_blocks(snapshot: Mapping[str, Any], seen: Any = None) -> Blocks:
-    """The blocks of a `torch.cuda.memory._snapshot()`, attributed. `seen` is what `torch_overlay.testing.observe()`
-    gave while the program was compiled; without it compiled buffers have the names of their graph's nodes for a line.
+    """Return the blocks of a `torch.cuda.memory._snapshot()` with their owners. `seen` is the value that
+    `torch_overlay.testing.observe()` yielded while the program was compiled; without it, the line of a compiled buffer
+    is the names of its graph's nodes.
     """
     reader = _Reader(seen)
     found = [
@@ -76,7 +77,7 @@ def memory_blocks(snapshot: Mapping[str, Any], seen: Any = None) -> Blocks:
 
 
 def _placed(segment: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Blocks with their addresses, which older snapshots leave to be added up."""
+    """Yield the blocks with their addresses; in older snapshots, addresses follow from the sizes."""
     at = segment["address"]
     for block in blocks:
         yield {"address": at, **block}
@@ -85,7 +86,7 @@ def _placed(segment: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]]) -> 
 
 class _Reader:
     def __init__(self, seen: Any) -> None:
-        self.lines: dict[str, dict[str, str]] = {}  # of the text of a generated module: the user's lines by node
+        self.lines: dict[str, dict[str, str]] = {}  # text of a generated module -> node -> user's lines
         for region in seen.regions if seen is not None else ():
             if region.wrapper is not None and region.frame is not None:
                 self.lines[region.wrapper.strip()] = region.frame.lines
@@ -105,7 +106,7 @@ class _Reader:
         )
 
     def whose(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-        """Kind, buffer and line, by the frames from inside out."""
+        """Return kind, buffer name and line of a block, from its frames, innermost first."""
         for frame in frames:
             file = frame["filename"]
             if file.startswith(OURS) and _RELAUNCH in file:
@@ -128,13 +129,13 @@ class _Reader:
 
 
 class GeneratedModule:
-    """The text of a generated module, by its lines."""
+    """The text of a generated module, split in lines."""
 
     def __init__(self, text: str, lines: Mapping[str, str]) -> None:
         self.text, self.lines = text.splitlines(), lines
 
     def allocated(self, number: int) -> tuple[str, str]:
-        """Which buffer line `number` (from 1) allocates, and the user's lines behind the kernel that uses it first."""
+        """Return the buffer that line `number` (from 1) allocates, and the user's lines of its first kernel."""
         if not 1 <= number <= len(self.text):
             return "", ""
         statement = self.text[number - 1]
@@ -150,7 +151,7 @@ class GeneratedModule:
         return name, ""
 
     def label(self, number: int) -> str:
-        """The user's lines of the comment above a line; the names of its nodes where these aren't known."""
+        """Return the user's lines for the comment above a line, or the names of its nodes if no lines are known."""
         for text in reversed(self.text[:number]):
             if match := _SOURCES.match(text):
                 names = [n for n in match[1].split(", ") if n]
@@ -162,7 +163,7 @@ class GeneratedModule:
 
 
 def _users(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost frame that is the user's, as file, line and function."""
+    """Format the innermost frame of the user's code as file, line and function."""
     for frame in frames:
         file = frame["filename"]
         if file.endswith(".py") and not file.startswith((TORCH, OURS)) and not file.startswith("<"):

@@ -1,4 +1,4 @@
-"""How long work of different streams ran at the same time, from a profile.
+"""Measure how long work of different streams ran at the same time, from a profile.
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
         step()
@@ -29,7 +29,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Overlap:
-    """`busy` is the time in which at least one stream ran something, `shared` that in which at least two did."""
+    """Overlap of streams. `busy`: time in which at least one stream ran work; `shared`: in which at least two did."""
 
     busy: float
     shared: float
@@ -44,7 +44,7 @@ class Overlap:
 
 
 def overlap(work: Iterable[Work]) -> Overlap:
-    """Sweep over the starts and ends. Work that overlaps on one stream counts once."""
+    """Measure the overlap by a sweep over starts and ends. Work that overlaps on one stream counts once."""
     work = list(work)
     edges = sorted([(w.start, 1, w.stream) for w in work] + [(w.end, -1, w.stream) for w in work])
     running: dict[int, int] = {}
@@ -60,7 +60,7 @@ def overlap(work: Iterable[Work]) -> Overlap:
 
 
 def device_work(profile: Any) -> list[Work]:
-    """Kernels and copies in a finished `torch.profiler.profile`."""
+    """Return the kernels and copies of a finished `torch.profiler.profile`."""
     from torch.autograd import DeviceType
 
     return [

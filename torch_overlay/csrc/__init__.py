@@ -1,4 +1,4 @@
-"""The parts that are C: events and region boundaries, relaunches of CUDA graphs, and the reading of captured graphs.
+"""Builds the C module: events and region boundaries, relaunches of CUDA graphs, and the reading of captured graphs.
 
     driver_api.c      the driver's functions, as one table         driver_api.h
     events.c          `events`: Event (`_inductor.streams.runtime`)   events.h
@@ -6,13 +6,13 @@
     aliased_memory.c  `relaunch`: memory for captures              relaunch.h, for all of `relaunch`
     data_ptr.c        addresses of tensors (`launch.data_ptrs`)
     patch.c           the parameters of an executable's nodes (`launch.native`)
-    scratch.c         scratch memory between launches
+    scratch.c         scratch memory and its cache
     call.c            a relaunch as one call (`launch.native_call`)
     graph_reader.c    `graph`: nodes and edges (`graph.native_read`)
     module.c          the extension module, which has `events`, `relaunch` and `graph` in it
 
-It is built at first use by the compiler that Triton needs, and Triton caches it. The environment variable
-TORCH_OVERLAY_CFLAGS has further flags, as those of a sanitizer.
+The module is built at first use by the compiler that Triton needs, and Triton caches it. The environment variable
+TORCH_OVERLAY_CFLAGS adds flags, such as those of a sanitizer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAGS = ("-std=gnu11", "-fvisibility=hidden")
 
 
 def arguments(driver: str = DRIVER) -> dict[str, Any]:
-    """What Triton's compiler is given. It keeps what it builds under the first file's text and these flags."""
+    """Return the arguments for Triton's compiler, which caches a build by the first file's text and these flags."""
     digest = hashlib.sha256(b"".join((FOLDER / name).read_bytes() for name in (*PARTS, *HEADERS))).hexdigest()
     flags = [
         *FLAGS,
@@ -50,19 +50,19 @@ def arguments(driver: str = DRIVER) -> dict[str, Any]:
 
 
 def build(driver: str = DRIVER) -> Any:
-    """The extension module over a driver library. Raises what the compiler or the loader raises."""
+    """Build and return the extension module for a driver library. Raises what the compiler or the loader raises."""
     from triton.runtime.build import compile_module_from_file
 
     return compile_module_from_file(**arguments(driver))
 
 
 class NotBuiltError(RuntimeError):
-    """The extension module can't be had on this host."""
+    """The extension module can't be built or loaded on this host."""
 
 
 @functools.cache
 def _attempt() -> Any:
-    """The extension module, or why there is none."""
+    """Return the extension module, or the error that says why there is none."""
     try:
         return build()
     except Exception as error:
@@ -73,7 +73,7 @@ def _attempt() -> Any:
 
 
 def extension() -> Any:
-    """The extension module, one a process. Raises `NotBuiltError`; it isn't tried again."""
+    """Return the extension module, one a process. Raises `NotBuiltError`; a failed build isn't tried again."""
     found = _attempt()
     if isinstance(found, NotBuiltError):
         raise found

@@ -1,4 +1,4 @@
-/* Memory for captures: every piece of a range maps one small physical block. The story is told by `launch.native`. */
+/* Memory for captures: a range maps one small physical block over and over. `launch.native` describes it. */
 
 #include "driver_api.h"
 #include "relaunch.h"
@@ -16,7 +16,7 @@
 #define DEEP ((size_t)256 << 10)
 #define SHALLOW ((size_t)64 << 10)
 
-/* Zeros where what this thread calls next has its stack: Note [Remains on the stack]. */
+/* Zeroes the stack that this thread's next calls will use: Note [Remains on the stack]. */
 static void clear_stack(size_t most) {
     static __thread uintptr_t end;
     size_t room;
@@ -30,10 +30,10 @@ static void clear_stack(size_t most) {
             pthread_attr_destroy(&attributes);
         }
     }
-    room = (uintptr_t)&room > end ? ((uintptr_t)&room - end) / 2 : 0; /* a thread may have been given little */
+    room = (uintptr_t)&room > end ? ((uintptr_t)&room - end) / 2 : 0; /* a thread's stack may be small */
     if (room > most) room = most;
     cleared = memset(__builtin_alloca(room + 1), 0, room);
-    __asm__ volatile("" : : "r"(cleared) : "memory"); /* nobody reads it, and yet it has to be done */
+    __asm__ volatile("" : : "r"(cleared) : "memory"); /* keeps the memset, whose result nobody reads */
 }
 
 /* Everything below is guarded by `lock`. */
@@ -78,7 +78,7 @@ static Range *ranges;
 static uint64_t last_id;
 static __thread uint64_t current;
 
-/* Memory calls are no part of a capture, but a capture in the strict mode forbids them. */
+/* The driver's memory functions are not captured, but a capture in a stricter mode than relaxed forbids them. */
 static int relax(void) {
     int mode = 2;
     return cu.ThreadExchangeStreamCaptureMode(&mode) ? -1 : mode;
@@ -190,13 +190,13 @@ static int find_arena(int device, size_t bytes, const Block *block, Arena **resu
 static int unmap(Range *range, Address address, size_t size) {
     int code = size ? cu.MemUnmap(address, size) : 0, one;
     if (!code || size <= range->block->size) return code;
-    code = 0; /* a driver that wants each mapping by itself */
+    code = 0; /* this driver unmaps only one mapping a call */
     for (size_t at = 0; at < size; at += range->block->size)
         if ((one = cu.MemUnmap(address + at, range->block->size))) code = one;
     return code;
 }
 
-/* Maps as far as `end`, and ahead: as much again as there is, up to AHEAD blocks. */
+/* Maps up to `end` at least, and otherwise as much again as is mapped already, up to AHEAD blocks. */
 static int map(Range *range, Address end, const char **what) {
     size_t step = range->block->size, size = round_up(end - range->mapped, step), mapped = 0;
     size_t ahead = range->mapped - range->low < AHEAD * step ? range->mapped - range->low : AHEAD * step;
@@ -217,7 +217,7 @@ static int map(Range *range, Address end, const char **what) {
     return code;
 }
 
-/* Why an allocation failed: torch only says that it did. A code of 0 is a reason of ours. */
+/* Notes why an allocation failed, for torch only says that it did. `code` 0: no driver error. Returns NULL. */
 static void *refuse(Range *range, size_t size, const char *what, int code) {
     if (code)
         snprintf(range->error, sizeof range->error,
@@ -321,7 +321,7 @@ static PyObject *py_reserve(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(id);
 }
 
-/* No allocation any more: what lies after the last one goes back to the arena. */
+/* Ends allocation in the range; the addresses after the last allocation go back to the arena. */
 static void seal(Range *range) {
     Address high = range->top + (range->count ? range->gap * GAP : 0);
     Address used = range->mapped > high ? range->mapped : range->low + round_up(high - range->low, range->block->size);

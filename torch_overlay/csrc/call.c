@@ -1,10 +1,10 @@
-/* A relaunch as one call: `launch.relaunch` says what that is, and does it without. */
+/* A relaunch as one call: `launch.relaunch` describes it, and has it in Python. */
 
 #include "relaunch.h"
 
 #include <structmember.h>
 
-#define AGAIN 2 /* the launch of a graph after which its scratch stays */
+#define AGAIN 2 /* from this launch of a graph on, its scratch is cached */
 
 enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
 
@@ -19,7 +19,7 @@ typedef struct {
     uint64_t mask;
 } Input;
 
-/* Its regions are, in this order: the inputs, the storages of outputs, the slab of saved outputs, the scratch. */
+/* A graph bound to a layout. Its regions are, in order: inputs, storages of outputs, slab of saved outputs, scratch. */
 typedef struct {
     PyObject_HEAD
     Blocks *blocks;
@@ -29,21 +29,21 @@ typedef struct {
     Py_ssize_t *order;                       /* of allocations: regions after the inputs */
     PyObject *allocations;                   /* arguments of `empty`, for each storage */
     PyObject *slab, *types, *scratch;        /* arguments of `empty`, or None; dtypes of the slab's views */
-    PyObject *empty, *reinterpret, *outputs; /* outputs: makes what `recipe` can't, or None */
+    PyObject *empty, *reinterpret, *outputs; /* outputs: makes all outputs if a recipe can't, or None */
     PyObject *replay;                        /* keeps the executable; not called if the driver launches */
     int direct;
-    Scratch raw; /* of the scratch, if that is no tensor: raw_alloc is not None */
+    Scratch raw; /* allocates the scratch without a tensor, if raw_alloc is not None */
     PyObject *current, *index, *stream_of, *is_capturing;
     PyObject *misaligned, *counters, *group, *counter;
     PyThread_type_lock lock; /* patching and launching are one step */
     unsigned long long launches, patched;
     int bound;              /* a call has given every region of the blocks a base */
-    const void *counted[5]; /* where the counter was: to be fetched, never to be read */
+    const void *counted[5]; /* where the counter was: to prefetch, never to read */
 } Call;
 
 static PyTypeObject *call_type;
 static PyObject *name_view;
-static __thread int launching; /* it holds a lock: what runs in a launch may wait for none (`relaunch`) */
+static __thread int launching; /* this thread holds a lock, so it must wait for no other: Note [A relaunch] */
 
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -103,12 +103,12 @@ static int read_recipes(Call *self, PyObject *recipes) {
             return -1;
         }
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
-        if (each->kind == SAME && n >= self->least) self->least = n + 1; /* what is no region may come after them */
+        if (each->kind == SAME && n >= self->least) self->least = n + 1; /* inputs that are no region may come last */
     }
     return 0;
 }
 
-/* Each region that is allocated comes once: the storages, the slab and the scratch, if there are such. */
+/* Each allocated region has to be in the order once: the storages, and the slab and the scratch if there are any. */
 static int read_order(Call *self, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), slab = self->slab != Py_None;
     self->memories = made + slab + (self->scratch != Py_None);
@@ -148,7 +148,7 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
             &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &raw->is_ordinary, &most, &stream,
             &alloc, &release, &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned,
             &self->counters, &self->group, &self->counter)) {
-        /* What was parsed is borrowed. */
+        /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
         return NULL;
@@ -222,9 +222,9 @@ static int current_stream(Call *self, Handle *stream) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* 1: a graph can be launched here. 0: not in this device, or the stream is being captured. -1: an error. In the
-   executable's context (`now` is the thread's) the device needs no question; and a thread whose device is another one
-   keeps that, so it is asked for before there is a context. */
+/* 1: the graph can be launched. 0: another device is current, or the stream is being captured. -1: an error. If `now`,
+   the thread's context, is the executable's, the device is right. Otherwise torch is asked for the current device
+   before the thread gets a context, so that a thread with another device keeps that. */
 static int is_time(Call *self, Handle now, Handle *stream) {
     PyObject *answer;
     int status = 0;
@@ -244,7 +244,7 @@ static int is_time(Call *self, Handle now, Handle *stream) {
     return status < 0 ? -1 : !status;
 }
 
-/* 1: read. 0: one is misaligned. -1: an error. */
+/* Reads the addresses of the inputs. 1: done. 0: one is misaligned. -1: an error. */
 static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     uint64_t bad = 0;
     for (Py_ssize_t i = 0; i < self->inputs; i++) {
@@ -269,7 +269,7 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
 typedef struct {
     PyObject *made, *slab, *scratch;
     Taken taken;
-} Memory; /* the scratch is a tensor, or was taken */
+} Memory; /* the scratch is in `scratch` if it is a tensor, else in `taken` */
 
 static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     if (self->raw.raw_alloc == Py_None) {
@@ -315,7 +315,7 @@ static void free_memory(Call *self, Handle stream, Memory *memory) {
     Py_CLEAR(memory->slab);
 }
 
-/* Where there is no memory, scratch that is cached for other launches is freed, and then there may be. */
+/* Allocates. If there is no memory, it frees the scratch that is cached for other launches, and tries once more. */
 static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     PyObject *type, *value, *trace;
     if (!allocate_memory(self, stream, memory, base)) return 0;
@@ -387,7 +387,7 @@ static PyObject *view_of(Call *self, PyObject *of, const Recipe *recipe) {
     return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
 }
 
-/* A new reference: the slab as a tensor of each dtype. */
+/* Returns a new tuple of the slab as a tensor of each dtype. */
 static PyObject *typed_slabs(Call *self, PyObject *slab) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->types);
     PyObject *typed = PyTuple_New(slab ? count : 0);
@@ -434,7 +434,7 @@ static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
     return result;
 }
 
-/* counters[group][counter] += 1, where these are the dictionaries that they most often are. 1: something else. */
+/* Does counters[group][counter] += 1 if both are dictionaries, as they mostly are. 1: they are not. -1: an error. */
 static int count_in_dictionaries(Call *self) {
     PyObject *group, *before, *after;
     int overflow, code;
@@ -472,14 +472,14 @@ static int count_launch(Call *self) {
     return code;
 }
 
-/* The counter is five objects away: they are asked for long before they are needed. */
+/* Prefetches the five objects on the way to the counter, long before they are needed. */
 static void fetch_counter(Call *self) {
     for (size_t i = 0; i < sizeof self->counted / sizeof *self->counted; i++) __builtin_prefetch(self->counted[i]);
 }
 
 static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBool_FromLong(launching); }
 
-/* `careful`: None if this is not the time for a launch, or an input is misaligned. */
+/* Launches. With `careful` it returns None if the graph can't be launched now, or an input is misaligned. */
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;

@@ -54,7 +54,7 @@ static PyObject *py_addresses(PyObject *module, PyObject *arg) {
     return result;
 }
 
-/* One tensor of a dtype, which tells the dtype's number; with None for a tensor all is forgotten. */
+/* Learns the number and item size of a dtype from one of its tensors. None for the tensor: forgets all dtypes. */
 static PyObject *py_learn(PyObject *module, PyObject *args) {
     PyObject *object, *type;
     int size;

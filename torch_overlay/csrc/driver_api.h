@@ -1,5 +1,5 @@
-/* The CUDA driver's functions that this module calls, as one table; cuda.h is not needed, and nothing links against the
-   driver: it is opened when the module is imported. */
+/* The CUDA driver's functions that this module calls, as one table. It needs no cuda.h and doesn't link against the
+   driver, which is opened when the module is imported. */
 
 #pragma once
 
@@ -10,7 +10,7 @@
 typedef uint64_t Address;
 typedef void *Handle;
 
-/* As cuda.h declares them; the layout is the driver's ABI. */
+/* Structs as in cuda.h; their layout is the driver's ABI. */
 typedef struct {
     int type, id;
 } Location;
@@ -89,14 +89,14 @@ extern struct Driver {
 
 #undef DECLARE
 
-/* Fills the table from the library DRIVER. 0, or -1 and an ImportError that names what is missing. */
+/* Fills the table from the library DRIVER. Returns 0, or -1 and an ImportError that names what is missing. */
 int load_driver(void);
-/* The driver's words for a CUresult. */
+/* Returns the driver's text for a CUresult. */
 const char *text_of(int code);
-/* Sets a RuntimeError with the driver's words for the code; returns NULL. */
+/* Sets a RuntimeError with the driver's text for the code; returns NULL. */
 PyObject *driver_error(int code, const char *what);
-/* 0, and a TypeError that says which item is none; `i` < 0: it has no number. PyArg_ParseTuple and PyObject_Call take a
-   tuple for granted. */
+/* Returns 1 if the item is a tuple; else 0, with a TypeError that names item `i` (`i` < 0: it has no number).
+   PyArg_ParseTuple and PyObject_Call don't check this. */
 int is_tuple(PyObject *item, const char *what, Py_ssize_t i);
 
 static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }

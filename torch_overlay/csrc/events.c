@@ -1,4 +1,4 @@
-/* Events for generated code: `streams.runtime` tells their story. */
+/* Events for generated code: `streams.runtime` describes them. */
 
 #include "events.h"
 

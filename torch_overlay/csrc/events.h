@@ -1,4 +1,4 @@
-/* What regions know of events. */
+/* Events, as region.c uses them. */
 
 #pragma once
 
@@ -12,19 +12,20 @@ typedef struct {
 
 extern PyTypeObject *event_type;
 
-/* Makes the context current, for the null stream and the creation of events depend on it; a CUresult. */
+/* Makes the context current, for the null stream and the creation of events depend on it. Returns a CUresult. */
 int enter(Handle context, int *pushed);
 void leave(int pushed);
 int is_capturing(Handle stream);
 
-/* A capture that is under way, of any stream and in any thread, forbids the question unless the mode is relaxed. */
+/* Any capture under way, of any stream and in any thread, forbids querying a stream unless the mode is relaxed. */
 typedef struct {
     int relaxed, before;
 } Mode;
 
 int holds_nothing(Handle stream, Mode *mode);
 void restore(Mode *mode);
-/* Makes a stream wait for the event, and joins it where only that wait made it part of a capture; a CUresult. */
+/* Makes the stream wait for the event. If only that wait makes the stream part of a capture, joins it to the caller's
+   stream. Returns a CUresult. */
 int wait_exit(Event *self, Handle stream, Handle caller);
 
 int events_init(PyObject *module);

@@ -8,7 +8,7 @@ static PyObject *handle_of(Handle handle) { return PyLong_FromVoidPtr(handle); }
 
 /* ---- structure ---- */
 
-/* Of PyMem_Free's memory; NULL with a Python error. */
+/* Returns the graph's nodes, to be freed by PyMem_Free; NULL with a Python error. */
 static Handle *nodes_of(Handle graph, size_t *count) {
     Handle *node;
     int code;
@@ -130,7 +130,8 @@ static void forget(Functions *functions) {
     PyMem_Free(functions->list);
 }
 
-/* Asks the driver. 0: described, and without a name: the driver doesn't describe it. -1: a Python error. */
+/* Asks the driver for the function's name and parameters. 0: done; if the driver doesn't know, there is no name. -1: a
+   Python error. */
 static int describe(Function *each) {
     Handle function = each->func;
     const char *name = NULL;
@@ -175,7 +176,7 @@ static Function *find(Functions *functions, Handle func, Handle kern) {
     return describe(each) ? NULL : each;
 }
 
-/* Does the node hold a value for each of the function's parameters? `base` is that of a packed block, or NULL. */
+/* 1 if the node holds a value for each of the function's parameters. `base` becomes that of a packed block, or NULL. */
 static int is_complete(const KernelParams *params, const Function *function, char **base) {
     size_t size = 0;
     *base = NULL;
@@ -195,7 +196,7 @@ static int is_complete(const KernelParams *params, const Function *function, cha
     return function->count ? *base && function->end <= size : !size;
 }
 
-/* A new reference: the values, or None if the node holds them in no way that is known here. */
+/* Returns a new tuple of (offset, value), or None if the node holds its values in an unknown form. */
 static PyObject *values_of(const KernelParams *params, const Function *function) {
     char *base;
     PyObject *values;
@@ -249,7 +250,7 @@ static PyObject *py_kernels(PyObject *module, PyObject *arg) {
 
 /* ---- cut ---- */
 
-/* Keeps the node's clone and notes its handle, or destroys it. */
+/* Notes the handle of the node's clone if the node is wanted, else destroys the clone. */
 static int cut_node(Handle node, Handle clone, PyObject *wanted, PyObject *found) {
     Handle there = NULL;
     PyObject *handle = handle_of(node), *other = NULL;

@@ -21,7 +21,7 @@ static void blocks_dealloc(Blocks *self) {
     Py_DECREF(type);
 }
 
-/* A block is the driver's struct and what its arguments point to. */
+/* Reads a node. Its block is the driver's struct, then the arguments' values, then the array that points to them. */
 static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size) {
     static const size_t least[] = {sizeof(KernelParams), 40, 200};
     unsigned long long handle, context;
@@ -127,14 +127,14 @@ failed:
     return NULL;
 }
 
-/* An integer is an address; anything else is a tensor. */
+/* Reads a base. An integer is an address; anything else is a tensor. */
 static int base_of(PyObject *item, uint64_t *result) {
     if (!PyLong_Check(item)) return address_of(item, result);
     *result = PyLong_AsUnsignedLongLong(item);
     return *result == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Nothing of the object changes until every base has been read. */
+/* Reads the bases into `fresh` and `given`: `base` and `known` don't change until all have been read. */
 static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     Py_ssize_t count = PySequence_Fast_GET_SIZE(bases);
     memcpy(self->fresh, self->base, self->regions * sizeof *self->fresh);
@@ -169,7 +169,7 @@ static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     return 0;
 }
 
-/* Writes the words of a region, and puts their nodes on the list. Returns its new length. */
+/* Writes the words of a region, and puts their nodes on the list `dirty`. Returns the list's new length. */
 static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t count) {
     for (size_t i = self->first[region]; i < self->first[region + 1]; i++) {
         Word *word = &self->word[i];
@@ -182,7 +182,7 @@ static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t cou
     return count;
 }
 
-/* Sets the nodes on the list. Returns how many that are, or -1. */
+/* Sets the nodes on the list `dirty`. Returns their number, or -1. */
 static Py_ssize_t set_listed(Blocks *self, size_t count) {
     self->stale = 1;
     for (size_t i = 0; i < count; i++) {
@@ -209,7 +209,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
     return (Py_ssize_t)count;
 }
 
-/* Points the nodes at these bases, of the first so many regions: those that moved. Nothing may be stale or unknown. */
+/* Patches for the first `regions` regions: the nodes of those that moved. Nothing may be stale or unknown. */
 Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
     size_t count = 0;
     self->turn++;
@@ -245,8 +245,8 @@ int get_context(Handle *now) {
     return code ? -1 : 0;
 }
 
-/* A thread that has made no call of CUDA's runtime has no context, and the driver reads through it unasked. It gets the
-   executable's, whose device is its current one from then on. */
+/* A thread that has not called CUDA's runtime has no context, which the driver would read through unchecked. It gets
+   the executable's context, and so its device as the current one. */
 int have_context(Blocks *self, Handle now) {
     int code = !now && self->context ? cu.CtxSetCurrent(self->context) : 0;
     if (code) driver_error(code, "cuCtxSetCurrent");

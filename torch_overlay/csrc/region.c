@@ -1,4 +1,4 @@
-/* What a region of generated code looks up, records and waits for when it is entered and left: `streams.runtime`. */
+/* Looks up streams, and records and waits for events, at the entry and exit of generated code: `streams.runtime`. */
 
 #include "events.h"
 
@@ -21,8 +21,8 @@ typedef struct {
     PyObject *device, *thread, *stream_type, *current_raw, *current, *resolve, *aliased, *frames;
     PyObject *objects_name, *handle_name;
     Py_ssize_t streams, results, entries, exits, distincts, idle_streams,
-        count;           /* idle_streams: -1 where there is no choice */
-    Py_ssize_t *indices; /* of each stream in the table of the running graph; -1: the current stream of the device */
+        count;           /* idle_streams: -1 if the region never runs on one stream */
+    Py_ssize_t *indices; /* of streams in the running graph's table; -1: the current stream of the device */
     int *distinct, *idle_stream, unasked;
     Operation *entry, *exit;
 
@@ -39,7 +39,7 @@ typedef struct {
     PyObject **streams;
     Handle *raw;
     Py_ssize_t count;
-    int aliased, multi_stream, asked; /* asked: what the caller's stream said, if it was asked */
+    int aliased, multi_stream, asked; /* asked: 0, or whether the caller's stream was BUSY or IDLE */
 } Frame;
 
 enum { BUSY = 1, IDLE };
@@ -129,8 +129,9 @@ static int frame_run(Frame *self, const Operation *ops, Py_ssize_t count) {
     return 0;
 }
 
-/* Note [Streams can't pay on an idle device] in stream_idle.py. A captured stream can't be asked. To ask the side
-   streams costs more than to wait for them, so a yes holds for the next calls, which wait. */
+/* Note [Streams can't pay on an idle device] in single_stream.py. True if the region may run on the caller's stream
+   alone. A captured stream can't be queried. Querying the side streams costs more than waiting for them, so an idle
+   answer holds for the next 15 calls, which wait instead. */
 static int frame_may_follow(Frame *self) {
     Region *region = self->region;
     Event *event = (Event *)PyTuple_GET_ITEM(self->events, 0);
@@ -160,7 +161,7 @@ static int frame_may_follow(Frame *self) {
     return yes;
 }
 
-/* The side streams go on after what ran on the caller's stream in their place. */
+/* Orders the side streams after the work that ran on the caller's stream in their place. */
 static int frame_order_after(Frame *self) {
     Region *region = self->region;
     Event *event;

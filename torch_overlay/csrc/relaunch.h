@@ -1,5 +1,5 @@
-/* What the parts of a relaunch share: the aliased allocator, addresses of tensors, the patching of executables, scratch
-   memory, and whole calls. */
+/* Declarations that the files of a relaunch share: the aliased allocator, addresses of tensors, the patching of
+   executables, scratch memory, and whole calls. */
 
 #pragma once
 
@@ -40,7 +40,7 @@ typedef struct {
 extern PyTypeObject *tensor_type, *usual_type; /* usual_type: one of its subtypes */
 extern uint8_t item_sizes[DTYPES];
 
-/* By the tensor's fields; 0: they don't tell. */
+/* Reads the address from the tensor's fields. Returns 0 if they don't hold it. */
 static inline int field_address(PyObject *object, uint64_t *address) {
     PyTypeObject *type = Py_TYPE(object);
     Tensor *tensor;
@@ -54,7 +54,7 @@ static inline int field_address(PyObject *object, uint64_t *address) {
     return 1;
 }
 
-/* By the tensor's `data_ptr()`; -1 and an error if it has none. */
+/* Calls the object's `data_ptr()`. Returns -1 with an error if it has none. */
 int asked_address(PyObject *object, uint64_t *address);
 
 static inline int address_of(PyObject *object, uint64_t *address) {
@@ -85,9 +85,9 @@ typedef struct {
     Node *node;
     Word *word;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;  /* dirty: nodes to set, at most all */
-    uint64_t *base, *fresh; /* of each region: as given last, and as given in this call */
+    uint64_t *base, *fresh; /* of each region: from the last call, and from this call */
     unsigned char *known, *given;
-    uint64_t *turn_of, turn; /* node -> the turn in which it was last put on the list */
+    uint64_t *turn_of, turn; /* turn_of: the last turn that listed the node */
     int stale, busy;         /* stale: what the executable holds is unknown */
 } Blocks;
 
@@ -100,9 +100,9 @@ int have_context(Blocks *self, Handle now);
 
 /* ---- scratch.c ---- */
 
-#define STREAMS 4 /* on which scratch stays for one graph */
+#define STREAMS 4 /* most streams with cached scratch for one graph */
 
-/* Torch's C functions: 0, and the answer by reference. NULL: its Python functions are called. */
+/* Torch's C functions, which return 0 on success. NULL: torch's Python functions are called instead. */
 typedef struct {
     int (*stream)(int, Handle *), (*alloc)(uint64_t, Handle *), (*release)(Handle);
 } Torch;
@@ -113,22 +113,22 @@ typedef struct Kept {
     size_t size;
     int (*release)(Handle);
     PyObject *raw_delete;
-    long users, holders; /* launches under way; graphs that would take it again */
+    long users, holders; /* launches under way; graphs that may use it again */
     int unwanted;
     struct Kept *next;
 } Kept;
 
-/* Of one graph. */
+/* The scratch of one graph. */
 typedef struct {
     PyObject *raw_alloc, *raw_delete;
-    PyObject *is_ordinary; /* may what lies at an address stay? */
+    PyObject *is_ordinary; /* may the memory at an address be cached? */
     Torch torch;
     long device;
-    size_t size, most; /* most: bytes that may stay on the device; 0: none of this graph's */
+    size_t size, most; /* most: bytes cached on the device; 0: don't cache for this graph */
     Kept *kept[STREAMS];
 } Scratch;
 
-/* Of one launch. */
+/* The scratch of one launch. */
 typedef struct {
     Handle address;
     Kept *kept;

@@ -1,9 +1,9 @@
-/* Scratch memory that is no tensor, and which of it stays between launches: Note [Scratch cache] in
-   `launch.native_call`. The interpreter's lock guards all of it. */
+/* Scratch memory that is no tensor, and the scratch cache: Note [Scratch cache] in `launch.native_call`. The GIL guards
+   all of it. */
 
 #include "relaunch.h"
 
-static Kept *kept; /* what has memory */
+static Kept *kept; /* all blocks of the cache */
 
 static int release_raw(int (*release)(Handle), PyObject *raw_delete, Handle address) {
     PyObject *number, *done;
@@ -15,7 +15,7 @@ static int release_raw(int (*release)(Handle), PyObject *raw_delete, Handle addr
     return done ? 0 : -1;
 }
 
-/* Gives back what nobody uses, and nobody wants. An error that is set stays. */
+/* Frees the block if no launch uses it and no graph may use it again. Keeps an error that is set. */
 static void settle(Kept *one) {
     if (one->users) return;
     if (one->address && (one->unwanted || !one->holders)) {
@@ -44,7 +44,7 @@ static void let_go(Kept **held) {
     settle(one);
 }
 
-/* All that stays, as soon as no launch uses it. Returns the bytes that are free by now. */
+/* Frees the cache: blocks in use as soon as no launch uses them. Returns the bytes that are freed by now. */
 size_t free_cached(void) {
     size_t bytes = 0;
     Kept *one;
@@ -66,7 +66,7 @@ void scratch_clear(Scratch *self) {
     Py_CLEAR(self->is_ordinary);
 }
 
-/* What stays for this graph on the stream, or NULL. */
+/* Returns the cached block for this graph on the stream, or NULL. */
 static Kept *find_kept(Scratch *self, Handle stream) {
     Kept *one, **place = NULL;
     for (size_t i = 0; i < STREAMS; i++) {
@@ -85,7 +85,7 @@ static Kept *find_kept(Scratch *self, Handle stream) {
     return NULL;
 }
 
-/* 0, or -1 and an error. */
+/* Takes the cached block, or allocates. Returns 0, or -1 and an error. */
 int take_scratch(Scratch *self, Handle stream, Taken *taken) {
     PyObject *made;
     if (self->most && (taken->kept = find_kept(self, stream))) {
@@ -102,7 +102,7 @@ int take_scratch(Scratch *self, Handle stream, Taken *taken) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Where to note memory that stays, or NULL: there is no room for it, or as much stays on the stream already. */
+/* Returns the place for a new block, or NULL: there is no room, or the stream has a block as large already. */
 static Kept **room_for(Scratch *self, Handle stream) {
     Kept **place = NULL;
     size_t bytes = self->size;
@@ -118,7 +118,7 @@ static Kept **room_for(Scratch *self, Handle stream) {
     return bytes > self->most ? NULL : place;
 }
 
-/* 1: the memory stays from now on, in the place of what stayed on the stream. */
+/* Caches the memory, in place of the stream's block. Returns 1 if it is cached. */
 static int stays(Scratch *self, Handle stream, Handle address) {
     PyObject *number, *answer = NULL;
     Kept *one, **place;
@@ -129,8 +129,8 @@ static int stays(Scratch *self, Handle stream, Handle address) {
     if (answer) may = PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     if (may < 0) PyErr_WriteUnraisable(self->is_ordinary);
-    if (may <= 0) self->most = 0; /* the question takes long: it is not to be asked at each launch */
-    /* Another thread may have been here. */
+    if (may <= 0) self->most = 0; /* the call takes long: don't make it at each launch */
+    /* Another thread may have run in the meantime. */
     if (may <= 0 || !(place = room_for(self, stream)) || !(one = PyMem_Calloc(1, sizeof *one))) return 0;
     *one = (Kept){self->device, stream, address, self->size, self->torch.release, Py_NewRef(self->raw_delete), 0, 1, 0,
                   kept};
@@ -144,7 +144,8 @@ static int stays(Scratch *self, Handle stream, Handle address) {
     return 1;
 }
 
-/* Behind a launch, or after it has failed. 0, or -1 and an error; one that is set is the one to tell. */
+/* Caches or frees the scratch after a launch, or after its failure. Returns 0, or -1 and an error; an error that is set
+   already is kept. */
 int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again) {
     PyObject *type, *value, *trace;
     Taken was = *taken;

@@ -1,4 +1,4 @@
-"""Testing programs with streams without a GPU: `simulated_gpu()` and `compile_only()`.
+"""Tests programs with streams without a GPU: `simulated_gpu()` and `compile_only()`.
 
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -1,10 +1,10 @@
-"""Which attention kernel runs on the simulated GPU.
+"""Chooses the attention kernel that runs on the simulated GPU.
 
 `scaled_dot_product_attention` chooses its kernel in C++ from the properties of the device, for which it asks the
-driver; without one it takes the plain formula, and a compiled transformer would look nothing like the real one. The
-choice is made here as an H200 was seen to make it: cuDNN for 16-bit types, flash attention where the width of a head
-does not suit cuDNN, the memory-efficient kernel for wider heads and for float32, the formula for the rest. The kernels'
-own operators then do what they do on a device.
+driver; without a driver it takes the plain formula, and a compiled transformer would look nothing like the real one.
+The choice is made here as an H200 was seen to make it: cuDNN for 16-bit types, flash attention where the width of a
+head does not suit cuDNN, the memory-efficient kernel for wider heads and for float32, the formula for the rest. The
+kernels' own operators then do what they do on a device.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _flash(
 
 @contextlib.contextmanager
 def attention() -> Iterator[None]:
-    """`scaled_dot_product_attention` of CUDA tensors chooses here."""
+    """Make `scaled_dot_product_attention` of CUDA tensors choose its kernel here."""
     library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel")

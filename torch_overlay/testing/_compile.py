@@ -1,4 +1,4 @@
-"""`compile_only`: run torch.compile down to the generated text, execute nothing, and keep what every stage made."""
+"""Runs torch.compile down to the generated text, executes nothing, and keeps what every stage made: `compile_only`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def compile_only(
 ) -> Compiled:
     """Compile `fn`, call it once on `args` and, if asked, run the backward of its outputs; no kernel is executed.
 
-    Inputs are made inside `simulated_gpu()`; around a single call it may be left out, for a function that makes its own
-    tensors. A failure is raised, or kept in `.error` where `allow_error` is set.
+    Make the inputs inside `simulated_gpu()`; a single call for a function that makes its own tensors may stand outside.
+    A failure is raised, or kept in `.error` where `allow_error` is set.
     """
     if mode is not None and options is not None:
         options = {**torch._inductor.list_mode_options(mode, dynamic), **options}

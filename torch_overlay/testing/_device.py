@@ -1,6 +1,6 @@
-"""Simulated devices, streams and events: what a program can ask of them, and a log of all that it did to them.
+"""Simulates devices, streams and events: answers what a program asks of them, and logs all that it does to them.
 
-Current device and current stream live where PyTorch keeps them, in the thread-local state of c10's FakeGuardImpl
+The current device and stream live where PyTorch keeps them, in the thread-local state of c10's FakeGuardImpl
 (`_native.py`), so that `with stream:`, autograd and `torch.accelerator` agree without help. This module adds what that
 guard lacks: stream pools, handles, events with an order, and the log.
 
@@ -50,10 +50,10 @@ class _EventState:
 
 
 class DeviceLog(list[str]):
-    """What the program did to simulated streams, events and devices, one line each, in order.
+    """A log of what the program did to simulated streams, events and devices, one line each, in order.
 
-    `while_compiling` has those lines once more that came while Dynamo or a backend was at work, switches of the current
-    device left out: a compiler that leaves the program's streams and events alone leaves it empty.
+    `while_compiling` repeats the lines that were logged while Dynamo or a backend was at work, without switches of the
+    current device: it is empty if the compiler leaves the program's streams and events alone.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Devices:
     def __init__(self, count: int) -> None:
         self.count = count
         self.log = DeviceLog()
-        self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
+        self.listener: Any = None  # an analysis.race_check.simulated_device.SimulatedDevice
         self._made: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._events: weakref.WeakKeyDictionary[torch.Event, _EventState] = weakref.WeakKeyDictionary()
         self._generators: weakref.WeakKeyDictionary[torch.Generator, torch.device] = weakref.WeakKeyDictionary()
@@ -101,7 +101,7 @@ class Devices:
         return old
 
     def rewind(self) -> None:
-        """Leave this thread's state of the fake guard as a new thread finds it."""
+        """Reset this thread's state of the fake guard to that of a new thread."""
         for index in range(self.count):
             _set_stream(self.make_stream(torch.Stream, 0, index))
         _exchange_device(0)
@@ -146,11 +146,11 @@ class Devices:
         return stream
 
     def handle(self, stream_id: int, device: int) -> int:
-        """The cudaStream_t of a stream: null for the default one, made up for the pool's, an external one's own."""
+        """Return a stream's cudaStream_t: null for the default one, made up for the pool's, an external one's own."""
         return 0x51000000 + (device << 20) + (stream_id << 4) if stream_id & 1 else stream_id
 
     def of_handle(self, handle: int) -> tuple[int, int] | None:
-        """Stream id and device of a handle that `handle` made up."""
+        """Return the stream id and device of a handle that `handle` made up; None for any other handle."""
         if handle >> 24 != 0x51:
             return None
         return (handle & 0xFFFFF) >> 4, (handle >> 20) & 0xF
@@ -187,7 +187,7 @@ class Devices:
 
     def query_stream(self, stream: torch.Stream) -> bool:
         self.log.note(f"query {_name(stream)}")
-        self._host_waits(stream)  # for that is what the answer says
+        self._host_waits(stream)  # the answer says that the work has ended
         return True
 
     def _host_waits(self, target: torch.Stream | torch.Event) -> None:
@@ -256,8 +256,8 @@ class Devices:
         self._host_waits(event)
 
     def elapsed_time(self, event: torch.Event, end: torch.Event) -> float:
-        """Milliseconds: one for every record between the two. An event may have been recorded by compiled code, which
-        does not run here, so one that was never recorded counts as recorded last."""
+        """Return milliseconds: one for every record between the two events. An event may have been recorded by compiled
+        code, which does not run here, so an event that was never recorded counts as recorded last."""
         first, second = self._state(event), self._state(end)
         self.log.note(f"elapsed time from event {first.number} to event {second.number}")
         if not (first.timing and second.timing):
@@ -272,7 +272,8 @@ class Devices:
     # ---- generators
 
     def new_generator(self, cls: type, device: torch.types.Device = "cpu") -> torch.Generator:
-        """A CUDA generator is a host generator that says it is on the device: fake tensors draw no numbers."""
+        """Return a generator; a CUDA one is a host generator that says it is on the device, as fake tensors draw no
+        numbers."""
         device = torch.device("cpu" if device is None else device)
         generator = _generator_new(cls)
         assert isinstance(generator, torch.Generator)
@@ -284,10 +285,10 @@ class Devices:
     def generator_device(self, generator: torch.Generator) -> torch.device:
         return self._generators.get(generator, torch.device("cpu"))
 
-    # ---- what the C types get
+    # ---- attributes of the C types
 
     def type_attributes(self) -> dict[type, dict[str, object]]:
-        """Attributes for `_native.type_attributes`. The Python classes in torch.cuda call these through super()."""
+        """Return attributes for `_native.type_attributes`. Python classes in torch.cuda call them through super()."""
 
         def static(fn: Callable[..., object]) -> staticmethod:
             return staticmethod(functools.wraps(fn)(lambda *a, **k: fn(*a, **k)))

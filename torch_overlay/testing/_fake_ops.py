@@ -1,4 +1,4 @@
-"""The fake tensor mode of the simulated GPU: inputs of a program, pinned host memory and `record_stream` included."""
+"""Defines the simulated GPU's fake tensor mode, with inputs of a program, pinned host memory and `record_stream`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_LOOPS = {True: 3, False: 100}  # how often a place asks for a bool, or a number, until it gets a zero
+_LOOPS = {True: 3, False: 100}  # times that a place reads a bool, or a number, until it gets a zero
 
 
 class MadeUp:
-    """What is read of a device that computes nothing, so that the program can go on: all values are one, or true. A
-    loop that asks in one place again and again gets a zero in the end: it is to end. One that asks in several places by
-    turns takes longer to be told from a program that comes by now and then.
+    """Values for reads of a device that computes nothing, so that the program can go on: all are one, or true. A loop
+    that reads in one place again and again gets a zero in the end, so that it ends. A loop that reads in several places
+    by turns gets its zero later, since it looks like a program that reads there now and then.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A new call: what was asked before is forgotten."""
+        """Forget earlier reads, for a new call."""
         self.place: tuple[str, int] | None = None
         self.times = 0
         self.of_place: Counter[tuple[str, int]] = Counter()
@@ -67,7 +67,7 @@ class MadeUp:
 
 
 class NotSimulated(UnsupportedOperatorException):
-    """An operator that has no fake kernel: stock fake tensors run it on the device, and here is none."""
+    """An operator has no fake kernel: stock fake tensors run it on the device, and there is no device here."""
 
     def __str__(self) -> str:
         return (
@@ -78,7 +78,7 @@ class NotSimulated(UnsupportedOperatorException):
 
 
 class _OfThread(threading.local):
-    """What a fake mode notes of the thread that it is active in."""
+    """State of a fake mode that belongs to the thread in which it is active."""
 
     def __init__(self) -> None:
         self.in_kernel_invocation = False
@@ -86,10 +86,10 @@ class _OfThread(threading.local):
 
 
 class SimulatedTensorMode(FakeTensorMode):
-    """Fake tensors that know whether they are pinned. Stock fake tensors refuse to be pinned, and answer is_pinned from
-    a cache keyed by shape; `record_stream` they pass on to the CUDA runtime.
+    """A mode for fake tensors that know whether they are pinned. Stock fake tensors refuse to be pinned, answer
+    is_pinned from a cache keyed by shape, and pass `record_stream` on to the CUDA runtime.
 
-    There is one for the process, and several threads may be inside of it. A copy of a tensor has the same one.
+    There is one mode for the process, and several threads may be inside of it. A copy of a tensor has the same mode.
     """
 
     def __init__(self, devices: Devices) -> None:
@@ -98,10 +98,10 @@ class SimulatedTensorMode(FakeTensorMode):
         self._devices = devices
         self._pinned: dict[int, StorageWeakRef] = {}
         self.made_up = MadeUp()
-        self.listener: Any = None  # an analysis.simulated_device.SimulatedDevice
+        self.listener: Any = None  # an analysis.race_check.simulated_device.SimulatedDevice
 
     def __deepcopy__(self, memo: Any) -> SimulatedTensorMode:
-        """Copied weak references to storages would be freed twice."""
+        """Return the mode itself: copied weak references to storages would be freed twice."""
         return self
 
     @property
@@ -170,12 +170,12 @@ class SimulatedTensorMode(FakeTensorMode):
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Of a view as well as of the whole."""
+        """True if the tensor's storage is pinned: also for a view."""
         known = self._pinned.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-        """As of a tensor with data: what shares memory does so among the copies."""
+        """Copy a tensor as one with data is copied: copies of tensors that share memory share memory."""
         if id(tensor) in memo:
             return memo[id(tensor)]
         with torch.no_grad(), self:
@@ -227,7 +227,7 @@ def _loop(
 
 
 def _loop_in_python(op: Any, dense: Callable[..., Any]) -> None:
-    """Operators that are loops over tensors of known sizes do in eager what they do on a device."""
+    """Run an operator that loops over tensors of known sizes as eager runs it on a device."""
 
     def run(mode: SimulatedTensorMode, *args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -243,10 +243,10 @@ _loop_in_python(associative_scan_op, associative_scan_op_dense)
 
 @contextlib.contextmanager
 def allocations(mode: SimulatedTensorMode) -> Iterator[None]:
-    """Allocations on the device give fake tensors even where no mode is active.
+    """Make allocations on the device return fake tensors even where no mode is active.
 
     Dynamo switches all modes off while it traces, and runs a few things for real there: an optimizer's `_init_group`,
-    the meta functions of `torch._prims`. They end up in these two operators.
+    the meta functions of `torch._prims`. They end up in `empty` and `empty_strided`.
     """
     library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
 

@@ -1,4 +1,4 @@
-"""The GPU that is simulated: one NVIDIA H200, as its driver and Triton's driver describe it."""
+"""Describes the simulated GPU: one NVIDIA H200, as its driver and Triton's driver do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """`torch.cuda.get_device_properties`; read on an H200 with driver 580."""
+    """The result of `torch.cuda.get_device_properties`, as read on an H200 with driver 580."""
 
     name: str = "NVIDIA H200"
     major: int = 9
@@ -38,7 +38,7 @@ H200 = Properties()
 
 
 class TritonDriver:
-    """What Inductor and Triton ask the active driver while they generate code. Nothing can be launched with it."""
+    """A driver with what Inductor and Triton ask for while they generate code. Nothing can be launched with it."""
 
     class utils:
         @staticmethod

@@ -1,8 +1,9 @@
-"""Every mock of the simulated GPU, each with its reason. `simulated_gpu` enters the table and leaves it in reverse.
+"""Lists every mock of the simulated GPU, each with its reason. `simulated_gpu` enters all of them, and leaves them in
+reverse.
 
-A mock is an attribute for which something else stands in. The lower the level the fewer are needed: Python's
-`torch.cuda.*` functions stay what they are (Dynamo also knows them by identity) and only the C functions under them are
-exchanged. Streams, events and guards are in `_native.py` and `_device.py`.
+A mock replaces an attribute. The lower its level, the fewer mocks are needed: Python's `torch.cuda.*` functions stay
+what they are (Dynamo also knows them by identity), and only the C functions that they call are replaced. Streams,
+events and guards are in `_native.py` and `_device.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Mock:
     create: bool = False
 
     def __post_init__(self) -> None:
-        # A mock that ends up in a graph prints as what it stands for.
+        # A mock that ends up in a graph prints as the function that it replaces.
         if isinstance(self.replacement, FunctionType) and self.replacement.__name__ == "<lambda>":
             self.replacement.__module__, _, name = self.target.rpartition(".")
             self.replacement.__name__ = self.replacement.__qualname__ = name
@@ -47,7 +48,7 @@ class Mock:
 
 
 def _calls(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for every mock: Dynamo keeps its handlers in a table keyed by the function object."""
+    """Return a new function for every mock: Dynamo keeps its handlers in a table keyed by the function object."""
     return lambda *args, **kwargs: fn(*args, **kwargs)
 
 
@@ -64,7 +65,7 @@ def _no_cuda_graph(*args: Any, **kwargs: Any) -> Any:
 
 
 def device_mocks(d: Devices) -> list[Mock]:
-    """What PyTorch asks the CUDA runtime for."""
+    """Return the mocks of what PyTorch asks the CUDA runtime for."""
     current = "the device of this thread is kept by c10's fake guard, not by the CUDA runtime"
     streams = "streams of this thread are kept by c10's fake guard, not by c10::cuda"
     properties = _returns(_hardware.H200)
@@ -114,7 +115,7 @@ def device_mocks(d: Devices) -> list[Mock]:
 
 
 def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
-    """Where fake tensors alone do not stand in for real ones."""
+    """Return the mocks for code in which fake tensors alone can't replace real ones."""
     swap = torch.utils.swap_tensors
 
     def swap_fakes(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
 
 
 def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
-    """Where the compiler would execute something on the device."""
+    """Return the mocks of functions in which the compiler would execute something on the device."""
     from torch._inductor import cpu_vec_isa
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 
@@ -249,7 +250,7 @@ class _OnCpu(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        # A copy to a device is given it by position.
+        # A copy to a device gets the device by position.
         args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
         return func(*args, **kwargs)
 
@@ -281,7 +282,7 @@ def inductor_config() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def forgotten_caches() -> Iterator[None]:
-    """Functions that remember what device there is: emptied on the way in and on the way out."""
+    """Empty the caches that remember what device there is, on the way in and on the way out."""
     from torch._dynamo import device_interface
     from torch._inductor import codecache, utils
     from torch._inductor.runtime.hints import DeviceProperties
@@ -312,7 +313,7 @@ def forgotten_caches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def private_cache_dir() -> Iterator[None]:
-    """Template sources are written to Inductor's cache directory while code is generated: not to the user's."""
+    """Give Inductor a temporary cache directory, since code generation writes template sources to it."""
     import tempfile
 
     with (

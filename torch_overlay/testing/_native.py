@@ -1,4 +1,4 @@
-"""The part of the simulated GPU that lives below Python, without a compiler, a preload or a patched library.
+"""Simulates the part of a GPU that C++ sees, without a compiler, a preload or a patched library.
 
 Note [Three pokes make C++ believe in a GPU]
 --------------------------------------------
@@ -7,12 +7,12 @@ Most of a simulated device can be put into Python attributes (`_mocks.py`). Thre
 1. Device guards. Autograd reads the current stream of each tensor's device when it builds a node, and c10 keeps one
    guard object per device type in an exported array. PyTorch ships `FakeGuardImpl`, with thread-local devices and
    streams, for CUDA tensors without a GPU, and installs it itself if the real guard counts no device. We put that very
-   object into the array, and the old pointer back at exit.
+   object into the array, and restore the old pointer at exit.
 2. The autograd engine asks the CUDA hooks whether a device has a context (`GraphTask::stash_current_streams`), which
    goes to the driver. The hooks object is reached through an exported function; we give it a copy of its own vtable in
    which that one entry is ours. Entry 4: two destructors, isBuilt, isAvailable, hasPrimaryContext.
 3. `torch.Stream` and `torch.Event` are static C types, and user code, Dynamo and isinstance checks hold them by
-   identity, so they can't be replaced by subclasses. Their methods are exchanged in the type itself.
+   identity, so they can't be replaced by subclasses. Their methods are replaced in the type itself.
 
 Each poke is a plain data write, needs no executable memory, and is undone by writing the old value back.
 """
@@ -34,7 +34,7 @@ _CUDA = 1  # c10::DeviceType::CUDA, the index into the guard registry
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _DEVICE_COUNT_ENTRY = 15  # DeviceGuardImplInterface: the entry that ensureCUDADeviceGuardSet asks
 _HAS_CONTEXT_ENTRY = 4  # AcceleratorHooksInterface::hasPrimaryContext
-_VTABLE_WORDS = 96  # more than either interface declares; the words after it are never called
+_VTABLE_WORDS = 96  # more entries than either interface declares; those after its own are never called
 _TP_FLAGS, _TP_NEW = (168, 312)  # offsets in PyTypeObject on 64-bit CPython, both checked before use
 _IMMUTABLE = 1 << 8
 _PY_TP_NEW = 65  # typeslots.h
@@ -45,7 +45,7 @@ _NEWFUNC = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_objec
 
 
 class UnsupportedBuild(RuntimeError):
-    """This build of PyTorch or Python lacks something that the simulated GPU holds on to."""
+    """This build of PyTorch or Python lacks something that the simulated GPU relies on."""
 
 
 def _word(address: int) -> ctypes.c_void_p:
@@ -63,7 +63,7 @@ def _guard_registry_slot() -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def fake_device_guard() -> Iterator[None]:
-    """c10's own FakeGuardImpl is the CUDA device guard, whatever machine this is."""
+    """Make c10's own FakeGuardImpl the CUDA device guard, whatever machine this is."""
     slot = _guard_registry_slot()
     real = slot.value
     no_devices = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)(lambda _self: 0)
@@ -72,7 +72,7 @@ def fake_device_guard() -> Iterator[None]:
     guard_without_devices = ctypes.c_void_p(ctypes.addressof(vtable))
     try:
         slot.value = ctypes.addressof(guard_without_devices)
-        torch._C._ensureCUDADeviceGuardSet()  # exchanges a guard that counts no device for FakeGuardImpl
+        torch._C._ensureCUDADeviceGuardSet()  # replaces a guard that counts no device by FakeGuardImpl
         if slot.value == ctypes.addressof(guard_without_devices):
             raise UnsupportedBuild("simulated_gpu: this torch does not install a fake CUDA device guard")
         yield
@@ -82,7 +82,7 @@ def fake_device_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def primary_context(has_context: Callable[[int], bool]) -> Iterator[None]:
-    """The CUDA hooks answer hasPrimaryContext(device) through `has_context`."""
+    """Make the CUDA hooks answer hasPrimaryContext(device) through `has_context`."""
     try:
         get_hooks = ctypes.CDLL("libtorch_cpu.so")._ZN2at6detail12getCUDAHooksEv
     except (OSError, AttributeError) as e:
@@ -119,7 +119,7 @@ def _unlocked(cls: type) -> Iterator[None]:
 
 @contextlib.contextmanager
 def type_attributes(cls: type, attributes: dict[str, object]) -> Iterator[None]:
-    """Exchange attributes of a static C type. `__new__` is a slot as well, and its slot is put back by hand: CPython
+    """Replace attributes of a static C type. `__new__` is a slot as well, and the slot is restored by hand: CPython
     would leave its generic dispatcher there, which calls the restored `__new__`, which calls the slot."""
     missing = object()
     saved = {name: cls.__dict__.get(name, missing) for name in attributes}
@@ -143,7 +143,7 @@ def type_attributes(cls: type, attributes: dict[str, object]) -> Iterator[None]:
 
 
 def native_new(cls: type) -> Callable[..., object]:
-    """`cls.__new__` as C sees it: without Python's check that the subclass has no constructor of its own."""
+    """Return `cls.__new__` as C sees it: without Python's check that the subclass has no constructor of its own."""
     slot = _NEWFUNC(_get_slot(cls, _PY_TP_NEW))
     return lambda sub, *args, **kwargs: slot(sub, args, kwargs)
 

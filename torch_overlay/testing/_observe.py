@@ -1,4 +1,4 @@
-"""`observe()`: keep what every stage of torch.compile makes, whether the device is simulated or real."""
+"""Keeps what every stage of torch.compile makes, whether the device is simulated or real: `observe()`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GraphBreak:
 class Frame:
     """One graph that Dynamo took from the user's code. `syncs` counts the stream operations that the user wrote there
     (`wait_stream` is one operation that eager turns into a record and a wait); `objects` are its streams and events;
-    `lines` says by the name of a node of Dynamo's graph where the user wrote it."""
+    `lines` maps the name of a node of Dynamo's graph to the line where the user wrote it."""
 
     name: str
     file: str
@@ -78,7 +78,7 @@ class Region:
 
 @dataclasses.dataclass
 class Compiled:
-    """What the compilations of one program left behind, each list in order of compilation."""
+    """The results of the compilations of one program, each list in order of compilation."""
 
     frames: list[Frame] = dataclasses.field(default_factory=list)
     regions: list[Region] = dataclasses.field(default_factory=list)
@@ -106,13 +106,13 @@ class Compiled:
         return [p for r in self.regions for p in r.plans]
 
     def calls(self, index: int | None = None) -> str:
-        """The bodies of `call` and of the partitions, normalised for goldens: of one wrapper, or of all."""
+        """Return the bodies of `call` and of the partitions, normalised for goldens: of one wrapper, or of all."""
         chosen = self.wrappers if index is None else [self.wrappers[index]]
         return "\n".join(_text.call_bodies(w) for w in chosen)
 
 
 class _Observer:
-    """Wraps four functions of the compiler for the time of an `observe()`."""
+    """Wrappers of four functions of the compiler, and subscriptions to our logs, for the time of an `observe()`."""
 
     def __init__(self) -> None:
         self.seen = Compiled()
@@ -186,7 +186,7 @@ class _Observer:
 
 @contextlib.contextmanager
 def observe() -> Iterator[Compiled]:
-    """Collect what torch.compile does inside, simulated or real."""
+    """Collect what torch.compile makes inside, on a simulated or a real device."""
     observer = _Observer()
     seen = observer.seen
     simulation = active()

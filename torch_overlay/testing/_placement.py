@@ -1,8 +1,8 @@
-"""A check after each pass: is every operation of a graph with streams placed?
+"""Checks after each pass that every operation of a graph with streams is placed.
 
 `place_streams` gives each node of a graph its stream and its tokens. A node that a pass makes without them runs on the
-caller's stream, and promises what all others of that stream promise. The planner orders it, at the price of events,
-and an event that the program recorded after it on the side stream doesn't wait for it any more.
+caller's stream, and is ordered like all other nodes of that stream. The planner orders the new node correctly, at the
+price of events, but an event that the program recorded after it on the side stream no longer covers it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class Unplaced(AssertionError):
-    """Names the pass, the operation, and what it reads and feeds."""
+    """An operation has no placement. The message names the pass, the operation, and what it reads and feeds."""
 
 
 def _launches(node: Node) -> bool:
-    """It runs on the device, or reads what does."""
+    """True if the node computes on the device, or reads a tensor on it."""
     from torch_overlay._functorch.streams.fx import is_stream_op, is_view
 
     if node.op != "call_function" or is_stream_op(node) or is_view(node) or node.target is operator.getitem:
@@ -37,7 +37,7 @@ def _launches(node: Node) -> bool:
 
 
 def unplaced(graph: Graph) -> list[Node]:
-    """The operations of a graph with tokens that have none."""
+    """Return the operations without a placement, in a graph in which other operations have one."""
     from torch_overlay._inductor.streams.new_node_placement import is_placed, needs_streams
 
     customs = [node.meta.get("custom") for node in graph.nodes if node.op == "call_function"]
@@ -59,8 +59,8 @@ def _raise(text: str) -> None:
 
 @contextlib.contextmanager
 def placement_checked(report: Callable[[str], None] = _raise) -> Iterator[None]:
-    """Checks the graphs that are compiled inside: after each pass, after a joint graph is parted, and when all passes
-    are done. Raises `Unplaced`, or calls `report`.
+    """Check the graphs that are compiled inside: after each pass, after a joint graph is partitioned, and when all
+    passes are done. Raise `Unplaced`, or call `report`.
     """
     from torch._functorch._aot_autograd import graph_compile
     from torch._inductor.graph import GraphLowering

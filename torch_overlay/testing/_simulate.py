@@ -1,4 +1,4 @@
-"""`simulated_gpu()`: inside it PyTorch has CUDA devices, as far as compiling goes; outside nothing has changed."""
+"""Provides `simulated_gpu()`: inside, PyTorch has CUDA devices, as far as compiling goes; outside nothing changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Simulation:
     def _entered(self) -> Any:
         if not torch.backends.cuda.is_built():
             raise _native.UnsupportedBuild(f"simulated_gpu needs a CUDA build of PyTorch; this is {torch.__version__}")
-        for name in _MOCKED_MODULES:  # before anything is mocked, so that all of them are mocked
+        for name in _MOCKED_MODULES:  # before anything is mocked, so that the mocks reach all of them
             importlib.import_module(name)
 
         with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ class Simulation:
 
     @contextlib.contextmanager
     def _in_new_threads(self) -> Any:
-        """A thread that is started inside, one of a pool's among them, enters for itself."""
+        """Make each thread that is started inside, also a thread of a pool, enter the simulation itself."""
         bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
         def enter(thread: threading.Thread) -> None:
@@ -74,11 +74,11 @@ class Simulation:
             yield
 
     def _enter_thread(self) -> contextlib.ExitStack:
-        """The part that belongs to a thread: its fake mode, its configuration and its table of stream objects. What is
-        returned leaves it, in the same thread; dropped, it does nothing.
+        """Enter the part that belongs to a thread: its fake mode, its configuration and its table of stream objects.
+        The returned stack leaves it, in the same thread; a stack that is dropped unused does nothing.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(objects.install, objects.current())  # a backward leaves that of its forward
+            stack.callback(objects.install, objects.current())  # a backward leaves the table of its forward installed
             stack.enter_context(torch._inductor.config.patch(_mocks.inductor_config()))
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
             stack.enter_context(self.fake_mode)
@@ -104,8 +104,8 @@ def _end() -> None:
 
 @atexit.register
 def _leave() -> None:
-    """A simulation that was entered and never left would outlive the Python functions that C++ was given. The part of
-    another thread can't be left here, and hinders nobody.
+    """Leave a simulation that was never left: it would outlive the Python functions that C++ calls. The part of another
+    thread can't be left here, and does no harm.
     """
     mine = [stack for thread, stack in _open if thread == threading.get_ident()]
     _open.clear()
@@ -124,7 +124,7 @@ class simulated_gpu(contextlib.ContextDecorator):
 
     A machine with a GPU is simulated all the same, so the results do not depend on the machine. The simulation belongs
     to the process: entering it again inside gives the same simulation, and threads that are started inside are in it. A
-    thread that was started before enters it for itself.
+    thread that was started before has to enter it itself.
     """
 
     def __init__(self, devices: int = 1) -> None:
@@ -165,5 +165,5 @@ class simulated_gpu(contextlib.ContextDecorator):
 
 
 def active() -> Simulation | None:
-    """The simulation that the process is in, if any."""
+    """Return the simulation that the process is in, if any."""
     return _active[-1] if _active else None

@@ -1,11 +1,11 @@
-"""The module that stands in for a generated wrapper: it hands back tensors of the right layout, and executes nothing.
+"""Replaces a generated wrapper by a module that returns tensors of the right layout, and executes nothing.
 
-Inductor's code generation runs in full and its text is kept. What the caller then gets is a callable with the calling
+Inductor's code generation runs in full and its text is kept. The caller then gets a callable with the calling
 convention of a generated module (a boxed argument list, `recursively_apply_fns` for CUDA graph partitions), whose
 outputs are fake tensors with the sizes, strides, dtype and device that the graph promised. Symbolic sizes are evaluated
-with the arguments of that very call. So the code after a graph break, the backward and a second compiled function run.
+with the arguments of that call. So the code after a graph break, the backward and a second compiled function can run.
 
-Who wants the text to be executed says how with `executed_by`.
+`executed_by` sets a function that executes the text instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-_UNKNOWN_SIZE, _UNKNOWN_NUMBER = 8, 1.0  # stand for what only the data could tell (unbacked symbols)
+_UNKNOWN_SIZE, _UNKNOWN_NUMBER = 8, 1.0  # for unbacked symbols, which depend on the data
 
 
 _execute: list[Callable[[str, Any], Any]] = []
@@ -32,7 +32,7 @@ _execute: list[Callable[[str, Any], Any]] = []
 
 @contextlib.contextmanager
 def executed_by(execute: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Inside, a generated module is what `execute(text, stub)` makes of its text."""
+    """Replace each module that is generated inside by the result of `execute(text, stub)`."""
     _execute.append(execute)
     try:
         yield
@@ -79,7 +79,7 @@ def _describe(output: Any) -> _TensorOutput | _ScalarOutput | _NoOutput:
 
 
 def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> None:
-    """Read the values of symbols off one call's arguments: a symbol is an argument, or a tensor's size or stride."""
+    """Read the values of symbols from one call's arguments: a symbol is an argument, or a tensor's size or stride."""
     for expected, arg in zip(names, args):
         if isinstance(expected, sympy.Symbol) and isinstance(arg, int | torch.SymInt):
             given[expected] = int(arg)
@@ -90,7 +90,7 @@ def _bind(names: Sequence[Any], args: Sequence[Any], given: dict[Any, Any]) -> N
 
 
 def stub_module(graph: Any) -> Any:
-    """What `GraphLowering.compile_to_module` returns in the simulation, after the real code generation."""
+    """Generate a graph's code and return a stub: in the simulation, this replaces `GraphLowering.compile_to_module`."""
     code, _ = graph.codegen_with_cpp_wrapper() if graph.cpp_wrapper else graph.codegen()
     if type(graph).save_output_code is not None:
         type(graph).save_output_code(code.value)

@@ -1,4 +1,4 @@
-"""Graphs and generated wrappers as text that a test can quote."""
+"""Prints graphs and generated wrappers as text that a test can quote."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _user_line(node: torch.fx.Node) -> tuple[str, int, str]:
 
 
 def innermost_frame(stack_trace: str) -> tuple[str, int, str]:
-    """File, line and code of the innermost frame outside of torch; of the innermost one where all are inside."""
+    """Return file, line and code of the innermost frame outside of torch; if all are inside, of the innermost one."""
     frames = re.findall(r'File "(.*)", line (\d+).*\n\s*(.*)', stack_trace)
     frames = [f for f in frames if not f[0].startswith(TORCH)] or frames
     return (frames[-1][0], int(frames[-1][1]), frames[-1][2].strip()) if frames else ("", 0, "")
@@ -86,8 +86,8 @@ _REGION = re.compile(r"^_\w+ = region\(\n(?:    .*\n)*\)$", re.MULTILINE)
 
 
 def call_bodies(wrapper: str) -> str:
-    """The functions that run at each call, without comments, layout assertions, blank lines and outer indentation, and
-    the definitions of their regions before them.
+    """Return the functions that run at each call, without comments, layout assertions, blank lines and outer
+    indentation, with the definitions of their regions before them.
     """
     lines = [line for match in _REGION.finditer(wrapper) for line in match[0].splitlines()]
     for match in _BODY.finditer(wrapper):

@@ -1,1 +1,1 @@
-"""Bugs of stock PyTorch that streams and graphs meet, one a file, each a pull request of its own."""
+"""Fix bugs of stock PyTorch that streams and graphs meet, one per file, each a pull request of its own."""

@@ -1,8 +1,8 @@
-"""When a frame is traced, its variables go, and with them the program's own objects that they stand for.
+"""Free a traced frame's variables, and with them the program's own objects that the variables stand for.
 
-Upstream empties its tables for this. The variable of an object with a variable of its `__dict__` stays all the same,
-for the two refer to one another: a frame that sets an attribute of an argument is enough. That circle keeps the object,
-and the tensors in it, until the garbage collector comes by.
+Upstream empties its tables for this. But the variable of an object with a variable for its `__dict__` isn't freed,
+because the two refer to one another: a frame that sets an attribute of an argument is enough. That cycle keeps the
+object, and the tensors in it, alive until the garbage collector runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A constant that the caller gets on the host stays there.
+"""Keep a constant on the host if the caller gets it there.
 
-With CUDA graphs upstream makes constants on the GPU that a program makes on the host, so that what computes with them
-can be captured. It did so, too, where the caller gets them, or a backward: they came on the wrong device.
+With CUDA graphs upstream moves constants that a program makes on the host to the GPU, so that operations on them can be
+captured. It did so, too, where the caller or a backward gets them: they arrived on the wrong device.
 
     @torch.compile(mode="reduce-overhead")
     def step(x):
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def cannot_be_moved(original: Callable[..., bool], mover: Any, node: Node) -> bool:
-    """Of the output: what the graph makes on the host for it is not to be moved, nor what takes part in it."""
+    """True for an output that returns a constant made on the host: neither the constant nor its operands are moved."""
     if node.op == "output" and any(map(_is_made_on_host, node.all_input_nodes)):
         return True
     return original(mover, node)

@@ -1,22 +1,22 @@
-"""What reads a buffer's old value is launched before the operation that writes over it.
+"""Launch the readers of a buffer's old value before the operation that writes over it.
 
 While an operation that mutates a buffer is lowered, the readers of the old value that are still expressions become
-buffers (`mark_buffer_mutated`). Library and custom operators are put into the list of operations before that, so such a
-reader came after the write and read the new value, silently:
+buffers (`mark_buffer_mutated`). Library and custom operators are put into the list of operations before that, so a
+reader of this kind came after the write and read the new value, silently:
 
     z = x + y
     before = z + y
     custom_op_that_writes(z)
-    return before * 2  # of the z that was written
+    return before * 2  # computed from the new z
 
-Nor is that order lost where an operation between the two is dead code. The scheduler orders a write after the readers
-of the old value: it waits for what they compute, in its latest version. If a kernel of the user's writes that
-version, and nobody reads what it wrote, then the kernel is dropped, and with it went the order:
+That order also survives if an operation between the two is dead code. The scheduler orders a write after the readers
+of the old value: the write waits for their results, in the latest version. If a kernel of the user's writes that
+version, and nobody reads what it wrote, then the kernel is dropped, and the order used to be dropped with it:
 
     a = x.relu()
     before = operator(a)
     kernel[grid](a)  # dead
-    x.copy_(y)  # came before the first line
+    x.copy_(y)  # was launched before the first line
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def dead_node_elimination(original: Callable[..., None], scheduler: Any) -> None
         return
 
     def earlier(name: str) -> Iterator[str]:
-        """The versions of a buffer before a dropped one that are still written."""
+        """Yield the versions of a buffer before a dropped one that are still written."""
         if name not in dropped:
             yield name
             return

@@ -1,8 +1,8 @@
-"""A result that takes no computing is still memory of its own.
+"""Allocate memory of its own for a result that needs no computation.
 
-Upstream removes what does nothing, additions of zero, products with one and copies, and hands on what they were given.
-Where that is an input, another result, or the new value of an input that is updated in place, the caller gets one
-memory twice, and whoever writes to one of them changes the other:
+Upstream removes operations that do nothing (additions of zero, products with one, and copies) and uses their operand
+instead. Where the operand is an input, another result, or the new value of an input that is updated in place, the
+caller gets the same memory twice, and whoever writes to one of them changes the other:
 
     return torch.zeros_like(x) + x  # is x
 
@@ -12,11 +12,12 @@ memory twice, and whoever writes to one of them changes the other:
     return y
 
 The same goes for a result that the program itself puts into an input (`x.copy_(z); return z`), and for what is saved
-for a backward, which takes it for memory that it may write to. And if another stream reads the value that it was made
-from, the caller may overwrite the result while that goes on.
+for a backward, which takes it for memory that it may write to. And if another stream reads the value that the result
+was made from, the caller may overwrite the result during that read.
 
-The same for a copy that is no result, but is read on another stream than it was made on, or after an operation that
-blocks the host. Without it the caller's memory, or what becomes it, would be read later than the caller knows of.
+The same goes for a copy that is no result, but is read on another stream than it was made on, or after an operation
+that blocks the host. Without the copy the caller's memory, or a value that becomes it, would be read later than the
+caller knows.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ _SCATTERS = (
 def remove_no_ops(
     original: Callable[..., None], gm: GraphModule, zeros: AbstractSet[Node], ones: AbstractSet[Node]
 ) -> None:
-    """Results that share memory with an input, its new value or another result, and didn't before, become copies."""
+    """Run the pass, and copy results that then share memory with an input, its new value or another result, and didn't
+    before.
+    """
     _keep_apart(gm.graph, lambda: original(gm, zeros, ones))
 
 
@@ -64,9 +67,11 @@ def remove_noop_ops(original: Callable[..., None], graph: Graph) -> None:
 
 
 def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
-    """What was returned together, as views of one memory, stays together."""
+    """Run `remove`, then copy results that it made share memory. Results that were views of one memory before remain
+    so.
+    """
     nodes, output = list(graph.nodes), graph.output_node()
-    together: dict[Node, list[tuple[int, list[Node]]]] = {}  # what made the memory -> results, and their views
+    together: dict[Node, list[tuple[int, list[Node]]]] = {}  # maker of the memory -> its results, and their views
     for i, value in enumerate(pytree.tree_leaves(output.args[0])):
         if isinstance(value, torch.fx.Node):
             views, maker = _views(value)
@@ -76,7 +81,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     views = {node for node in nodes if is_view(node)}
     remove()
     left = set(graph.nodes)
-    copies: dict[Node, Node] = {}  # by the first of the steps that are gone
+    copies: dict[Node, Node] = {}  # by the first removed operation
     if any(node_stream(node) or fact_of(node).before for node in nodes):
         _keep_for_other_streams(nodes, inputs, views, left, output, copies)
     if left.issuperset(together):
@@ -84,7 +89,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     after, structure = pytree.tree_flatten(output.args[0])
     taken = left.intersection(together)
     written = _written_inputs(graph)
-    gone: dict[Node, tuple[Any, list[Node | None]]] = {}  # what stands for the maker of results now, and views of it
+    gone: dict[Node, tuple[Any, list[Node | None]]] = {}  # what replaces a maker of results, and views of it
     for maker, results in together.items():
         if maker not in left:
             bases = [next((view for view in reversed(views) if view in left), None) for _, views in results]
@@ -92,10 +97,10 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
     for maker, (value, bases) in gone.items():
         results, owner = together[maker], viewed(value)
         shared = owner.op == "placeholder" or owner in taken or _may_lie_in(owner, written)
-        # Whoever is promised that the result is there may overwrite it, while what it was made from is still read.
+        # A stream that is ordered after the result may overwrite it, while the value it was made from is still read.
         others = _readers(owner, lambda n: n.users, left) - _readers(maker, users.__getitem__, left)
         others |= {other for other, (given, _) in gone.items() if other is not maker and viewed(given) is owner}
-        # The first of what did nothing read the value, on its stream; whoever waits for the last one waited for it.
+        # The first removed operation read the value, on its own stream; whoever waits for the last one waited for it.
         _, between = _behind(maker, inputs, left, (value,))
         first = next((c for c in reversed(between) if c not in views), maker)
         if shared or first in copies or any(_is_read_later(maker, n) for n in others):
@@ -103,7 +108,7 @@ def _keep_apart(graph: Graph, remove: Callable[[], None]) -> None:
                 copies[first] = _copy(value, _place_of(first, nodes, left), {**first.meta, COPY_OF: first.name})
             copy = copies[first]
             for user in left.intersection(users[maker]):
-                if is_stream_op(user):  # the allocator is told of a block, and it is this one
+                if is_stream_op(user):  # `record_stream` must name the block that the caller gets
                     user.replace_input_with(value, copy)
             for (i, _), base in zip(results, bases):
                 if base is None:
@@ -122,10 +127,10 @@ def _keep_for_other_streams(
     output: Node,
     copies: dict[Node, Node],
 ) -> None:
-    """What the caller may write to is read on the streams that it is read on in eager: copies for others are kept."""
+    """Keep copies of memory that the caller may write to, so that only the streams of eager read that memory."""
     returned = results_made(output)
     written = _written_inputs(output.graph)
-    for node in sorted(nodes, key=is_stream_op):  # the allocator is told of copies that are kept for others
+    for node in sorted(nodes, key=is_stream_op):  # `record_stream` comes last: it names copies kept for others
         if node not in left or node.op != "call_function":
             continue
         removed = [n for n in inputs[node] if n not in left]
@@ -145,14 +150,18 @@ def _keep_for_other_streams(
 
 
 def _is_read_elsewhere(copy: Node, reader: Node) -> bool:
-    """On another stream, or after an operation that blocks the host until the copy is done."""
+    """True if the copy's reader runs on another stream, or after an operation that blocks the host until the copy is
+    done.
+    """
     blocking = {token for token in fact_of(copy).promises if token.is_blocking_copy}
     promised = fact_of(reader).promises
     return not is_stream_op(reader) and (node_stream(copy) != node_stream(reader) or not blocking.issubset(promised))
 
 
 def _is_read_later(result: Node, reader: Node) -> bool:
-    """On another stream, or by what somebody is not promised to whom the result is."""
+    """True if the reader runs on another stream than the result, or if a stream, event or host wait comes after the
+    result but not after the reader.
+    """
     promised = [fact_of(node).promises for node in (result, reader)]
     return not is_stream_op(reader) and (node_stream(result) != node_stream(reader) or not promised[0] <= promised[1])
 
@@ -160,7 +169,7 @@ def _is_read_later(result: Node, reader: Node) -> bool:
 def _behind(
     value: Node, inputs: Mapping[Node, Sequence[Node]], left: AbstractSet[Node], now: Sequence[Node]
 ) -> tuple[Node | None, list[Node]]:
-    """Which of these nodes stands for a value that is gone, and what there was between, which did nothing."""
+    """Return which of the nodes in `now` replaces a removed value, and the removed nodes between the two."""
     between: dict[Node, list[Node]] = {value: []}
     todo = [value]
     while todo:
@@ -176,7 +185,7 @@ def _behind(
 
 
 def _views(result: Node) -> tuple[list[Node], Node]:
-    """The views that a result is, from the last one on, and what made the memory."""
+    """Return the views that lead to a result, the last one first, and the node that made the memory."""
     views = []
     while is_view(result) and isinstance(base := next(iter(result.args), None), torch.fx.Node):
         views.append(result)
@@ -185,7 +194,7 @@ def _views(result: Node) -> tuple[list[Node], Node]:
 
 
 def _readers(owner: Node, users: Callable[[Node], Iterable[Node]], left: AbstractSet[Node]) -> set[Node]:
-    """The operations that are left and read a value, or a view or a removed copy of it."""
+    """Return the remaining operations that read a value, or a view or a removed copy of it."""
     found: set[Node] = set()
     todo = [owner]
     while todo:
@@ -196,7 +205,7 @@ def _readers(owner: Node, users: Callable[[Node], Iterable[Node]], left: Abstrac
 
 
 def _place_of(gone: Node, nodes: Sequence[Node], left: AbstractSet[Node]) -> Node:
-    """The first node that is left of those after one that is gone: updates in place may follow."""
+    """Return the first remaining node after a removed one: updates in place may follow."""
     return next(n for n in nodes[nodes.index(gone) + 1 :] if n in left)
 
 
@@ -216,7 +225,7 @@ def _written_inputs(graph: Graph) -> set[Node]:
 
 
 def _may_lie_in(value: Node, written: AbstractSet[Node]) -> bool:
-    """Is this an update of an input that is written at the end? It may be computed there."""
+    """True if the value updates an input that is written at the end: it may be computed in the input's memory."""
     given = value
     while (base := _updated(given)) is not None:
         given = base
@@ -224,7 +233,7 @@ def _may_lie_in(value: Node, written: AbstractSet[Node]) -> bool:
 
 
 def _updated(value: Any) -> Node | None:
-    """What a node's result may be written over, or is a view of."""
+    """Return the value that a node's result may be written over, or is a view of."""
     if not isinstance(value, torch.fx.Node) or value.op != "call_function":
         return None
     base: Any = None
@@ -247,7 +256,9 @@ def _updated(value: Any) -> Node | None:
 
 
 def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph: Graph) -> None:
-    """Upstream's pass looks for readers up to the copy into the input; what the graph returns is read after it."""
+    """Copy results that upstream's pass may compute in an input's memory. The pass looks for readers only up to the
+    copy into the input; the caller reads the graph's results after it.
+    """
     output = graph.output_node()
     values, structure = pytree.tree_flatten(output.args[0])
     written = _written_inputs(graph)
@@ -266,7 +277,7 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
 
 
 def _is_memory_of_its_own(what: Any) -> bool:
-    """Is this result neither an input nor a view of one?"""
+    """True if the result is neither an input nor a view of one."""
     if isinstance(what, SavedForBackwardsAOTOutput):
         return True
     context = torch._guards.TracingContext.try_get()

@@ -1,8 +1,8 @@
-"""A concatenation whose parts are computed in several graph partitions has one memory.
+"""Give a concatenation whose inputs are computed in several graph partitions one allocation.
 
 Inductor computes the inputs of a concatenation in place, as parts of its result, and allocates the result with the
-first of them. A partition hands on the parts that it computed, not the whole, so that the next one allocated another
-result: what an earlier partition had computed was silently missing from it.
+first of them. A partition passes the parts that it computed to the next one, not the whole, so that the next one
+allocated another result: the parts that an earlier partition had computed were silently missing from it.
 
     first = x @ y
     second = (x + 1).cpu().cuda() @ y  # splits the graph in two
@@ -40,7 +40,9 @@ def get_graph_partition_signature(
 
 
 def _concatenated(scheduler: Any, partition: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """What a partition computes of concatenations: name of the whole, name of the part (or of the whole again)."""
+    """Yield the parts of concatenations that a partition computes: names of the whole and of the part, or the whole
+    again.
+    """
     for node in partition:
         for output in node.get_outputs():
             name = whole = output.get_name()
@@ -54,7 +56,9 @@ def _concatenated(scheduler: Any, partition: Sequence[Any]) -> Iterator[tuple[st
 
 
 def _hand_on(whole: Any, numbers: Sequence[int], partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """From the first partition that computes a part to the last one, which holds the concatenation itself."""
+    """Pass the concatenation's buffer on from the first partition that computes a part to the last one, which holds the
+    concatenation itself.
+    """
     name = whole.get_name()
     for number in numbers:
         signature = signatures[number]
@@ -66,8 +70,8 @@ def _hand_on(whole: Any, numbers: Sequence[int], partitions: Sequence[Any], sign
 
 
 def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """A part that only its concatenation reads is no argument of a partition: it would be the same memory twice.
-    `real` maps the name that an update in place gives to a part's new value to the part's own.
+    """Remove a part that only its concatenation reads from the partitions' arguments: it would be the same memory
+    twice. `real` maps the name that an update in place gives to a part's new value to the part's own.
     """
     if part in V.graph.get_output_names():
         return
@@ -80,7 +84,7 @@ def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatu
             return
         if part in signature.input_nodes:
             del signature.input_nodes[part], signature.input_deallocation[part]
-        for node in partition:  # nor is it there to be freed
+        for node in partition:  # the part isn't there to be freed either
             node.last_usage.discard(part)
 
 

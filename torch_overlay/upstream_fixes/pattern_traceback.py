@@ -1,8 +1,9 @@
-"""A pattern that doesn't match a node says why by an exception, which the matcher catches and returns.
+"""Drop the traceback of the exception that says why a pattern doesn't match a node.
 
-Its traceback holds the frames that it came through, from the matcher to the user's own, and the matcher's frame holds
-the exception: a circle, which only the garbage collector ends. A backward is compiled while it is called, so the frames
-have all that the call had: the loss, and the tensors that were saved. Nobody looks at the traceback.
+The matcher catches the exception and returns it. The traceback holds the frames that the exception came through, from
+the matcher to the user's own, and the matcher's frame holds the exception: a reference cycle, which only the garbage
+collector ends. A backward is compiled while it is called, so the frames hold all that the call had: the loss, and the
+saved tensors. Nobody looks at the traceback.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A number that autograd saved can be read in the first call of compiled code.
+"""Allow the first call of compiled code to read a number that autograd saved.
 
-Of `x * 2` autograd saves the 2, as a tensor that is marked as a number of Python's. Compiled autograd makes it an input
-of the graph, and a kernel on a GPU takes its value, `arg6_1.item()`. In its first call AOTAutograd runs under a mode
-that looks for custom operators with aliased results. A mode is given such tensors as the numbers that they stand for,
-and there is no `item` of a number: the call fails, and where Dynamo then traces the handling of the error, with
-"Attempt to trace generator".
+For `x * 2` autograd saves the 2, as a tensor that is marked as a Python number. Compiled autograd makes it an input of
+the graph, and a kernel on a GPU takes its value, `arg6_1.item()`. In its first call AOTAutograd runs under a mode that
+looks for custom operators with aliased results. A mode receives these tensors as the numbers that they stand for, and a
+number has no `item`: the call fails. Where Dynamo then traces the handling of the error, it fails with "Attempt to
+trace generator".
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Saved activations on the host: which of them, when, and the graphs rewritten so."""
+"""Moves saved activations to the host: chooses which and when, and rewrites the graphs."""

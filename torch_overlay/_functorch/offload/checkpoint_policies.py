@@ -1,14 +1,14 @@
-"""Who asks for the host value by value: checkpoint policies, and upstream's own marks.
+"""Marks the single values that checkpoint policies, or upstream's own marks, send to the host.
 
-`torch.utils.checkpoint`'s `CheckpointPolicy.MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` mean to save a value and to keep
-it on the host. The partitioner knows no such policy, and would compute the value again. So before it runs, the policy
-becomes the one that saves, and the node is marked.
+`torch.utils.checkpoint`'s `CheckpointPolicy.MUST_CPU_OFFLOAD` and `PREFER_CPU_OFFLOAD` ask to save a value and to keep
+it on the host. The partitioner doesn't know these policies, and would compute the value again. So before the
+partitioner runs, the policy of a node becomes the one that saves, and the node is marked.
 
-A pass of the user's may mark nodes with `meta["should_offload"]`, which `torch._functorch.config` follows under
-`enable_activation_offloading`. With `activation_offload_separate_stream`, upstream's copies have a stream of their own,
-and the operation that waits for a copy to the host then frees the original by taking its storage away. Inductor knows
-nothing of that, and orders readers of the original after it, or gives them the memory (pytorch 2.15.0). So these marks
-become ours, and such a tensor waits on the host as any other does: the original goes when nothing refers to it.
+A user's pass may mark nodes with `meta["should_offload"]`, which upstream follows if `torch._functorch.config` has
+`enable_activation_offloading`. With `activation_offload_separate_stream`, upstream's copies run on a stream of their
+own, and the operation that waits for a copy to the host then frees the original's storage. Inductor doesn't know that:
+it orders readers of the original after this operation, or reuses the memory for them (pytorch 2.15.0). So these marks
+are replaced by ours, and the tensor is offloaded like any other: the original is freed when nothing refers to it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def note_offload_policies(graph: Graph) -> None:
 
 
 def is_slab(placeholder: Node) -> bool:
-    """An input of a backward that is host memory with saved activations."""
+    """True if the input of a backward is host memory with saved activations."""
     return any(user.target is ops.IN_USE for user in placeholder.users)
 
 
 def enable_activation_offloading(
     original: Callable[..., None], forward: GraphModule, *args: Any, **kwargs: Any
 ) -> None:
-    """Seam: upstream rewrites the graphs here; ours are rewritten when they are placed on streams."""
+    """Seam: mark the nodes in place of upstream's rewrite; the graphs are rewritten when they are placed on streams."""
     if not (config.streams and torch._functorch.config.activation_offload_separate_stream):
         return original(forward, *args, **kwargs)
     for node in forward.graph.nodes:

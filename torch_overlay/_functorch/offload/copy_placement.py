@@ -1,11 +1,11 @@
-"""Where copies to and from the host stand in a schedule, so that a budget of memory holds: a pure function of lists.
+"""Places copies to and from the host in a schedule, so that a memory budget holds: a pure function of lists.
 
-A schedule is a list of steps; `live[i]` is what is in memory during step i. Memory is taken when a load is launched,
-and freed when a step has waited for a store. Both cost time at the wrong moment: a load that is launched late
+A schedule is a list of steps; `live[i]` is the bytes in memory during step i. Memory is allocated when a load is
+launched, and freed when a step has waited for a store. Both cost time at the wrong moment: a load that is launched late
 keeps its reader waiting, and a step that waits for a store early waits long. So stores are waited for as late as the
-budget allows; but never later than the copy is known to have ended, with a margin, for then the wait costs nothing.
-Loads are launched so early that they end well before their readers begin, as far as the budget allows; but no earlier:
-a copy under way holds its memory, and a launched graph ends when its last copy has.
+budget allows; but never later than the copy is known to have ended, with a margin, since a wait costs nothing then.
+Loads are launched early enough to end well before their readers begin, as far as the budget allows; but no earlier: a
+copy in progress holds its memory, and a launched graph ends only when its last copy has ended.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-MARGIN = 1.5  # a copy may take so much longer than it should before somebody waits for it
-LEAD = 4.0  # so many times what a copy takes it is launched before its reader: steps are long, and may be shorter
-STAGES = 6  # of a backward under CUDA graphs, about: `relaunch.memory.arrange`, Note [Stages]
+MARGIN = 1.5  # a copy may take this many times its estimated time before a step waits for it
+# A load is launched this many times its duration before its reader: steps are long, and may be shorter than estimated.
+LEAD = 4.0
+STAGES = 6  # about as many as a backward has under CUDA graphs: `relaunch.memory.arrange`, Note [Stages]
 
 
 def held_until(step: int, count: int) -> int:
-    """The last step of the stage that a step belongs to: what goes in is in memory until then."""
+    """Return the last step of the stage that a step belongs to: an input is in memory until then."""
     length = -(-count // STAGES)
     return min((step // length + 1) * length, count) - 1 if count else 0
 
 
 def held_from(step: int, count: int) -> int:
-    """The first step of the stage: what comes out is in memory from then on."""
+    """Return the first step of the stage that a step belongs to: an output is in memory from then on."""
     length = -(-count // STAGES)
     return step // length * length if count else 0
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many bytes, first read in step `first`; they are counted in `live` from there on."""
+    """A copy of `nbytes` bytes from the host, first read in step `first`; `live` counts the bytes from that step on."""
 
     first: int
     nbytes: int
@@ -46,8 +47,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """A copy of what step `made` makes; no step after `last` reads the original. Until a step waits for the copy,
-    the original is counted in `live` to the end. `ends` is a step by which the copy has ended, as far as is known."""
+    """A copy to the host of a value that step `made` makes; no step after `last` reads the original. `live` counts the
+    original to the end, as if no step waited for the copy. `ends` is a step by which the copy has ended, as far as is
+    known."""
 
     made: int
     last: int
@@ -56,8 +58,8 @@ class Store:
 
 
 def just_in_time(starts: Sequence[float], firsts: Sequence[int], us: Sequence[float]) -> list[int]:
-    """For copies that take so many microseconds, one after the other, the last steps before which they can be launched
-    and end well before their first readers do anything. `starts` has the time at which each step begins."""
+    """Return, for each copy, the last step before which it can be launched and end well before its first reader begins.
+    The copies run one after the other and take `us` microseconds each; `starts` has the time when each step begins."""
     places = [0] * len(firsts)
     clock = float("inf")
     for number in sorted(range(len(firsts)), key=lambda n: firsts[n], reverse=True):
@@ -71,8 +73,8 @@ def just_in_time(starts: Sequence[float], firsts: Sequence[int], us: Sequence[fl
 def place_loads(
     live: Sequence[int], loads: Sequence[Load], budget: int, wanted: Sequence[int] | None = None
 ) -> list[int]:
-    """For each load, the step before which it is launched: as early as the budget allows, but no earlier than `wanted`.
-    Loads are launched in the order of their first readers."""
+    """Return, for each load, the step before which it is launched: as early as the budget allows, but no earlier than
+    `wanted`. Loads are launched in the order of their first readers."""
     room = list(live)
     places = [0] * len(loads)
     earliest = 0
@@ -88,15 +90,15 @@ def place_loads(
 
 
 def place_waits(live: Sequence[int], stores: Sequence[Store], budget: int) -> list[int]:
-    """For each store, the step that waits for it, after which the original's memory is free; the number of steps where
-    none needs to."""
+    """Return, for each store, the step that waits for it, after which the original's memory is free; or the number of
+    steps if no step needs to wait."""
     count = len(live)
     places = [min(max(s.ends, s.last + 1), count) for s in stores]
     room = list(live)
     for store, place in zip(stores, places):
         for i in range(place, count):
             room[i] -= store.nbytes
-    # What the budget asks for earlier than that: the oldest copies first.
+    # Where the budget needs it, wait earlier: for the oldest copies first.
     order = sorted(range(len(stores)), key=lambda n: (stores[n].made, n))
     for step in range(count):
         for number in order:

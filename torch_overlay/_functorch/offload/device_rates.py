@@ -1,8 +1,8 @@
-"""How fast a device computes, reads its memory, and copies to and from the host: measured once, kept on disk.
+"""Measures how fast a device computes, reads its memory, and copies to and from the host: once, kept on disk.
 
-Three matmuls and four copies, some 30 ms in all, when the first function with offloaded activations is compiled on a
-machine (`offload.profile_cache`). Without a device the rates of the data sheet serve, by clock, width and number of
-multiprocessors, and a PCIe 5 link.
+A matmul and three copies are timed, some 30 ms in all, when the first function with offloaded activations is compiled
+on a machine (`offload.profile_cache`). Without a device, the rates are estimates: from the data sheet, by clock, bus
+width and number of multiprocessors, and for a PCIe 5 link.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ log = logging.getLogger(__name__)
 
 LINK = Link(out=45e3, back=45e3)
 SIZE = 1 << 26  # bytes of a measured copy
-SIDE = 4096  # of a measured matmul
+SIDE = 4096  # rows and columns of a measured matmul
 OUT, BACK, MEMORY, FLOPS = "bytes/us to the host", "bytes/us from the host", "bytes/us of memory", "flops/us of bf16"
 
 
 @functools.cache
 def bytes_per_us(device_index: int) -> float:
-    """Memory bandwidth of the device by its clock and bus width."""
+    """Return the memory bandwidth of the device, by its clock and bus width."""
     properties: Any = torch.cuda.get_device_properties(device_index)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     if clock and width:
         return 2 * clock * 1e3 * width / 8 / 1e6
-    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and stays
+    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and isn't folded
 
 
 @functools.cache
 def flops_per_us(device_index: int, element_size: int) -> float:
-    """Floating-point operations of the device's matrix units, at most; what the oldest supported ones do per clock."""
+    """Return the peak rate of the device's matrix units, at the operations per clock of the oldest supported ones."""
     properties: Any = torch.cuda.get_device_properties(device_index)
     clock = getattr(properties, "clock_rate", 0) or 1e6  # kHz
     per_clock = {1: 2048, 2: 1024, 4: 256}.get(element_size, 64)
@@ -52,7 +52,7 @@ def flops_per_us(device_index: int, element_size: int) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations per microsecond; `flops` is of 2-byte floats, and other widths scale with the data sheet."""
+    """Bytes and operations per microsecond; `flops` is for 2-byte floats, other widths scale with the data sheet."""
 
     link: Link
     bytes: float
@@ -75,8 +75,8 @@ def rates(device_index: int) -> Rates:
 
 @contextlib.contextmanager
 def measuring(device_index: int) -> Iterator[None]:
-    """For work that measures on the device while something is being compiled: its tensors are real ones, its memory
-    goes back, and random numbers are drawn on from where they were."""
+    """Prepare for measurements on the device while something is being compiled: tensors inside are real ones, their
+    memory is freed at the end, and the state of the random number generators is restored."""
     with _disable_current_modes(), torch.cuda.device(device_index), torch.no_grad():
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a graph is being captured")
@@ -105,11 +105,11 @@ def _measure(device_index: int) -> dict[str, float]:
     return found
 
 
-LONG = 20e3  # us: once is enough
+LONG = 20e3  # us: work that takes longer is timed once
 
 
 def shortest_us(work: Callable[[], Any]) -> float:
-    """The shortest of three runs after a first one, by events of the device; of what takes long, the second one."""
+    """Return the time of the shortest of three runs after a warm-up, by events of the device; for long work, of one."""
     work()
     times: list[float] = []
     while len(times) < 3 and not (times and times[0] > LONG):

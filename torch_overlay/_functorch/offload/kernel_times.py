@@ -1,9 +1,9 @@
-"""How long the library kernels of a graph take: each is run on the device once, and its time kept on disk.
+"""Measures how long the library kernels of a graph take: each one once on a device, and its time is kept on disk.
 
 Matmuls, convolutions and attention are most of a training step, and how far they stay below the device's peak depends
-on their shapes. So a plan asks for those of its graphs by operator, shapes, strides and types; what no process has
-measured before is run with random values (`offload.profile_cache`). What can't be run (too little memory, an operator
-of the user's, one that writes its arguments) is estimated from the device's rates, like everything else.
+on their shapes. So a plan looks up the kernels of its graphs by operator, shapes, strides and types; a kernel that no
+process has measured before is run with random values (`offload.profile_cache`). A kernel that can't be run (too little
+memory, a user's operator, one that writes its arguments) is estimated from the device's rates, like everything else.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_OF_FREE = 0.5  # of the device's free memory that one measurement may take
+MOST_OF_FREE = 0.5  # share of the device's free memory that one measurement may take
 
 
 def is_measurable(node: Node) -> bool:
-    """A library kernel whose arguments we can make up."""
+    """True if the node is a library kernel whose arguments we can make up."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
@@ -37,7 +37,8 @@ def is_measurable(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> tuple[Any, Any] | None:
-    """With tensors as the graph describes them; None if one is of unknown size, or on the host."""
+    """Return the node's arguments as the graph describes them; None if a size or number is unknown, or a layout is not
+    strided."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
     for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -59,7 +60,7 @@ def _described(value: Any) -> Any:
 
 
 def name_of(node: Node) -> str | None:
-    """By what the time of a node is known; None if it can't be."""
+    """Return the key under which the node's time is kept; None if the node can't be measured."""
     if not is_measurable(node) or (found := _arguments(node)) is None:
         return None
     args, kwargs = found
@@ -68,7 +69,7 @@ def name_of(node: Node) -> str | None:
 
 
 def measure(nodes: Iterable[Node], device_index: int) -> dict[str, float]:
-    """Microseconds by `name_of`, of all nodes for which that is known or can be measured."""
+    """Return microseconds by `name_of`, for all nodes whose time is known or can be measured."""
     by_name = {name: node for node in nodes if (name := name_of(node)) is not None}
 
     def run(missing: list[str]) -> dict[str, float]:
@@ -77,7 +78,7 @@ def measure(nodes: Iterable[Node], device_index: int) -> dict[str, float]:
             for name in missing:
                 try:
                     found[name] = _us(by_name[name])
-                except Exception as error:  # as from any kernel
+                except Exception as error:  # any kernel may raise
                     log.info("%s is not measured: %s", name, error)
         return found
 
@@ -89,7 +90,7 @@ def measure(nodes: Iterable[Node], device_index: int) -> dict[str, float]:
 
 
 def known_us(node: Node, device_index: int) -> float | None:
-    """What is known without measuring."""
+    """Return the node's time if it has been measured before; None otherwise."""
     if (name := name_of(node)) is None:
         return None
     try:
@@ -113,10 +114,11 @@ def _us(node: Node) -> float:
 
 
 def _made(value: Any) -> Any:
-    """A real tensor like it: small random numbers, or zeros where they are no floats."""
+    """Return a real tensor for a fake one: small random numbers for floats of 2 or more bytes, zeros for other types.
+    Return other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    # Elements of a view may share memory, and then nothing is written through it.
+    # Elements of a view may share memory, so the memory is filled before the view is made.
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride())) if value.numel() else 0
     line = torch.empty(extent, dtype=value.dtype, device=value.device)
     is_float = value.dtype.is_floating_point and value.dtype.itemsize > 1

@@ -1,4 +1,4 @@
-"""What was offloaded: tools and tests see each decision as it is made, and `TORCH_LOGS="+torch_overlay"` prints it."""
+"""Reports what is offloaded: to tools and tests as it is decided, and to the log (`TORCH_LOGS="+torch_overlay"`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One forward and its backward."""
+    """The decision for one forward and its backward."""
 
     rows: tuple[Row, ...]
     choice: Choice
@@ -48,9 +48,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of one compiled graph: (node, the step that it is launched before, the step that waits for it).
+    """The copies of one compiled graph. A row is (node, the step that its copy is launched before, the step that waits
+    for the copy).
 
-    A step is an operation of the final schedule, copies left out; `steps` is how many there are. A copy to the host
+    A step is an operation of the final schedule, copies left out; `steps` is the number of steps. A copy to the host
     that no step waits for is waited for when the graph has run.
     """
 
@@ -69,7 +70,7 @@ _observers: list[Callable[[Report | Copies], None]] = []
 
 
 def subscribe(observer: Callable[[Report | Copies], None]) -> Callable[[], None]:
-    """Call `observer` with everything that is published from now on; the result ends that."""
+    """Call `observer` with everything that is published from now on; call the result to unsubscribe."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 

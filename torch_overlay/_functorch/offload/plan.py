@@ -1,17 +1,19 @@
-"""Which saved activations go to the host: a pure plan over two lists of steps.
+"""Chooses which saved activations go to the host: a pure plan over two lists of steps.
 
-A forward and its backward are lists of steps with a time, what each allocates, and what it reads. Memory is live from
-the step that makes it to its last reader; what is saved is live until its last reader in the backward. A candidate that
-goes to the host is live in the forward until its copy has ended, and in the backward from its first reader on.
+A forward and its backward are lists of steps; each has a time, the memory that it allocates, and what it reads. Memory
+is live from the step that makes it to its last reader; a saved value is live until its last reader in the backward. A
+candidate that goes to the host is live in the forward until its copy has ended, and in the backward from its first
+reader on.
 
-The peak is a function of the chosen set. The cost is the time that the copies add to the step. The copies of one
-direction run one after the other beside the steps. Those to the host begin when their producer has ended, and the
-forward ends when the last of them has; those from the host must have ended when their first reader begins. So a
-candidate has *slack*: the time between its producer and the forward's end, or between the backward's start and its
-first reader, whichever is less. Bytes of the candidate with the most slack are the cheapest to free, since a copy that
-is hidden costs nothing. `choose` takes candidates in that order until the peak fits, and frees what the peak
-doesn't need. Where that leaves copies that aren't hidden, recomputation competes: a value that pointwise operations
-make of other saved ones is computed again if that takes less time than the part of its copy that shows.
+The peak is a function of the chosen set. The cost is the time that the copies add to forward and backward. The copies
+of one direction run one after the other, concurrently with the steps. A copy to the host begins when its producer has
+ended, and the forward ends when the last of these copies has; a copy from the host must have ended when its first
+reader begins. So a candidate has *slack*: the time between its producer and the forward's end, or between the
+backward's start and its first reader, whichever is less. Bytes of the candidate with the most slack are the cheapest to
+free, since a hidden copy costs nothing. `choose` takes candidates in that order until the peak fits, and drops those
+that the peak doesn't need. If some copies still aren't hidden, recomputation competes: a value that pointwise
+operations make of other saved ones is computed again if that takes less time than the part of its copy that isn't
+hidden.
 
 The module imports no torch.
 """
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 
 
 UNBOUNDED = 1 << 62
-PARTS = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the forward
-MOST_TRIES = 64  # of sets that differ in one value, each time that one is improved
+PARTS = (1.0, 0.9, 0.8, 0.7, 0.6)  # shares of the forward, for `_spread`
+MOST_TRIES = 64  # sets that differ in one value, each time that a set is improved
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What it takes to compute a saved value again in the backward: the time, and the saved values that are read."""
+    """The cost of computing a saved value again in the backward: the time, and the saved values that are read."""
 
     us: float
     reads: frozenset[str]
@@ -64,8 +66,8 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A saved value, by the name that it has in both lists. `must` says that the user asked for it to be copied;
-    `again` is known for a value that can be computed from other saved ones.
+    """A saved value, by the name that it has in both lists. `must` says that the user asked for a copy to the
+    host; `again` is set for a value that can be computed from other saved ones.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per microsecond to the host and from it, and what a copy takes besides."""
+    """Rates of copies: bytes per microsecond to the host and from it, and the latency of each copy."""
 
     out: float
     back: float
@@ -85,8 +87,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The copies of one value: (begin, end) of the one to the host, in microseconds of the forward, and of the one from
-    it, in those of the backward; and how long steps wait for either."""
+    """The two copies of one value. `out` is (begin, end) of the copy to the host, in microseconds of the forward;
+    `back` is that of the copy from the host, in those of the backward; `exposed_us` is how long steps wait for them."""
 
     name: str
     out: tuple[float, float]
@@ -105,12 +107,12 @@ class Choice:
     recomputed: tuple[str, ...]  # to be computed again
     peak: int  # bytes
     peak_before: int  # bytes, with nothing on the host
-    least: int  # bytes: the least peak that can be had
+    least: int  # bytes: the lowest peak that is possible
     nbytes: int  # on the host
     step_us: float  # the estimate of forward and backward without copies
-    exposed_us: float  # the part of the copies that isn't hidden behind them
+    exposed_us: float  # the time that steps wait for copies
     recompute_us: float
-    hidden: float  # the part of the copies' time that is, from 0 to 1
+    hidden: float  # the share of the copies' time in which no step waits, from 0 to 1
     transfers: tuple[Transfer, ...] = ()
 
 
@@ -126,8 +128,9 @@ class Model:
         candidates: Sequence[Candidate] = (),
         at_once: bool = False,
     ) -> None:
-        """`saved` gives the bytes of what the forward keeps for the backward; `results` are what the caller gets of
-        either. `at_once` is for CUDA graphs: what goes in and comes out is in memory from a launch to its end."""
+        """Index the steps. `saved` has the bytes of the values that the forward saves for the backward; `results` are
+        the values of either that the caller gets. `at_once` is for CUDA graphs: inputs and outputs are in memory from a
+        launch to its end."""
         self.at_once = at_once
         self.forward, self.backward, self.saved, self.results = forward, backward, dict(saved), set(results)
         self.made = {name: i for i, step in enumerate(forward) for name in step.makes}
@@ -146,7 +149,7 @@ class Model:
         self.candidates = [c for c in candidates if c.name in self.made and c.name in self.first_read]
 
     def last_reads(self, again: Collection[Candidate]) -> dict[str, int]:
-        """The last reader in the backward, if some values are computed again there."""
+        """Return the last reader of each value in the backward, if the values of `again` are computed again there."""
         found = dict(self.last_read)
         for candidate in again:
             first = self.first_read[candidate.name]
@@ -167,7 +170,7 @@ class Model:
         return (self.ends[-1] if self.ends else 0.0) + (self.backward_ends[-1] if self.backward_ends else 0.0)
 
     def slack(self, candidate: Candidate) -> float:
-        """Microseconds that a copy of it may take and be hidden, in the tighter direction."""
+        """Return the microseconds that a copy of it may take and still be hidden, in the tighter direction."""
         produced = self.ends[self.made[candidate.name]]
         first = self.first_read[candidate.name]
         return min(self.ends[-1] - produced, self.backward_ends[first - 1] if first else 0.0)
@@ -175,14 +178,14 @@ class Model:
     # -- memory
 
     def peak(self, chosen: Collection[str], link: Link | None = None, again: Collection[Candidate] = ()) -> int:
-        """Bytes, with copies that nobody waits for; without a link, with steps that wait for each copy."""
+        """Return the peak in bytes if no step waits for a copy; without a link, if steps wait for each copy."""
         firsts = self.first_reads(again)
         copied = {n: self.made[n] for n in chosen} if link is None else self._copied(chosen, link)
         begun = {n: firsts[n] for n in chosen} if link is None else self._begun(chosen, link, firsts)
         return max(*self._forward_live(copied, again), *self._backward_live(begun, again), 0)
 
     def _forward_live(self, copied: Mapping[str, int], again: Collection[Candidate]) -> list[int]:
-        """Bytes in memory during each step; what is copied goes after the step that is given for it."""
+        """Return the bytes in memory during each step; a copied value is freed after the step in `copied`."""
         away = {**copied, **{c.name: self.made[c.name] for c in again}}
         count = len(self.forward)
         changes = [0] * (count + 2)
@@ -201,7 +204,7 @@ class Model:
         return list(itertools.accumulate(changes[:count]))
 
     def _copied(self, away: Collection[str], link: Link) -> dict[str, int]:
-        """The step of the forward during which each copy ends."""
+        """Return the step of the forward during which each copy ends."""
         found, clock, at = {}, 0.0, 0
         for i, step in enumerate(self.forward):
             for name, nbytes in step.makes.items():
@@ -214,7 +217,7 @@ class Model:
         return found
 
     def _begun(self, away: Collection[str], link: Link, firsts: Mapping[str, int]) -> dict[str, int]:
-        """The step of the backward during which each copy has to begin, so that its reader need not wait."""
+        """Return the step of the backward during which each copy has to begin, so that its reader need not wait."""
         found, clock = {}, float("inf")
         for name in sorted(away, key=firsts.__getitem__, reverse=True):
             first = firsts[name]
@@ -224,7 +227,8 @@ class Model:
         return found
 
     def _backward_live(self, begun: Mapping[str, int], again: Collection[Candidate]) -> list[int]:
-        """... and what comes back is there from the step that is given for it. A launched graph has stages."""
+        """Return the bytes in memory during each step; a loaded value is there from the step in `begun` on. With
+        `at_once`, inputs and outputs are in memory for whole stages of the launch."""
         count = len(self.backward)
         changes = [0] * (count + 2)
         lasts = self.last_reads(again)
@@ -247,14 +251,14 @@ class Model:
     def exposed(
         self, chosen: Collection[str], link: Link, again: Collection[Candidate] = (), budget: int = UNBOUNDED
     ) -> float:
-        """Microseconds that the copies of the chosen ones add to the step."""
+        """Return the microseconds that the copies of the chosen values add to forward and backward."""
         return sum(copy.exposed_us for copy in self.transfers(chosen, link, again, budget))
 
     def transfers(
         self, chosen: Collection[str], link: Link, again: Collection[Candidate] = (), budget: int = UNBOUNDED
     ) -> list[Transfer]:
-        """When the copies run if they stand where the schedule will put them (`offload.placement`), and how long steps
-        wait for them; in the order in which they come back."""
+        """Return when the copies run, if the schedule places them as `offload.copy_placement` does, and how long steps
+        wait for them; in the order of the copies from the host."""
         waited: dict[str, float] = dict.fromkeys(chosen, 0.0)
         out = self._out(chosen, link, again, budget, waited)
         back = self._back(chosen, link, again, budget, waited)
@@ -294,7 +298,7 @@ class Model:
                 begin = max(clock, now)
                 clock = begin + link.latency_us + self.saved[name] / link.out
                 out[name] = begin, clock
-        for name, (begin, end) in out.items():  # all of them are joined at the end
+        for name, (begin, end) in out.items():  # all copies are joined at the end
             waited[name] += max(0.0, end - max(begin, now))
         return out
 
@@ -345,8 +349,9 @@ def _ends(steps: Sequence[Step]) -> list[float]:
 
 
 def _spread(model: Model, candidates: Sequence[Candidate], part: float) -> list[str]:
-    """Candidates that are made in the first part of the forward, in an order of which each beginning is spread evenly
-    over it: copies then keep up with what is made, and little memory waits for them. The rest follows, by slack."""
+    """Return the names of the candidates; first those that are made in the first `part` of the forward, in an order in
+    which the first n, for any n, are spread evenly over it: copies then keep up with what is made, and little memory
+    waits for them. The other candidates follow, by slack."""
     early = [c for c in candidates if model.ends[model.made[c.name]] <= part * model.ends[-1]]
     early.sort(key=lambda c: model.made[c.name])
     order = sorted(range(len(early)), key=lambda i: int(f"{i:032b}"[::-1], 2))
@@ -356,14 +361,15 @@ def _spread(model: Model, candidates: Sequence[Candidate], part: float) -> list[
 
 
 def choose(model: Model, budget: int, link: Link) -> Choice:
-    """The cheapest set whose peak is within `budget` bytes, or as near to it as can be had.
+    """Return the cheapest set whose peak is within `budget` bytes, or as near to it as possible.
 
-    Several sets are compared: what has most slack, as much of it as fits though no step waits for a copy, or less, with
-    steps that do; and sets that are spread over parts of the forward, where a launch needs memory for all at once.
+    Several sets are compared: the candidates with most slack, as many as it takes if no step waits for a copy, or
+    fewer, with steps that wait; and sets that are spread over parts of the forward, where a launch needs memory for all
+    values at once.
     """
     must = [c.name for c in model.candidates if c.must]
     optional = [c for c in model.candidates if not c.must]
-    # A copy that takes longer than its slack is never hidden: what has slack to spare first.
+    # A copy that takes longer than its slack is never hidden: candidates with slack to spare come first.
     optional.sort(key=lambda c: (-(model.slack(c) - c.nbytes / min(link.out, link.back)), -c.nbytes, c.name))
     names = [c.name for c in optional]
     orders: list[tuple[list[str], Link | None]] = [(names, link), (names, None)]
@@ -374,7 +380,7 @@ def choose(model: Model, budget: int, link: Link) -> Choice:
         best = _recompute(model, min([best, *found], key=Tried.cost), budget, link)
     if best.exposed > 0 and (cheap := _all_cheap(model)):
         found = [_tried(model, must, order, budget, link, rate, cheap) for order, rate in orders]
-        if found := [tried for tried in found if tried.chosen]:  # something is copied in any case
+        if found := [tried for tried in found if tried.chosen]:  # at least one value is copied in any case
             best = min(best, _without_superfluous(model, min(found, key=Tried.cost), budget, link), key=Tried.cost)
     chosen, rate, again = best.chosen, best.rate, best.again
     limit = max(budget, model.peak(chosen, rate, again))
@@ -398,8 +404,8 @@ def choose(model: Model, budget: int, link: Link) -> Choice:
 
 @dataclass(frozen=True)
 class Tried:
-    """A set: bytes that its peak is over the budget, microseconds that steps wait for its copies, what is copied, and
-    computed again; `rate` is None if it fits because steps wait."""
+    """A set of candidates: the bytes by which its peak exceeds the budget, the microseconds that steps wait for its
+    copies, what is copied, and what is computed again; `rate` is None if the set fits because steps wait."""
 
     missing: int
     exposed: float
@@ -432,13 +438,13 @@ def _tried(
 
 
 def _cheap(model: Model) -> list[Candidate]:
-    """What can be computed again, the cheapest by the byte first."""
+    """Return the candidates that can be computed again, the cheapest per byte first."""
     found = [c for c in model.candidates if c.again is not None and not c.must]
     return sorted(found, key=lambda c: (c.again.us / c.nbytes if c.again else 0.0, -c.nbytes, c.name))
 
 
 def _fits(candidate: Candidate, again: Sequence[Candidate]) -> bool:
-    """What is read to compute a value again must be at hand: saved, and not itself computed again."""
+    """True if the candidate can join `again`: what is read to compute a value again must itself stay saved."""
     taken = {c.name for c in again}
     needed = {name for c in again if c.again is not None for name in c.again.reads}
     return candidate.again is not None and not candidate.again.reads & taken and candidate.name not in needed
@@ -453,7 +459,7 @@ def _all_cheap(model: Model) -> list[Candidate]:
 
 
 def _without_superfluous(model: Model, tried: Tried, budget: int, link: Link) -> Tried:
-    """Of what is computed again, the dearest first, what makes no difference to the peak or to copies is left saved."""
+    """Leave a value saved if computing it again helps neither the peak nor the copies; the most expensive first."""
     for candidate in reversed(tried.again[-MOST_TRIES:]):
         again = [c for c in tried.again if c is not candidate]
         without = _set(model, tried.chosen, budget, link, tried.rate, again)
@@ -463,8 +469,8 @@ def _without_superfluous(model: Model, tried: Tried, budget: int, link: Link) ->
 
 
 def _recompute(model: Model, tried: Tried, budget: int, link: Link) -> Tried:
-    """Compute again what costs less than the part of the copies that isn't hidden and that this makes superfluous: its
-    own copy, or others that the peak no longer needs; of what was chosen first, and then of the rest."""
+    """Compute a value again where that takes less time than the copies that it makes superfluous are exposed: its own
+    copy, or others that the peak no longer needs. Values that were chosen for a copy are tried first."""
     must = {c.name for c in model.candidates if c.must}
     before = set(tried.chosen)
     for candidate in sorted(_cheap(model), key=lambda c: c.name not in before)[:MOST_TRIES]:
@@ -486,7 +492,8 @@ def _recompute(model: Model, tried: Tried, budget: int, link: Link) -> Tried:
 def _given_back(
     model: Model, chosen: list[str], must: set[str], limit: int, rate: Link | None, again: list[Candidate]
 ) -> list[str]:
-    """Without the least hidden ones that the peak doesn't need; `chosen` has them last. One of them stays."""
+    """Return `chosen` without the least hidden values, which it has last, that the peak doesn't need; at least one
+    value remains."""
     for name in reversed(chosen[-MOST_TRIES:]):
         without = [n for n in chosen if n != name]
         if name not in must and without and model.peak(without, rate, again) <= limit:
@@ -497,7 +504,7 @@ def _given_back(
 def _fewest(
     model: Model, must: list[str], names: list[str], budget: int, rate: Link | None, again: Sequence[Candidate] = ()
 ) -> list[str]:
-    """As many of `names`, from the first on, as it takes."""
+    """Return `must` and, from the first on, as many of `names` as the peak takes to be within the budget."""
 
     def peak(count: int) -> int:
         return model.peak([*must, *names[:count]], rate, again)
@@ -511,7 +518,7 @@ def _fewest(
             low = middle
     chosen = [*must, *names[:high]]
     limit = max(budget, model.peak(chosen, rate, again))
-    # Give back, the least hidden first, what the limit doesn't need; a bounded number of tries.
+    # Drop, the least hidden first, the names that the limit doesn't need; a bounded number of tries.
     for name in reversed(names[max(0, high - MOST_TRIES) : high]):
         without = [n for n in chosen if n != name]
         if model.peak(without, rate, again) <= limit:

@@ -1,13 +1,13 @@
-"""What has been measured on a device, kept on disk: a measurement is made once, by one process at a time.
+"""Keeps on disk what has been measured on a device: a measurement is made once, by one process at a time.
 
 A profile is a JSON file in Inductor's cache directory, one for each kind of device, version of its driver, and version
-of torch, with numbers by name (`device_rates`, `kernel_times`). Processes of a machine share it: whoever needs a number
-that isn't there takes the device's lock, looks again, measures, and writes the file anew in one step. A file that can't
-be read is as good as none, and one that can't be written means that the next process measures again. Nothing is read or
+of torch and CUDA, with numbers by name (`device_rates`, `kernel_times`). The processes of a machine share it: a process
+that needs a missing number takes the device's lock, looks again, measures, and replaces the file atomically. A file
+that can't be read counts as missing; if it can't be written, the next process measures again. Nothing is read or
 written under `torch._inductor.config.force_disable_caches`.
 
-The lock is a file, too, one for each single device: it keeps measurements of different processes apart. A benchmark
-that wants the device for itself can take it (`locked`).
+The lock is a file, too, one for each single device: it keeps measurements of different processes from overlapping. A
+benchmark that wants the device for itself can take the lock (`locked`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATIENCE = 120.0  # seconds to wait for another process that measures
 
 
 def about(device_index: int) -> dict[str, str]:
-    """What a measurement is good for."""
+    """Return the kind of device and the versions that a measurement is valid for."""
     properties: Any = torch.cuda.get_device_properties(device_index)
     return {
         "device": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
@@ -55,7 +55,7 @@ def _driver_version() -> str:
 
 
 def folder() -> Path | None:
-    """None where caches are off."""
+    """Return the folder of the profiles; None where caches are off."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -68,7 +68,7 @@ def _digest(value: Any) -> str:
 
 @contextlib.contextmanager
 def locked(device_index: int, patience: float | None = None) -> Iterator[bool]:
-    """One process at a time measures on the device; False for one that has waited too long."""
+    """Take the device's lock, so that one process at a time measures; yield False if it was not free in time."""
     where = folder()
     if where is None:
         yield True
@@ -97,7 +97,7 @@ def _taken(file: Any, until: float) -> bool:
 
 
 class Profile:
-    """Numbers by name, of one kind of device. `device_index` says whose lock a measurement takes."""
+    """Measured numbers by name, for one kind of device. A measurement takes the lock of `device_index`."""
 
     def __init__(self, device_index: int, path: Path | None, described: dict[str, str]) -> None:
         self.device_index, self.path, self.about = device_index, path, described
@@ -133,8 +133,8 @@ class Profile:
                 os.unlink(temporary)
 
     def get(self, names: list[str], measure: Callable[[list[str]], dict[str, float]]) -> dict[str, float]:
-        """What is known of the names. `measure` is called with those that no process has measured, while the device is
-        locked; it may return less than it was asked for, or raise."""
+        """Return the numbers that are known of `names`. `measure` is called with the names that no process has
+        measured, while the device is locked; it may return fewer than it was asked for, or raise."""
         if missing := [n for n in names if n not in self.known]:
             with locked(self.device_index) as alone:
                 self.read()
@@ -157,12 +157,12 @@ def _profile(device_index: int, path: Path | None) -> Profile:
 
 
 def profile(device_index: int) -> Profile:
-    """Raises RuntimeError where there is no device."""
+    """Return the profile of a device. Raise RuntimeError where there is no device."""
     described = about(device_index)
     where = folder()
     return _profile(device_index, where / f"{_digest(described)}.json" if where is not None else None)
 
 
 def forget() -> None:
-    """What this process knows; files stay."""
+    """Drop the profiles that this process has read; the files remain."""
     _profile.cache_clear()

@@ -1,9 +1,8 @@
-"""FX graphs as the steps of an offload plan.
+"""Reads FX graphs as the steps of an offload plan.
 
-What is in memory is estimated as Inductor will have it: a pointwise operation that only others of its kind read is
-fused away, and its readers read what it read. A library kernel takes the time that it was measured to take
-(`kernel_times`). Any other step takes the time of its memory traffic or of its arithmetic, whichever is longer, at the
-measured rates of the device.
+Memory is estimated as Inductor will allocate it: a pointwise operation that no library kernel reads is fused away, and
+its readers read what it read. A library kernel takes its measured time (`kernel_times`). Any other step takes the time
+of its memory traffic or of its arithmetic, whichever is longer, at the measured rates of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_READS, MOST_READS_OF_SHARED = 8, 4  # Inductor materializes what reads more, and has one reader, or several
+# Inductor materializes a value that reads more than this many others: if it has one reader, or several readers.
+MOST_READS, MOST_READS_OF_SHARED = 8, 4
 ALSO_POINTWISE = (
     torch.ops.prims.convert_element_type.default,
     torch.ops.aten._to_copy.default,
@@ -58,7 +58,7 @@ def nbytes(value: torch.Tensor) -> int:
 
 
 def source(node: Node) -> Node | None:
-    """What a view is a view of; None for what has memory of its own."""
+    """Return the node that a view is a view of; None for a node with memory of its own."""
     if node.op != "call_function":
         return None
     if is_view(node):
@@ -76,7 +76,7 @@ def root(node: Node) -> Node:
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Its elements fill the memory between the first and the last, in some order."""
+    """True if the tensor isn't empty and its elements fill its whole storage, in some order."""
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
     return value.numel() > 0 and extent == value.numel() and value.untyped_storage().nbytes() == nbytes(value)
 
@@ -85,7 +85,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 class Reader:
-    """One graph as the plan's steps."""
+    """The steps of one graph, for the plan."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class Reader:
         device: torch.device,
         times: Mapping[str, float] | None = None,
     ) -> None:
-        """`times` has the microseconds of library kernels, by `kernel_times.name_of`."""
+        """Read the graph. `times` has the microseconds of library kernels, by `kernel_times.name_of`."""
         self.graph, self.kept, self.rates, self.device = graph, kept, known, device
         self.times = times or {}
-        self.inlined: dict[Node, frozenset[str]] = {}  # what is fused away, and what its readers read in its place
+        self.inlined: dict[Node, frozenset[str]] = {}  # fused node -> what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
             if node.op == "call_function" and source(node) is None:
@@ -136,7 +136,7 @@ class Reader:
 
 
 def estimated_us(node: Node, known: Rates, device_index: int) -> float:
-    """By memory traffic and arithmetic, as far as they are known."""
+    """Estimate the time of a node by its memory traffic and arithmetic, as far as they are known."""
     if node.target is operator.getitem:
         return 0.0
     moved = sum(nbytes(t) for n in {root(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
@@ -153,7 +153,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_library_call(node: Node) -> bool:
-    """A kernel that reads its inputs from memory: nothing is fused into it."""
+    """True for a kernel that reads its inputs from memory: nothing is fused into it."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return node.op == "call_function" and target is not operator.getitem
@@ -169,7 +169,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _static(value: Any) -> Any:
-    """The same with hints for sizes: to compute with symbols would make guards."""
+    """Return the value with hints in place of symbolic sizes: computing with symbols would add guards."""
     return torch.utils._pytree.tree_map(_hinted, value)
 
 

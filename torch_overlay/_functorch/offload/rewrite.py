@@ -1,14 +1,14 @@
-"""Saved activations on the host: reads the partitioned graphs for the plan, and rewrites them as it says.
+"""Moves saved activations to the host: reads the partitioned graphs for the plan, and rewrites them as it says.
 
-The partitioner has made a forward and a backward. What it saves and nobody else holds is a candidate: the tensor that
-an operation made, whole and dense, of static size, on the caller's stream. What is saved of it may be views; they are
-made again in the backward. `offload.plan` chooses. Then
+The partitioner has made a forward and a backward. A candidate is a saved tensor that nobody else holds: made by an
+operation on the caller's stream, whole and dense, of static size. The forward may save views of it; they are made again
+in the backward. `offload.plan` chooses among the candidates. Then
 
     forward     the slab is taken first; each chosen tensor is stored in it; the slab is saved in place of them all
     backward    the slab is its input; each tensor is loaded where it is first needed, or computed again from others
 
-Where copies are launched is decided later, on Inductor's final schedule (`_inductor.offload_schedule`), by the budget,
-which travels on the nodes as `custom["offload_budget"]`.
+Where copies are launched is decided later, on Inductor's final schedule (`_inductor.offload.schedule`), by the budget,
+which the nodes carry as `custom["offload_budget"]`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEVICE_TYPE = "cuda"
-MOST_RECOMPUTED = 24  # nodes, to make one value again
+MOST_RECOMPUTED = 24  # nodes that are run again for one value
 LAUNCH_US = 5.0
 
 
@@ -62,7 +62,7 @@ LAUNCH_US = 5.0
 
 @dataclass
 class Saved:
-    """A tensor of the forward, and the nodes of it that are saved."""
+    """A tensor of the forward, and the nodes, itself or views of it, that are saved."""
 
     node: Node
     members: list[Node] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Saved:
 
 
 class Pair:
-    """A forward and a backward after the partitioner. The first `count` outputs of the forward are the caller's."""
+    """A forward and a backward after the partitioner. The caller gets the first `count` outputs of the forward."""
 
     def __init__(self, forward: GraphModule, backward: GraphModule, count: int) -> None:
         self.forward, self.backward, self.count = forward, backward, count
@@ -131,11 +131,11 @@ class Pair:
     # -- computing again
 
     def is_at_hand(self, node: Node) -> bool:
-        """The backward has it: as an input, or because what it is a view of is saved."""
+        """True if the backward has the value: as an input, or because it or a view of it is saved."""
         return node.name in self.inputs or node in self.saved
 
     def recipe(self, node: Node) -> list[Node] | None:
-        """The nodes that make a saved value of what is at hand, in order; None if they aren't all cheap."""
+        """Return the nodes that compute a saved value from values at hand, in order; None if they aren't all cheap."""
         found: dict[Node, None] = {}
 
         def visit(current: Node) -> bool:
@@ -183,7 +183,7 @@ class Pair:
     # -- rewriting
 
     def rewrite(self, choice: Choice, budget: int, strict: bool) -> int:
-        """Bytes of the slab. `strict` says whether it must be pinned."""
+        """Rewrite both graphs, and return the bytes of the slab. `strict` says whether the slab must be pinned."""
         from torch_overlay._functorch.offload.runtime import ALIGNMENT
 
         by_name = {owner.name: saved for owner, saved in self.saved.items()}
@@ -206,7 +206,7 @@ class Pair:
         return offsets[-1]
 
     def name_owners(self) -> None:
-        """Inputs that are views of one tensor share its memory: the schedule counts it once."""
+        """Name the tensor that several inputs are views of: they share its memory, which the schedule counts once."""
         for owner, saved in self.saved.items():
             inputs = [self.inputs[m.name] for m in saved.members if m.name in self.inputs]
             for node in inputs if len(inputs) > 1 else ():
@@ -228,7 +228,7 @@ class Pair:
         return slab
 
     def drop_outputs(self, members: set[Node], slab: Node) -> None:
-        """The slab takes the place of the first of them; what is after it keeps its order."""
+        """Replace the first of the saved `members` by the slab, drop the rest; other outputs keep their order."""
         self.place_of_slab = self._first_saved(members)
         outputs, described = [], []
         desc = self.output.meta.get("desc", ())
@@ -249,7 +249,7 @@ class Pair:
         return next(i for i, value in enumerate(self.outputs) if i >= self.count and value in members)
 
     def load(self, picked: list[Saved], offsets: list[int], slab: Node, budget: int) -> dict[Node, Node]:
-        """What stands in the backward for nodes of the forward."""
+        """Load the picked tensors in the backward. Return the backward's node for each node of the forward."""
         graph = self.backward.graph
         replaced = self.outputs[self.place_of_slab]
         made: dict[Node, Node] = {}
@@ -291,8 +291,8 @@ class Pair:
 
 
 def _copied(graph: Graph, node: Node, made: dict[Node, Node]) -> Node:
-    """A node of the forward in the backward, with those that lead to it; its place in the user's streams is not the
-    forward's."""
+    """Copy a node of the forward into the backward, with the nodes that lead to it, but without its placement on the
+    user's streams, which holds in the forward only."""
     if node not in made:
         for argument in node.all_input_nodes:
             _copied(graph, argument, made)
@@ -309,7 +309,7 @@ def _writes(node: Node) -> bool:
 
 
 def _behind(node: Node) -> Node:
-    """The node that follows, with selections of the same output passed over."""
+    """Return the next node after `node` and after the `getitem`s of its output that follow it directly."""
     following = node.next
     while following.target is operator.getitem and following.args[0] is node:
         following = following.next
@@ -326,7 +326,7 @@ def _place(node: Node, stream: int, saved: Node, budget: int) -> None:
 
 
 def holds_memory_at_once() -> bool:
-    """CUDA graphs are asked for: a launch has the memory of all that it is given and makes, until it has ended."""
+    """True if CUDA graphs are asked for: a launch holds the memory of all its inputs and results until it has ended."""
     return bool(inductor_config.triton.cudagraphs) and config.cudagraphs != "off"
 
 
@@ -334,8 +334,8 @@ def holds_memory_at_once() -> bool:
 
 
 def offload(forward: GraphModule, backward: GraphModule, count: int, wanted: Settings | None) -> None:
-    """Rewrites the graphs if the option or a checkpoint policy asks for it; raises OffloadError where the option's
-    budget can't be met and is strict."""
+    """Rewrite the graphs if the option or a checkpoint policy asks for it. Raise OffloadError if the option is strict
+    and its budget can't be met, or if the host lacks the memory and the option is strict or a policy alone asks."""
     pair = Pair(forward, backward, count)
     least = wanted.min_bytes if wanted is not None else 1 << 62
     known = rates(pair.device.index or 0) if pair.device is not None else None
@@ -367,22 +367,22 @@ def offload(forward: GraphModule, backward: GraphModule, count: int, wanted: Set
 
 def _budget(wanted: Settings | None, forward: GraphModule, backward: GraphModule, pair: Pair) -> int:
     if wanted is None:
-        return 1 << 62  # what policies ask for, and no more
+        return 1 << 62  # only what policies ask for is offloaded
     if wanted.budget is not None:
         return wanted.budget
     return free_bytes(pair.device, _parameter_bytes(backward))
 
 
 def _parameter_bytes(backward: GraphModule) -> int:
-    """What the gradients weigh: as much again, twice, is what an optimizer may add after the first step."""
+    """Return the bytes of the gradients: an optimizer may allocate twice as much after the first step."""
     (output,) = backward.graph.find_nodes(op="output")
     values = [tensor_of(n) for n in torch.utils._pytree.tree_leaves(output.args[0])]
     return sum(nbytes(v) for v in values if v is not None)
 
 
 def free_bytes(device: torch.device | None, reserve: int) -> int:
-    """What the device has free, with what the allocator holds and nobody uses; less a tenth, and less the reserve for
-    an optimizer's state if there is none yet."""
+    """Return the bytes that the device has free, with the allocator's cached memory; less a tenth, and less twice the
+    `reserve`, for an optimizer's state that may not be allocated yet."""
     free, total = torch.cuda.mem_get_info(device)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -391,7 +391,7 @@ def free_bytes(device: torch.device | None, reserve: int) -> int:
 
 
 def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> bool:
-    """True to offload what can be, though it is not enough."""
+    """True to offload as much as possible, though it is not enough. Raise OffloadError if the budget is strict."""
     from torch_overlay._functorch.offload.runtime import OffloadError, size_text
 
     reasons = sorted({why for why in pair.refused.values()})
@@ -402,7 +402,7 @@ def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> boo
         f"({size_text(choice.peak_before)} without offload).{rest} Set budget_gb in "
         f"torch_overlay.config.activation_offload to {choice.least / 1e9:.4g} or more, or make the batch smaller."
     )
-    if wanted.budget is None:  # "auto": as far as it goes
+    if wanted.budget is None:  # "auto": as far as possible
         log.warning("%s As much as can be is offloaded.", text)
         return True
     if wanted.strict:

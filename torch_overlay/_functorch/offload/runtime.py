@@ -1,4 +1,4 @@
-"""Pinned slabs and copy streams: what generated code with offloaded activations calls at run time.
+"""Provides pinned slabs, copy streams and copies to generated code with offloaded activations.
 
     buf0 = take_slab(nbytes, device_index, strict)
     copy_out(buf0, buf7, offset)
@@ -6,16 +6,17 @@
     copy_in(buf3, primals_0, offset)
 
 Note [Lifetime of a slab]
-1. A slab is host memory that is pinned once and kept by the process. A call of a forward takes a free one that fits;
+1. A slab is host memory that is pinned once and cached by the process. A call of a forward takes a free slab that fits;
    several forwards that are alive at once have one each.
-2. What the forward saves is a tensor over the slab. When the last reference to its storage goes (autograd has dropped
-   what it saved, the backward has ended), the slab returns to the pool. `retain_graph=True` keeps the reference.
-3. By then the host has launched every copy from the slab, but the device may not have done them. All of them are joined
-   into the stream that the backward ran on, before the backward returned (`note_use` remembers that stream). So whoever
-   takes the slab next on the same stream comes after them; on another stream, it waits for that one, on the device.
-4. A slab that a capture of the user's took has its address in the user's graph: it never returns.
+2. The forward saves a tensor over the slab. When the last reference to the tensor's storage is dropped (autograd has
+   freed what it saved, the backward has ended), the slab returns to the pool. `retain_graph=True` keeps the reference.
+3. By then the host has launched every copy from the slab, but the device may not have run them all. All of them were
+   joined into the stream that the backward ran on, before the backward returned (`note_use` remembers that stream). So
+   the next use of the slab comes after them if it is on the same stream; another stream waits for that one first, on
+   the device.
+4. A slab that was taken in a user's capture has its address in the user's graph: it never returns to the pool.
 
-The host waits nowhere.
+The host never waits, except in `release_free`, and for copies of slabs that could not be pinned.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 512  # of what lies in a slab; the copy engines like it, and any dtype is aligned
+ALIGNMENT = 512  # bytes, of each tensor in a slab; the copy engines like it, and any dtype is aligned
 
 
 class OffloadError(RuntimeError):
@@ -60,8 +61,8 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 
 def copy_stream(number: int) -> Any:
-    """The copy stream with that number: one per direction and device, for all graphs. In a capture of ours, one that
-    only captures use."""
+    """Return the copy stream with that number: there is one per direction and device, for all graphs. In a capture of
+    ours, return one that only captures use."""
     if _captured.stream is not None:
         return _captured.stream(number)
     found = _streams.get(number)
@@ -72,7 +73,7 @@ def copy_stream(number: int) -> Any:
 
 @contextlib.contextmanager
 def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
-    """For the time of a capture, this thread's copy streams are what `stream` returns."""
+    """Replace this thread's copy streams by those that `stream` returns, for the time of a capture."""
     before, _captured.stream = _captured.stream, stream
     try:
         yield
@@ -84,7 +85,7 @@ def exchanged(stream: Callable[[int], Any]) -> Iterator[None]:
 
 
 class _Slab:
-    """Pinned memory of so many bytes; `used_on` is the stream that is ordered after its last copies, or will be."""
+    """Host memory of `nbytes` bytes; `used_on` is the stream that is ordered after its last copies, or will be."""
 
     numbers = itertools.count()
 
@@ -98,7 +99,7 @@ class _Slab:
         self.device_index = 0
 
     def tensor(self, nbytes: int, on_release: Callable[[_Slab], None] | None) -> torch.Tensor:
-        """A tensor over the first bytes of the memory. When its storage goes, `on_release` is called."""
+        """Return a tensor over the first bytes of the memory. `on_release` is called when its storage is freed."""
         view = (ctypes.c_char * nbytes).from_address(self.address)
         if on_release is not None:
             finalizer: Any = weakref.finalize(view, on_release, self)
@@ -109,17 +110,17 @@ class _Slab:
 def _host_memory(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, max(nbytes, 1))
     with contextlib.suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes its time by the page
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes time per page
     return memory
 
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-PART = 256 << 20  # bytes that a thread has the system make at a time
+PART = 256 << 20  # bytes that a thread populates at a time
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Has the system make the pages, by several threads; who pins memory makes its pages one after the other, some
-    seconds for 10 GB. A system that doesn't know how leaves it to that."""
+    """Have the system allocate the pages, from several threads; pinning would allocate them one after the other, in
+    some seconds for 10 GB. Where the system can't do that, it is left to the pinning."""
     parts = [(address + at, min(PART, nbytes - at)) for at in range(0, nbytes, PART)]
     if len(parts) < 2:
         return
@@ -137,11 +138,12 @@ _lock = threading.RLock()
 _free: list[_Slab] = []
 _all: dict[int, _Slab] = {}  # by address
 _kept: list[_Slab] = []
-LARGEST_WASTE = 1.5  # a slab serves calls that need less than it has, down to this part
+LARGEST_WASTE = 1.5  # a slab may be this many times as large as a call needs
 
 
 def available_bytes() -> int | None:
-    """Host memory that can still be had, by the kernel's account and that of the process's control group."""
+    """Return the host memory that is still available, by the kernel's account and that of the process's control group;
+    None if neither is known."""
     found = []
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
@@ -155,13 +157,13 @@ def available_bytes() -> int | None:
 
 
 def _fitting(nbytes: int) -> _Slab | None:
-    """The smallest free slab that is large enough, and not much larger."""
+    """Return the smallest free slab that is large enough, and not much larger; None if there is none."""
     fit = [slab for slab in _free if nbytes <= slab.nbytes <= LARGEST_WASTE * nbytes]
     return min(fit, key=lambda slab: slab.nbytes) if fit else None
 
 
 def check_host_memory(nbytes: int) -> None:
-    """Raises OffloadError if a slab of that size can't be had."""
+    """Raise OffloadError if no slab of that size is free or can be allocated."""
     with _lock:
         if _fitting(nbytes) is not None:
             return
@@ -202,13 +204,13 @@ def _make_slab(nbytes: int, strict: bool) -> _Slab:
 
 
 def _pin(address: int, nbytes: int) -> int:
-    """0, or the error of the CUDA runtime."""
+    """Pin the memory. Return 0, or the error of the CUDA runtime."""
     runtime: Any = torch.cuda.cudart()
     return int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
 
 
 def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
-    """A slab for one call of a forward, free of copies that the current stream isn't ordered after."""
+    """Return a slab for one call of a forward, with the current stream ordered after all earlier copies of the slab."""
     if _has_hooks():
         raise OffloadError(
             "torch_overlay: saved-tensor hooks are active around a function that was compiled with "
@@ -242,7 +244,7 @@ def _is_capturing() -> bool:
 
 
 def _has_hooks() -> bool:
-    """Checkpointing's hooks don't look at what they hold."""
+    """True if saved-tensor hooks are active, except checkpointing's, which don't read the tensors that they hold."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
@@ -257,41 +259,42 @@ def slab_of(tensor: torch.Tensor) -> _Slab | None:
 
 
 def is_slab(value: object) -> bool:
-    """Is it the tensor of a slab that is in use? Its address stays as it is."""
+    """True if the value is the tensor of a slab that is in use, whose address doesn't change."""
     return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.data_ptr() in _all
 
 
 def identity(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its address, and which slab is there: another one may be some day, and a graph's copies are of this one."""
+    """Return the tensor's address and the number of its slab: a graph copies from this slab, and another one may later
+    have the same address."""
     found = slab_of(tensor)
     return (tensor.data_ptr(), *([found.number] if found is not None else []))
 
 
 def holds(address: int) -> bool:
-    """Does the address lie in pinned memory of ours?"""
+    """True if the address lies in pinned memory of a slab."""
     with _lock:
         return any(0 <= address - start < slab.nbytes and slab.pinned for start, slab in _all.items())
 
 
 def note_use(slab: torch.Tensor) -> None:
-    """Loads from the slab are about to be launched, and will be joined into the current stream."""
+    """Note that loads from the slab are about to be launched, and will be joined into the current stream."""
     found = slab_of(slab)
     if found is None:
         return
     current = _current_stream(found.device_index)
     if found.used_on is not None and found.used_on != current:
-        current.wait_stream(found.used_on)  # where it was written
+        current.wait_stream(found.used_on)  # the stream that wrote the slab, or used it last
     found.used_on = current
 
 
 def live() -> dict[str, int]:
-    """Slabs in the process, slabs in use, and their bytes."""
+    """Return the number of slabs in the process, the number of those in use, and the bytes of all slabs."""
     with _lock:
         return {"slabs": len(_all), "in_use": len(_all) - len(_free), "bytes": sum(s.nbytes for s in _all.values())}
 
 
 def release_free() -> None:
-    """Gives the pinned memory of slabs that nobody uses back to the system. Waits for the device."""
+    """Free the pinned memory of the slabs that nobody uses. Wait for the device first."""
     with _lock:
         slabs = list(_free)
         _free.clear()
@@ -309,7 +312,7 @@ def release_free() -> None:
 
 
 def _lines(slab: torch.Tensor, tensor: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of the slab and the dense tensor, each as its elements lie in memory."""
+    """Return the slab's range of bytes and the dense tensor, each as a flat view in the order of memory."""
     count = tensor.numel()
     part = slab[offset : offset + count * tensor.element_size()].view(tensor.dtype)
     return part, tensor.as_strided((count,), (1,))

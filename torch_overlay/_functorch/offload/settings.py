@@ -1,4 +1,4 @@
-"""What `torch_overlay.config.activation_offload` asks for, checked."""
+"""Parses and checks `torch_overlay.config.activation_offload`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORM = (
 
 @dataclass(frozen=True)
 class Settings:
-    """`budget` is in bytes; None for as much as the device has free."""
+    """The parsed option. `budget` is in bytes; None for as much as the device has free."""
 
     budget: int | None
     strict: bool = True
@@ -26,7 +26,8 @@ class Settings:
 
 
 def settings(config: Any) -> Settings | None:
-    """None if `config` has it off. ValueError if it is not understood, or can't be followed."""
+    """Return the settings; None if `config` has offload off. Raise ValueError if the option is not understood, or can't
+    be followed."""
     found = parse(config.activation_offload)
     if found is not None and not config.streams:
         raise ValueError(
@@ -41,7 +42,7 @@ def parse(value: Any) -> Settings | None:
         return None
     if value == "auto":
         return Settings(None, strict=False)
-    if isinstance(value, str):  # of the environment
+    if isinstance(value, str):  # from the environment
         try:
             value = {"budget_gb": float(value)}
         except ValueError:

@@ -1,15 +1,15 @@
-"""The streams of the autograd nodes that eager makes and a compiled forward doesn't.
+"""Track the streams of the autograd nodes that eager makes and a compiled forward doesn't.
 
 Autograd's engine runs the backward of an operation on the stream that was current when the operation ran, and orders
-that stream with those of its neighbours, whether or not the backward launches anything. A program may count on that: it
-may free memory of a side stream because a gradient has passed through there. Two kinds of nodes are outside of the
-graph that AOTAutograd partitions:
+that stream with the streams of its neighbours, whether or not the backward launches anything. A program may rely on
+that order: it may free memory of a side stream because a gradient has passed through there. Two kinds of nodes are
+outside of the graph that AOTAutograd partitions:
 
-- Of a result that is a view of an input, or of another result, the caller gets one that AOTAutograd makes anew when the
-  graph's code has returned. It is made on the streams on which the program made it.
+- For a result that is a view of an input, or of another result, the caller gets a view that AOTAutograd makes anew when
+  the graph's code has returned. It is made on the streams on which the program made it.
 - The node that accumulates a leaf's gradient is made for the first operation that reads the leaf, on the stream of that
-  operation, even if nobody needs what the operation computes. The backward leaves that stream ordered as the engine
-  would (`streams.backward.order_after_gradients`).
+  operation, even if nobody needs the operation's result. The backward leaves that stream ordered as the engine would
+  (`streams.backward.order_after_gradients`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
 
-_VIEWS = "overlay_view_streams"  # in `meta` of a graph's output, of each value
+_VIEWS = "overlay_view_streams"  # in `meta` of a graph's output: for each value
 _FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
 
 
 def note(graph: Graph) -> None:
-    """Called before placement, which says of a view where its memory is filled, and not where the program made it."""
+    """Note the streams of views and first readers. This runs before placement, which replaces the stream on which the
+    program made a view by the one on which the view's memory is filled.
+    """
     known = _first_readers_in_dynamo()
     for value in graph.find_nodes(op="placeholder"):
         what = value.meta.get("desc")
@@ -52,8 +54,8 @@ def note(graph: Graph) -> None:
 
 
 def _first_readers_in_dynamo() -> dict[int, int]:
-    """Position of an input -> the stream of its first reader. Dynamo's graph says it by node, because its inputs may be
-    sorted after it was read (`canonicalize_output_graph_node_order`).
+    """Map the position of an input to the stream of its first reader. Dynamo's graph maps it by node, because its
+    inputs may be sorted after the graph was read (`canonicalize_output_graph_node_order`).
     """
     known = registry.current().first_readers
     graph = next((node.graph for node in known), None)
@@ -62,12 +64,13 @@ def _first_readers_in_dynamo() -> dict[int, int]:
 
 
 def first_reader(value: Node) -> int:
+    """Return the stream of the first operation that reads an input, the caller's if none does."""
     return value.meta.get(_FIRST_READER, CALLERS_STREAM)
 
 
 def _view_streams(value: Any) -> tuple[int, ...]:
-    """The stream of the first reader of a value's memory, and those of the views that lead from there to the value;
-    none if all views are made on the caller's stream.
+    """Return the stream of the first reader of a value's memory, and the streams of the views that lead from there to
+    the value; none if all views are made on the caller's stream.
     """
     streams = []
     while isinstance(value, torch.fx.Node) and value.op == "call_function" and is_view(value):
@@ -79,7 +82,7 @@ def _view_streams(value: Any) -> tuple[int, ...]:
 
 
 def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
-    """Hand the streams of views that bring a gradient on to `make_output_handler`."""
+    """Pass the streams of views that need a gradient to `make_output_handler`."""
     first = fw_metadata.num_mutated_inp_runtime_indices
     found = gm.graph.output_node().meta.get(_VIEWS, ())[first:]
     streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, found)]
@@ -89,8 +92,8 @@ def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _PlacedViews:
-    """Stands where AOTAutograd hands the recorded views of a result from its handler to `gen_alias_from_base`.
-    `streams`: see `_view_streams`.
+    """A result's recorded views, with `streams` (see `_view_streams`): a stand-in for the views that AOTAutograd passes
+    from the result's handler to `gen_alias_from_base`.
     """
 
     streams: tuple[int, ...]

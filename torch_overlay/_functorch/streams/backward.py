@@ -1,31 +1,30 @@
-"""Where a backward runs, and what it owes to its forward and to autograd's engine.
+"""Settle where a backward runs, and how it is ordered with its forward and with autograd's engine.
 
 Note [A backward is a region of its own]
 The user's stream program is the forward's. It says nothing about the backward, so none of its tokens may reach it. What
-the backward is owed and owes follows from what autograd's engine does:
+the backward is ordered after, and what is ordered after the backward, follows from what autograd's engine does:
 
 - The engine makes the stream of the forward's call current, and orders it after the gradients that come in and before
-  those that go out. So what runs on a side stream is ordered after the caller's stream's state at the entry, and the
-  caller's stream is ordered after it at the exit: the token `CALLER`, both ways.
-- A gradient is computed where its forward was, by each autograd node that the operation made; a sum of gradients is
-  computed where its consumer runs, and the consumer of a sum that leaves the graph is the engine, on the ambient
-  stream.
-- What is computed again runs where its consumer runs.
-- The engine orders a stream after each gradient that it hands on to an autograd node there, whether or not that node
+  those that go out. So an operation on a side stream is ordered after the caller's stream's state at the entry, and the
+  caller's stream is ordered after the operation at the exit: the token `CALLER`, both ways.
+- A gradient is computed where its forward was, by each autograd node that the operation made. A sum of gradients is
+  computed where its consumer runs; the consumer of a sum that leaves the graph is the engine, on the caller's stream.
+- An operation that is computed again runs where its consumer runs.
+- The engine orders a stream after each gradient that it passes to an autograd node there, whether or not that node
   launches anything. So a side stream that gradients pass through is ordered after the caller's stream's state at the
   entry when the backward is left, and the caller's stream after the side stream's (`engine_streams`).
 - A saved value is ordered before its readers by the forward, if the user's own waits order the readers' stream after
   it. A reader on another stream, which only a compiler can place there, waits for the state of the stream that wrote
   the value.
 - The memory of a saved value may be the writer's stream's. The backward drops what may be the last reference to it, so
-  the plan treats the memory as belonging to that stream and to the caller's, unless the generated forward says whose
-  it is (`streams.saved_memory`).
+  the plan treats the memory as belonging to that stream and to the caller's, unless the generated forward says whose it
+  is (`streams.saved_memory`).
 
-The partitioner takes no notice of streams, so what is saved is what is saved without them (`streams.cse`).
+The partitioner takes no notice of streams, so it saves what it saves without them (`streams.cse`).
 
 Note [Inputs that the forward writes to]
 An input that is written to when the forward has computed must not be saved: the backward would compute again from the
-new value. Upstream says so to the partitioner of inputs that need gradients alone.
+new value. Upstream tells the partitioner so only for inputs that need gradients.
 """
 
 from __future__ import annotations
@@ -75,11 +74,11 @@ if TYPE_CHECKING:
 
 
 def assign_second_nodes(graph: Graph) -> None:
-    """An operation may make several autograd nodes, as an update in place through a view does: its own, and one that
-    puts the gradient into the base. Upstream finds the forward of a backward node by the number of the first; the
-    others have the numbers that follow. They run where the operation ran, too.
+    """Place the backward nodes of the second and later autograd nodes of an operation where the operation ran. An
+    update in place through a view makes two: its own, and one that puts the gradient into the base. Upstream finds the
+    forward of a backward node by the number of the first autograd node; the others have the numbers that follow.
     """
-    forward: dict[int, Node] = {}  # number of the last autograd node that there was -> the last operation then
+    forward: dict[int, Node] = {}  # number of the last autograd node so far -> the last operation then
     for node in graph.nodes:
         if node.op == "call_function" and not is_stream_op(node) and node.meta.get("partitioner_tag") != "is_backward":
             forward[node.meta.get("seq_nr", -1)] = node
@@ -99,7 +98,7 @@ def assign_second_nodes(graph: Graph) -> None:
 
 
 def assign_sums(graph: Graph) -> None:
-    """A sum of gradients runs where its consumer runs: autograd's rule."""
+    """Place each sum of gradients where its consumer runs, as autograd does."""
     for node in reversed(graph.nodes):
         if node.meta.get("is_gradient_acc"):
             consumers = [user for user in node.users if user.op == "call_function"]
@@ -107,7 +106,7 @@ def assign_sums(graph: Graph) -> None:
 
 
 def _writer(node: Node) -> Node:
-    """The node that the memory of a value comes from: below views, and below selections of an output."""
+    """Return the node that a value's memory comes from: below views, and below selections of an output."""
     while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
         source: Any = node.args[0]
         if not isinstance(source, torch.fx.Node):
@@ -117,6 +116,7 @@ def _writer(node: Node) -> Node:
 
 
 def _readers(value: Node) -> Iterator[Node]:
+    """Yield the operations that read a value, itself or through views, and the views."""
     for user in value.users:
         if user.op == "call_function":
             yield user
@@ -125,7 +125,7 @@ def _readers(value: Node) -> Iterator[Node]:
 
 
 def place_recomputed(graph: Graph) -> None:
-    """What the partitioner computes again runs with its consumer, and carries no token of the forward."""
+    """Place each operation that the partitioner computes again with its consumer, without the forward's tokens."""
     recomputed = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n)]
     for node in reversed(recomputed):
         streams = [node_stream(user) for user in node.users if user.op == "call_function"]
@@ -141,9 +141,10 @@ def place_recomputed(graph: Graph) -> None:
 
 
 def place_computed_early(graph: Graph) -> None:
-    """What the partitioner moved from the backward into the forward owes nothing to autograd's engine. It may read the
-    caller's memory, so it waits for what the user's operations on its stream wait for. Where the user orders the
-    caller's stream after a side stream's last operation, that is then what was moved there.
+    """Settle the order of operations that the partitioner moved from the backward into the forward: they need no order
+    with autograd's engine. A moved operation may read the caller's memory, so it waits for what the user's operations
+    on its stream wait for. Where the user orders the caller's stream after a side stream's last operation, the
+    operation moved to that stream is the last one.
     """
     promised: dict[int, set[Token]] = {}
     joined: dict[int, bool] = {}
@@ -160,14 +161,15 @@ def place_computed_early(graph: Graph) -> None:
             stream, made = node_stream(node), viewed(node)
             after = waited.get(stream, {CALLER} - {state(stream)})
             before: Collection[Token] = {CALLER} if joined.get(stream) else promised.get(stream, set())
-            if made is not node and made.op == "call_function":  # what others wait for is what made the memory
+            if made is not node and made.op == "call_function":  # others wait for the node that made the memory
                 before = fact_of(made).promises
             note_fact(node, after=tuple(sorted(after)), before=tuple(sorted(before)), range=None)
 
 
 def _order_late_readers(value: Node, given: Node) -> None:
-    """The backward reads an input of which eager saves nothing, to compute something again. Streams that the user
-    ordered after all that reads the input, as the one that loads the next batch, come after that, too.
+    """Order streams after the backward's reads of an input of which eager saves nothing; the backward reads it to
+    compute something again. These are the streams that the user ordered after all operations that read the input, for
+    example the one that loads the next batch.
     """
     readers = [reader for reader in _readers(given) if not is_view(reader) and not is_stream_op(reader)]
     promised = [{state(node_stream(r)), *fact_of(r).promises} for r in readers]
@@ -177,8 +179,8 @@ def _order_late_readers(value: Node, given: Node) -> None:
 
 
 def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
-    """Whose memory a saved value is, what its readers wait for, and what waits for them. `unread` are the inputs of
-    which eager saves nothing, and whether they are parameters, which live on.
+    """Settle whose memory each saved value is, what its readers wait for, and what waits for them. `unread` maps each
+    input of which eager saves nothing to whether it is a parameter, which lives on.
     """
     known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
     for value in backward.find_nodes(op="placeholder"):
@@ -188,7 +190,8 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
         writer = _writer(saved) if saved is not None else None
         if writer is not None and writer.op == "placeholder" and writer.name in unread:
             _order_late_readers(value, writer)
-            if not unread[writer.name]:  # or else the caller may order who reuses its memory after the forward alone
+            # The caller may order the streams that reuse the input's memory after the forward alone.
+            if not unread[writer.name]:
                 for stream in sorted({node_stream(reader) for reader in _readers(value)}):
                     _record(value, stream)
         if writer is None or writer.op != "call_function":
@@ -202,7 +205,7 @@ def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> 
 
 
 def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]:
-    """The kernels of a joint graph's backward, by the operation of the forward that they belong to."""
+    """Map each operation of the forward to the kernels of a joint graph's backward that belong to it."""
     operations = {node.meta.get("seq_nr", -1): node for node in chain}  # the last one of each number
     numbers = sorted(operations)
     found: dict[Node, set[Node]] = defaultdict(set)
@@ -215,7 +218,7 @@ def _launched_by(joint: Graph, chain: Collection[Node]) -> dict[Node, set[Node]]
 
 
 def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node, set[Node]]) -> set[Node]:
-    """The kernels of the backward that compute the gradient of a value of the forward."""
+    """Return the kernels of the backward that compute the gradient of a value of the forward."""
     found: set[Node] = set()
     todo = [value]
     while todo:
@@ -232,8 +235,8 @@ def _bring_gradient(value: Node, chain: Collection[Node], launched: Mapping[Node
 
 
 def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
-    """The stream on which autograd has a node: for each operation between inputs that get a gradient and outputs that
-    bring one, and for each of `leaves` that gets a gradient, which is accumulated there.
+    """Return the stream on which autograd has a node: for each operation between inputs that get a gradient and outputs
+    that bring one, and for each of `leaves` that gets a gradient, the stream on which the gradient is accumulated.
     """
     output = joint.output_node()
     inputs = {node.meta.get("desc"): node for node in joint.find_nodes(op="placeholder")}
@@ -255,8 +258,8 @@ def engine_streams(joint: Graph, leaves: Collection[Node]) -> dict[Node, int]:
 
 
 def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
-    """Where a node of `engine_streams` launches nothing, its stream comes after the kernels of the backward that
-    compute the gradient which passes.
+    """Order the stream of each node of `engine_streams` that launches nothing after the kernels of the backward that
+    compute the gradient which passes through the node.
     """
     if not any(streams.values()):
         return
@@ -269,16 +272,17 @@ def order_after_gradients(joint: Graph, streams: Mapping[Node, int]) -> None:
 
 
 def _record(value: Node, stream: int) -> None:
-    """The allocator learns at the end of a backward that the stream uses a value's memory."""
+    """Record at the end of a backward that the stream uses a value's memory (`record_stream`)."""
     with value.graph.inserting_before(value.graph.output_node()):
         record = value.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
     record.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
-    """A gradient that is a saved value itself leaves with the memory that it came with. The caller's stream reads it,
-    which the allocator must know. (Gradients that the backward computes are lent by generated code; a graph that
-    computes nothing has none.) Returns the states of streams after which the forward left one unordered.
+    """Record the caller's stream for each gradient that is itself a saved value: it leaves with the memory that it came
+    with, and the caller's stream reads it. (For gradients that the backward computes, generated code records the
+    stream; a graph that computes nothing has no generated code.) Return the states of streams that the forward left
+    without ordering the caller's stream after them.
     """
     computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
     output = next(iter(backward.find_nodes(op="output")))
@@ -294,8 +298,8 @@ def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
 
 
 def leave_backward(backward: GraphModule, engine: Collection[int], unordered: Collection[Token]) -> None:
-    """What streams are ordered after when the backward is left. No code is planned for a graph that launches nothing,
-    as that of an addition: there the wait itself is an operation.
+    """Note what streams are ordered after when the backward is left. No code is planned for a graph that launches
+    nothing, such as the backward of an addition: there the wait itself is an operation.
     """
     leave: list[Leave] = []
     waits: list[tuple[int, int]] = []
@@ -349,7 +353,7 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
 
 
 def _inputs(graph: Graph, inner_meta: Any, fw_metadata: Any) -> dict[Node, Any]:
-    """The inputs of the forward in a joint graph, and what AOTAutograd knows of them (`InputAliasInfo`)."""
+    """Map the forward's inputs in a joint graph to what AOTAutograd knows of them (`InputAliasInfo`)."""
     from torch._functorch._aot_autograd import graph_compile
 
     inputs = [
@@ -361,7 +365,7 @@ def _inputs(graph: Graph, inner_meta: Any, fw_metadata: Any) -> dict[Node, Any]:
 
 
 def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
-    """Note [Inputs that the forward writes to]. A view of one is no better."""
+    """Mark inputs, and their views, as not to be saved: Note [Inputs that the forward writes to]."""
     unsaved = [node for node, info in inputs.items() if info.mutates_data]
     while unsaved:
         node = unsaved.pop()
@@ -390,7 +394,7 @@ def partition(
 
 
 def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
-    """Saved activations go to the host, if the configuration or a checkpoint policy asks for it."""
+    """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
     from torch_overlay._functorch.offload.settings import settings
 
     wanted = settings(config)
@@ -402,7 +406,9 @@ def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> No
 
 
 def _read_unordered(forward: Graph) -> set[str]:
-    """The values of a forward that a side stream reads, of which the user didn't order the caller's stream after it."""
+    """Return the names of forward outputs that a side stream reads without the user ordering the caller's stream after
+    it.
+    """
     readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != CALLERS_STREAM]
     late = [n for n in readers if CALLER not in fact_of(n).promises]
     read = {_writer(value) for node in late for value in node.all_input_nodes}
@@ -412,10 +418,10 @@ def _read_unordered(forward: Graph) -> set[str]:
 def donated_buffers(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
-    """Saved tensors that the backward may write over: none that shares its memory with another one, none whose memory
-    may belong to a side stream, and none that a side stream may still read. A relaunched forward lays what it saves
-    into few allocations, and a gradient in one of them would keep all of that alive; stages give the memory back
-    instead (`relaunch.memory.arrange`).
+    """Return the saved tensors that the backward may write over: none that shares its memory with another one, none
+    whose memory may belong to a side stream, and none that a side stream may still read. A relaunched forward puts what
+    it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So a relaunched
+    forward donates nothing, and its stages free the memory instead (`relaunch.memory.arrange`).
     """
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
         return []

@@ -1,13 +1,14 @@
-"""The same operation on two streams: two in the graph that runs, one in the graph that is partitioned.
+"""Merge duplicates, equal operations on two streams, in the graph that is partitioned, and keep them in the graph that
+runs.
 
 Users let two branches begin with the same operation, or the compiler does it for them: under autocast each branch casts
-the weight that both read. The branches stay independent, so such duplicates are not merged in the code that runs. But
-what the backward saves and what it computes again is decided on the joint graph, by the number of readers and the
-distance to the backward of each value, and duplicates change both. There they are merged, as they are in the same
-program without streams: the partitioner's own elimination of common subexpressions is made to take no notice of
-streams. A merged operation remembers the streams that its duplicates were on. When the graph has been parted, it is
-divided again among its readers, in the half where it came from; of what the other half saves or computes again there is
-one.
+the weight that both read. The branches stay independent, so duplicates are not merged in the code that runs. But the
+partitioner decides on the joint graph what the backward saves and what it computes again, by the number of readers and
+the distance to the backward of each value, and duplicates change both. In the joint graph they are merged, as they are
+in the same program without streams: the partitioner's own elimination of common subexpressions is made to take no
+notice of streams. A merged operation remembers the streams that its duplicates were on. When the graph has been
+partitioned, the merged operation is divided again among its readers, in the half that it comes from. The other half
+has one value, saved or computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
 
 
 def split_duplicates(graph: Graph, of_backward: bool) -> None:
-    """Divide merged operations among their readers: each reads the one on its own stream."""
+    """Divide merged operations among their readers: each reader reads the duplicate on its own stream."""
     made: dict[tuple[Node, int], Node] = {}
 
     def is_divided(node: Node) -> bool:
@@ -84,7 +85,7 @@ def split_duplicates(graph: Graph, of_backward: bool) -> None:
 
 
 def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
-    """The partitioner's elimination of common subexpressions; nobody else gives it a key of its own."""
+    """Eliminate common subexpressions for the partitioner, which is the only caller that passes a key of its own."""
     key = kwargs.get("extra_node_key")
     if not config.streams or key is None or not any(node_stream(n) for n in graph.nodes):
         return original(graph, *args, **kwargs)

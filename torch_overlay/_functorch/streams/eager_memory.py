@@ -1,22 +1,26 @@
-"""Whose memory does an operation read in eager, when it reads another stream's?
+"""Find the memory of other streams that an operation reads in eager.
 
-Eager frees a tensor when its last reference goes, and its block may be handed on at once: to work of the stream that
-allocated it, whatever other streams still read of it. A program that lets a side stream's tensor die like that lives
-with it, and compiled code may do as eager does. But functional graphs have values that eager never allocates. The
-result of an update in place is new memory of the stream that updates, where in eager it is the input's, or that of
-the stream which made the tensor; so is the result of an operator that was given `out`. Of two equal operations on two
-streams one remains, and the other's readers read memory of a stream that they never knew. And a graph that ends at a
-graph break frees what nobody needs after it, where eager's local variables live to the end of the function. And
-a forward frees what its backward computes again, where autograd keeps it for the backward in eager. Such memory must
-not be freed while somebody reads it.
+Eager frees a tensor with its last reference, and the allocator may at once reuse its block for work of the stream that
+allocated it, even if other streams still read it. A program that drops a side stream's tensor like that lives with the
+race, and compiled code may do what eager does. But functional graphs have values that eager never allocates:
 
-What the graph returns is freed by the caller, who goes by the stream whose memory it is in eager. Where generated
-code allocates it elsewhere, the allocator is told of that stream (`result_memory`, `record_output_streams` of
-`streams.emitter`).
+- The result of an update in place is new memory of the stream that updates. In eager it is the input's memory, or that
+  of the stream which made the tensor. The same holds for the result of an operator that was given `out`.
+- Of two equal operations on two streams one remains, and the readers of the other one read memory of a stream that they
+  never knew.
+- A graph that ends at a graph break frees what nobody needs after it. Eager's local variables live to the end of the
+  function.
+- A forward frees what its backward computes again. Autograd keeps it for the backward in eager.
+
+This memory must not be freed while a stream reads it.
+
+The caller frees the graph's results, and relies on the stream whose memory each result is in eager. Where generated
+code allocates a result on another stream, it records eager's stream for the block (`result_memory`,
+`record_output_streams` of `streams.emitter`).
 
 So each node of a traced graph keeps, in `Fact.reads`, the streams whose memory it reads in eager, apart from its own
-stream's, and what eager does with that memory. The planner's reader
-(`streams.reader`) settles at the exit whatever else is read, and what a kernel reads for both.
+stream's, and what eager does with that memory. The planner's reader (`streams.reader`) settles at the exit all other
+reads, and those of a kernel that reads the same stream's memory in both ways.
 """
 
 from __future__ import annotations
@@ -55,16 +59,18 @@ _PUTS_BACK = (
 
 
 def _updates(node: Node) -> bool:
-    """The user wrote it as an update in place of its first argument, or it puts such an update back into its base."""
+    """True if the user wrote the node as an update in place of its first argument, or if the node puts an update in
+    place back into its base.
+    """
     stack = node.meta.get("source_fn_stack")
     written = stack[-1][1] if stack else ""
-    if node.target in _PUTS_BACK:  # which the user may call, too, for a new tensor
+    if node.target in _PUTS_BACK:  # the user may call these, too, for a new tensor
         return getattr(written, "__name__", written) != node.target._opname  # type: ignore[union-attr]
     return updates_in_place(written)
 
 
 def memory_stream(node: Node) -> int | None:
-    """Registry index of the stream whose memory the node's value is in eager; None for memory of the caller."""
+    """Return the registry index of the stream whose memory a node's value is in eager; None for the caller's memory."""
     while node.op == "call_function":
         if (target := fact_of(node).eager_target) is not None:
             return target if target >= 0 else None
@@ -82,7 +88,9 @@ def memory_stream(node: Node) -> int | None:
 
 
 def _mutated_argument(node: Node) -> Node | None:
-    """What an operator was given to write to, of the node that stands for its new value, one of several."""
+    """Return the argument that an operator writes to and whose new value the node is, one of the operator's several
+    results; None if the node is no new value of an argument.
+    """
     place: list[Any] = []
     call: Any = node
     while call.target is operator.getitem:
@@ -96,8 +104,9 @@ def _mutated_argument(node: Node) -> Node | None:
 
 
 def _updated_lists(node: Node) -> list[Sequence[Node]]:
-    """Of an update of lists of tensors, as `torch._fused_adam_`, the lists: it has a result for each. What Dynamo noted
-    is surer: what stands for `torch._foreach_lerp_` may have the other end first.
+    """Return the lists that an update of lists of tensors writes to, as `torch._fused_adam_` does: it has a result for
+    each list. The list is empty if Dynamo noted the storages (`eager_storage`), which is more reliable: the node that
+    stands for `torch._foreach_lerp_` may have the other end first.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or not _updates(node) or fact_of(node).eager_storage:
         return []
@@ -106,7 +115,7 @@ def _updated_lists(node: Node) -> list[Sequence[Node]]:
 
 
 def _base(node: Node) -> Node | None:
-    """What a view is of, an update updates, or a part is of."""
+    """Return the value that a view is of, that an update in place updates, or that an output is selected from."""
     args: Any = node.args
     if node.target is torch.ops.aten.where.self:  # an update under a mask
         args = args[::-1]
@@ -114,7 +123,9 @@ def _base(node: Node) -> Node | None:
 
 
 def _dynamo_storage(node: Node) -> Storage | None:
-    """What Dynamo noted of the storage that the node's value is in: of an update of a list, one for each result."""
+    """Return what Dynamo noted of the storage that the node's value is in. For an update of a list Dynamo noted a
+    storage for each result.
+    """
     noted = fact_of(node).eager_storage
     if len(noted) > 1:
         noted = noted[node.args[1] :][:1] if node.target is operator.getitem else ()  # type: ignore[misc]
@@ -122,10 +133,10 @@ def _dynamo_storage(node: Node) -> Storage | None:
 
 
 def _storage(node: Node) -> Storage | None:
-    """The storage that the value is in, if that is updated in place."""
+    """Return the storage that the value is in if that storage is updated in place, else None."""
     while (noted := _dynamo_storage(node)) is None and node.op == "call_function":
         same = is_view(node) or node.target is operator.getitem
-        same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # of an update of a list
+        same |= node.target in (*_PUTS_BACK, torch.ops.aten.copy.default) and _updates(node)  # in an update of a list
         base = _mutated_argument(node) or (_base(node) if same else None)
         if base is None:
             break
@@ -134,7 +145,7 @@ def _storage(node: Node) -> Storage | None:
 
 
 def _chain(node: Node, updates: bool) -> Iterator[Node]:
-    """A value, and the nodes before it back to the one that made its memory: through views of it, and with `updates`
+    """Yield a value, and the nodes before it back to the one that made its memory: through views and, with `updates`,
     through updates in place, too.
     """
     while True:
@@ -142,7 +153,7 @@ def _chain(node: Node, updates: bool) -> Iterator[Node]:
         if node.op != "call_function":
             return
         base = _mutated_argument(node) if updates else None
-        is_output = node.target is operator.getitem  # of several: views, or memory of its own each
+        is_output = node.target is operator.getitem  # one of several: each a view, or memory of its own
         same = is_view(node.args[0] if is_output else node) or (updates and not is_output and _updates(node))  # type: ignore[arg-type]
         base = base or (_base(node) if same else None)
         if base is None:
@@ -151,23 +162,24 @@ def _chain(node: Node, updates: bool) -> Iterator[Node]:
 
 
 def _maker(node: Node, updates: bool) -> Node:
-    """The node that made a value's memory, the last of `_chain`."""
+    """Return the node that made a value's memory, the last of `_chain`."""
     *_, made = _chain(node, updates)
     return made
 
 
 def _is_updated(value: Node, update: Node) -> bool:
-    """The update writes to the memory that the value is in."""
+    """True if the update writes to the memory that the value is in."""
     if lists := _updated_lists(update):
         return any(value in listed for listed in lists)
     storages, own = {*fact_of(update).eager_storage, _storage(update)} - {None}, _storage(value)
-    if storages and own is not None:  # of a result of an operator with several, as of a list, it isn't known
+    # `own` isn't known for a result of an operator with several, as of an update of a list.
+    if storages and own is not None:
         return own in storages
     return _maker(value, updates=True) is _maker(update, updates=True)
 
 
 def returned_storages(output: Node) -> dict[Storage, set[Node]]:
-    """The values that a graph returns of storages that are updated in place, by the storage."""
+    """Map each storage that is updated in place to the nodes that made the memory of the graph's results in it."""
     found: dict[Storage, set[Node]] = {}
     for value in output.all_input_nodes:
         if (storage := _storage(value)) is not None:
@@ -176,26 +188,27 @@ def returned_storages(output: Node) -> dict[Storage, set[Node]]:
 
 
 def results_made(output: Node) -> set[Node]:
-    """The nodes whose memory a graph's results name; of an operator with several outputs, the outputs."""
+    """Return the nodes whose memory a graph's results name; for an operator with several outputs, the outputs."""
     return {viewed(value) for value in output.all_input_nodes}
 
 
 def saved_in_eager(graph: Graph) -> set[Node]:
-    """The nodes of a joint graph's forward whose memory autograd keeps for the backward in eager: what the backward
-    reads before the partitioner chooses what is computed again instead.
+    """Return the nodes of a joint graph's forward whose memory autograd keeps for the backward in eager: those that the
+    backward reads before the partitioner chooses what is computed again instead.
     """
     readers = [node for node in graph.nodes if node.op == "call_function" and is_backward(node)]
     return {viewed(value) for node in readers for value in node.all_input_nodes if not is_backward(value)}
 
 
 def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory, ...]:
-    """What a graph returns to its caller, by upstream's name for it, and the streams that its memory waits for when it
-    is freed: in eager, whose it is, and those that the user told the allocator of before the last update. What is
-    the caller's own memory has none.
+    """Return the results that a graph's caller gets, by upstream's name, with the streams that the memory of each waits
+    for when it is freed: the stream whose memory it is in eager, and those that the user recorded for it
+    (`record_stream`) before the last update. Results that are the caller's own memory are left out.
 
-    A variable that lives on after a graph break dies in code that doesn't know whose memory it got here. If eager's is
-    another stream's, then it waits for all of the program's `streams` and for those that the code only made current, as
-    a block does in which the break is: nobody counts on those that may read it there.
+    A variable that lives on after a graph break dies in code that doesn't know whose memory the variable got here. If
+    eager's memory is another stream's, then the variable's memory waits for all of the program's `streams` and for the
+    streams that the code only made current, as a `with` block around the break does: nothing else keeps track of the
+    streams that may read the memory after the break.
     """
     recorded: dict[Storage | None, list[tuple[Node, int]]] = {}
     for record in output.graph.find_nodes(op="call_function", target=_RECORD_STREAM):
@@ -216,7 +229,9 @@ def result_memory(output: Node, streams: Collection[int]) -> tuple[ResultMemory,
 
 
 def record_inputs(graph: Graph) -> None:
-    """`record_stream` of an input that was updated before names the input, not the value that is written back to it."""
+    """Make `record_stream` of an input that was updated before name the input, not the value that is written back to
+    it.
+    """
     written: dict[Any, Node] = {}  # value that is written back, or its storage -> input
     for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         given, value, *_ = copy.args
@@ -236,19 +251,19 @@ def record_inputs(graph: Graph) -> None:
 def foreign_reads(
     node: Node, returned: Mapping[Storage, set[Node]], kept: AbstractSet[Node] = frozenset()
 ) -> tuple[ForeignRead, ...]:
-    """What the node reads of the memory of other streams. Eager frees that memory, or keeps it (`kept`:
-    `results_made`, `saved_in_eager`), or the value is in other memory there, or lives on: as the result of this update,
-    or of a later one that the graph returns (`returned`: `returned_storages`), as what was given as `out`, or in a
+    """Return the node's reads of memory of other streams. Eager frees that memory, or keeps it (`kept`: `results_made`,
+    `saved_in_eager`), or has the value in other memory, or the memory lives on: as the result of this update, or of a
+    later one that the graph returns (`returned`: `returned_storages`), as the tensor that was given as `out`, or in a
     variable after a graph break.
     """
-    if is_view(node):  # it launches nothing
+    if is_view(node):  # a view launches nothing
         return ()
     target = fact_of(node).eager_target
     goes_on = registry.current().goes_on
     found = set()
     written = written_arguments(node).values()
     for value in node.all_input_nodes:
-        # Functionalization makes a new value for each update: its memory is this one's stream's.
+        # Functionalization makes a new value for each update, in memory of the stream that updates.
         made = _maker(value, updates=False)
         stream = node_stream(made)
         if made.op != "call_function" or stream == node_stream(node):

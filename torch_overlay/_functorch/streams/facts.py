@@ -1,10 +1,10 @@
-"""The typed fact that an FX node of a program with streams carries, beside the stream that it is placed on.
+"""Keep what is known of an FX node of a program with streams, beside the stream that it is placed on, as a typed fact.
 
-The stream is upstream's `node.meta["custom"]["stream"]`; all else is one frozen `Fact` in `custom["stream_fact"]`. It
-is a value and no number of a row in a table: nodes are copied from graph to graph (joint graph, forward, backward,
-partitions, subgraphs, compile cache), and what is said of them goes with them without anybody's help. Dynamo fills
-`eager_target` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) the rest; passes over FX graphs only
-merge facts (`union_of_facts`), and Inductor reads them.
+The stream is upstream's `node.meta["custom"]["stream"]`; all else is one frozen `Fact` in `custom["stream_fact"]`. The
+fact is a value, not the number of a row in a table: nodes are copied from graph to graph (joint graph, forward,
+backward, partitions, subgraphs, compile cache), and their facts go along without any code for it. Dynamo fills
+`eager_target` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) fill the rest; passes over FX graphs
+only merge facts (`union_of_facts`), and Inductor reads them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch_overlay._functorch.streams.tokens import Token
 
-KEY = "stream_fact"  # in `custom`; the compile cache's key takes what begins with "stream"
+KEY = "stream_fact"  # in `custom`; the compile cache's key includes keys that begin with "stream_"
 
 Storage = tuple[str, "int | None"]
 """Memory that is updated in place: a name, and the stream whose memory it is in eager; None for the caller's."""
 
 
 class ForeignRead(NamedTuple):
-    """A read of another stream's memory. `life` says what eager does with that memory: frees it whoever reads it
+    """A read of another stream's memory. `life` says what eager does with that memory: eager frees it whoever reads it
     ("freed"), keeps it as a result or for the backward, under the name `value` ("kept"), or has other memory there, or
     memory that lives on ("other").
     """
@@ -41,8 +41,8 @@ class ForeignRead(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """At the graph's end, a stream is ordered after states of the caller: in any case, or if the copy that blocks the
-    host until then is left out of the graph.
+    """The states of the caller that a stream is ordered after at the graph's end: in any case, or with `unless` only if
+    that copy, which blocks the host until then, is left out of the graph.
     """
 
     stream: int
@@ -59,20 +59,21 @@ class ResultMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of one node. None means that a pass lost it, or that nothing is known; an empty tuple says that
+    """All that is known of one node. None means that a pass lost it, or that nothing is known; an empty tuple says that
     there is nothing.
 
     - `after`, `before`: tokens, sorted; see `streams.tokens`.
-    - `requires`: the token that the node makes true, for records, synchronisations and copies that block the host. It
-      is ordered after the nodes that carry the token in `before`.
+    - `requires`: the token that the node makes true, for records, synchronisations and copies that block the host. The
+      node is ordered after the nodes that carry the token in `before`.
     - `reads`: the streams whose memory the node reads in eager (`eager_memory`).
-    - `order`: place in the user's stream program, of an operation that stays.
+    - `order`: place in the user's stream program, for an operation that stays in the graph.
     - `range`: number of operations of profiler ranges that come before the node: Note [Ranges], in `streams.ranges`.
-    - `is_dropped`: the result is not handed on; the caller gets its own tensor, or a view of it.
-    - `leave`, `results`: of the graph; the same on every node of a forward, so that they survive whatever is left out.
+    - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
+    - `leave`, `results`: facts of the graph; the same on every node of a forward, so that they survive whatever is left
+      out.
     - `eager_target`: the stream whose memory an operator was given as `out`; -1 for the caller's.
-    - `eager_storage`: of a value in memory that is updated in place; one for each result of a list.
-    - `memory`: of a saved value, in the backward graph: the stream whose memory it may be. `is_owned`: it is that
+    - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of a list.
+    - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
       stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
     """
 
@@ -93,11 +94,12 @@ class Fact:
 
     @property
     def is_placed(self) -> bool:
-        """Its tokens are known, even if there are none."""
+        """True if the node's tokens are known, even if there are none."""
         return self.after is not None and self.before is not None
 
     @property
     def promises(self) -> frozenset[Token]:
+        """The tokens in `before`, as a set: they are ordered after the node by the end of the graph."""
         return frozenset(self.before or ())
 
     @property
@@ -109,7 +111,7 @@ NOTHING = Fact()
 
 
 def fact_in(custom: Any) -> Fact:
-    """The fact in a node's `custom`, which may be None."""
+    """Return the fact in a node's `custom`, which may be None."""
     return custom.get(KEY, NOTHING) if custom else NOTHING
 
 
@@ -135,12 +137,12 @@ def add_before(node: Node, tokens: Iterable[Token]) -> None:
 
 
 def _joined(node: Node, known: tuple[Token, ...] | None, tokens: Iterable[Token]) -> tuple[Token, ...]:
-    """All but the state of the node's own stream, which goes without saying."""
+    """Return the tokens of both arguments, without the state of the node's own stream, which is implied."""
     return tuple(sorted({*(known or ()), *tokens} - {state(node_stream(node))}))
 
 
 def union_of_facts(facts: Sequence[Fact]) -> dict[str, Any]:
-    """The fields of one node that does what several did: all that any of them reads, waits for and promises."""
+    """Return the fields of one node that does what several did: all that any of them reads, waits for and promises."""
     made: dict[str, Any] = {}
     for name in ("after", "before", "reads"):
         known = [values for fact in facts if (values := getattr(fact, name)) is not None]
@@ -152,12 +154,14 @@ def union_of_facts(facts: Sequence[Fact]) -> dict[str, Any]:
 
 
 def merged(first: Fact, second: Fact) -> Fact:
-    """The fact of a node that does what two did: what only one of them can say, the second says if it does."""
+    """Return the fact of a node that does what two did: the fields that aren't united come from `second` where it has
+    them, else from `first`.
+    """
     said = {f.name: getattr(second, f.name) for f in dataclasses.fields(Fact)}
     said = {name: value for name, value in said.items() if value != getattr(NOTHING, name)}
     return dataclasses.replace(first, **said | union_of_facts([first, second]))
 
 
 def is_placed_program(graph: Graph) -> bool:
-    """`placement` has seen the graph, or something in it runs on a stream of its own."""
+    """True if `placement` has seen the graph, or if an operation in it runs on a stream of its own."""
     return any(fact_of(node).leave is not None or node_stream(node) for node in graph.nodes)

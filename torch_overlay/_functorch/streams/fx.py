@@ -1,4 +1,4 @@
-"""The words of FX graphs with streams: what a node is, and on which stream it is."""
+"""Answer questions about nodes of FX graphs with streams: what a node is, and on which stream it is."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def is_stream_op(node: Node) -> bool:
 
 
 def is_synchronization(node: Node) -> bool:
-    """The host waits for an event, a stream or a device."""
+    """True if the host waits at the node for an event, a stream or a device."""
     return node.target in SYNCHRONIZE
 
 
@@ -52,8 +52,9 @@ def is_device_synchronization(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """It names memory of its first argument. So does a conversion to the type that there is, with which a copy from
-    the host ends, or one to the host begins; any other is a copy: `x.to(torch.float32, copy=True)`.
+    """True if the node names memory of its first argument. A conversion to the type that the argument already has
+    counts too, if a copy from the host ends with it or a copy to the host begins with it. Any other conversion is a
+    copy: `x.to(torch.float32, copy=True)`.
     """
     target = node.target
     if target is torch.ops.prims.convert_element_type.default:
@@ -68,7 +69,7 @@ def is_view(node: Node) -> bool:
 
 
 def viewed(node: Node) -> Node:
-    """The node whose memory a value names, below views of it."""
+    """Return the node whose memory a value names, below views of it."""
     while isinstance(base := next(iter(node.args), None), torch.fx.Node) and (
         is_view(node) or (node.target is operator.getitem and is_view(base))
     ):
@@ -77,8 +78,8 @@ def viewed(node: Node) -> Node:
 
 
 def written_arguments(call: Any) -> dict[Any, Node]:
-    """The values that an operator or a user's kernel updates in a functional graph, by the index of the new value among
-    its results.
+    """Return the values that an operator or a user's kernel updates in a functional graph, by the index of the new
+    value among its results.
     """
     higher = torch.ops.higher_order
     if not isinstance(call, torch.fx.Node):
@@ -99,7 +100,7 @@ def written_arguments(call: Any) -> dict[Any, Node]:
 
 
 def updated_operands(node: Node) -> list[Node]:
-    """The operands that an operation updates in place; all of them where its schema doesn't say."""
+    """Return the operands that an operation updates in place; all of them where its schema doesn't say."""
     schema = getattr(node.target, "_schema", None)
     if not isinstance(schema, torch._C.FunctionSchema):
         return node.all_input_nodes if isinstance(node.target, torch._ops.HigherOrderOperator) else []
@@ -112,11 +113,11 @@ def updated_operands(node: Node) -> list[Node]:
 
 
 def constants(graph: Graph) -> set[Node]:
-    """What is computed from nothing, as zeros, ones and what is made of them, and not at random."""
+    """Return the operations computed from nothing and not at random: zeros, ones and operations on them alone."""
     found: set[Node] = set()
     for node in graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if updates_operands(node.target):  # it fills what was made from nothing
+        if updates_operands(node.target):  # it writes to values that were made from nothing
             found.difference_update(map(viewed, node.all_input_nodes))
         elif node.op == "call_function" and not is_random and found.issuperset(node.all_input_nodes):
             found.add(node)
@@ -129,8 +130,8 @@ def updates_operands(target: Any) -> bool:
 
 
 def blocks_host(node: Node) -> bool:
-    """The host returns from the launch when the work is done: `.item()`, and copies between host and device that don't
-    say otherwise.
+    """True if the host returns from the launch only when the work is done: `.item()`, and copies between host and
+    device that aren't marked `non_blocking`.
     """
     target, args = node.target, node.args
     if target is _aten._local_scalar_dense.default:
@@ -150,7 +151,7 @@ def blocks_host(node: Node) -> bool:
 
 
 def is_asynchronous_copy(node: Node) -> bool:
-    """A copy between host and device into memory that the user names, for which the host doesn't wait."""
+    """True for a copy between host and device into memory that the user names, for which the host doesn't wait."""
     if node.target is not _aten.copy.default or len(node.args) < 3 or node.args[2] is not True:
         return False
     sides = [n.meta.get("val") for n in node.args[:2] if isinstance(n, torch.fx.Node)]
@@ -158,7 +159,7 @@ def is_asynchronous_copy(node: Node) -> bool:
 
 
 def node_stream(node: Node) -> int:
-    """Registry index of the stream that a node is placed on; 0 is the caller's stream."""
+    """Return the registry index of the stream that a node is placed on; 0 is the caller's stream."""
     return node.meta.get("custom", {}).get("stream") or CALLERS_STREAM
 
 
@@ -189,8 +190,8 @@ _IN_PLACE = frozenset(
 
 
 def first_readers(nodes: Iterable[Node]) -> dict[Node, int]:
-    """Input -> the stream of the first operation that reads it, for which autograd makes the node that accumulates its
-    gradient. Of Dynamo's graphs and of AOTAutograd's.
+    """Map each input to the stream of the first operation that reads it. Autograd makes the node that accumulates the
+    input's gradient for that operation. The graph may be Dynamo's or AOTAutograd's.
     """
     found: dict[Node, int] = {}
     for node in nodes:
@@ -203,7 +204,7 @@ def first_readers(nodes: Iterable[Node]) -> dict[Node, int]:
 
 
 def updates_in_place(written: Any) -> bool:
-    """Of a function or a method's name that the user wrote."""
+    """True for a function, or a method's name, that updates its first argument in place as the user wrote it."""
     if isinstance(written, str):
         return written.endswith("_") and not written.endswith("__")
     name = getattr(written, "__name__", "")
@@ -216,7 +217,7 @@ def is_backward(node: Node) -> bool:
 
 
 def launches_kernels(gm: GraphModule) -> bool:
-    """Whether kernels are left of the graph when what nobody reads is dropped: no views, no stream program."""
+    """True if the graph launches kernels once unread nodes are dropped. Views and stream operations launch none."""
     todo = [n for n in gm.graph.nodes if n.op == "output" or (n.op == "call_function" and n.is_impure())]
     seen: set[Node] = set()
     while todo:

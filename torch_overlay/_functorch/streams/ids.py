@@ -1,4 +1,4 @@
-"""Numbers of streams: registry indices are those of the user's streams, and others stand for what no frame names."""
+"""Number streams: the user's streams have registry indices, other numbers stand for streams that no frame names."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def is_copy_stream(stream: int) -> bool:
 
 
 def callers_stream_index(device_index: int) -> int:
-    """Number of the stream that is current on a device when the region is entered."""
+    """Return the number of the stream that is current on a device when the region is entered."""
     return CALLERS_STREAM if device_index == torch.accelerator.current_device_index() else _OTHER_DEVICE + device_index
 
 
 def callers_device(stream: int) -> int | None:
-    """Device index of a caller's stream's number; None for a stream of the user."""
+    """Return the device index of a caller's stream's number; None for a user's stream."""
     if stream == CALLERS_STREAM:
         return torch.accelerator.current_device_index()
     return stream - _OTHER_DEVICE if stream >= _OTHER_DEVICE else None

@@ -1,9 +1,9 @@
-"""Updates of inputs that autograd has to see: order for the copy that writes them back.
+"""Order work after the copies that write updates of inputs back, where autograd has to see the updates.
 
 The graph returns the new value of an input that needs a gradient and is updated in place, and AOTAutograd's epilogue
-copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has joined the
-update by then (`_promise_outputs`). Whatever eager orders after the update itself, a stream that waited for it or made
-it, an event, the host, must come after that copy: it waits once more, and the event is recorded once more.
+copies it into the input, on the caller's stream, when the graph's code has returned. The caller's stream has waited for
+the update by then (`_promise_outputs`). What eager orders after the update itself must come after that copy: a stream
+that waited for the update or made it, and the host, wait once more, and an event is recorded once more.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promises:
-    """What comes after the epilogue's copies, by registry index: streams, and events with the streams that record
-    them.
+    """The work that must come after the epilogue's copies, by registry index: streams, and events with the streams that
+    record them.
     """
 
     devices: tuple[int, ...]  # on whose current streams the copies run
@@ -39,7 +39,9 @@ class Promises:
     host: bool
 
     def keep(self) -> None:
-        """Called after the copies, with the objects of the graph's call."""
+        """Make streams and the host wait for the copies, and record the events again. This runs after the copies, with
+        the objects of the graph's call.
+        """
         copied = [objects.callers_stream(device) for device in self.devices]
         for index in self.streams:
             for stream in copied:
@@ -52,7 +54,7 @@ class Promises:
 
 
 def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
-    """The first `count` outputs are written back by the epilogue."""
+    """Note the promises of the first `count` outputs, which the epilogue writes back."""
     outputs: Any = gm.graph.output_node().args[0]
     values = [value for value in outputs[:count] if isinstance(value, torch.fx.Node)]
     _promise_outputs(values)
@@ -71,7 +73,7 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
 
 
 def _promise_outputs(values: list[Node]) -> None:
-    """The caller writes them on its own stream: it must be ordered after them."""
+    """Order the caller's stream after the values: the caller writes them back on its own stream."""
     for value in values:
         if node_stream(value) != CALLERS_STREAM:
             add_before(value, (CALLER,))

@@ -1,9 +1,9 @@
-"""What a copy between two GPUs orders in eager, though nobody wrote it.
+"""Find the copies between two GPUs, which eager orders with two streams though nobody wrote a wait.
 
-PyTorch runs such a copy on the stream that is current on the source's device. That stream waits for the one that is
-current on the destination's device before, and is waited for by it afterwards. So a copy is two waits of the user's
+PyTorch runs a copy between GPUs on the stream that is current on the source's device. That stream first waits for the
+one that is current on the destination's device, which waits for it afterwards. So a copy is two waits of the user's
 stream program, and code after the call may rely on them. Which stream is current on a device follows from where the
-node was placed: on a stream of that device, or else the device's stream is the one of the frame's caller.
+node was placed: on a stream of that device, or else the device's current stream is the one of the frame's caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _device(node: Node) -> int | None:
 
 
 class PeerCopies:
-    """Finds the copies of a graph, with their streams, as indices of the registry."""
+    """Finder of a graph's copies between two GPUs, with their streams, as indices of the registry."""
 
     def __init__(self) -> None:
         from torch_overlay._dynamo import registry
@@ -48,12 +48,14 @@ class PeerCopies:
         stream = node_stream(node)
         if stream and self.devices.get(stream) == device:
             return stream
-        if device not in self.callers_stream:  # no operation of the user's names it
+        if device not in self.callers_stream:  # no operation of the user's names the stream
             self.callers_stream[device] = callers_stream_index(device)
         return self.callers_stream[device]
 
     def ends(self, node: Node) -> tuple[int, int] | None:
-        """The streams that are current on the devices of the source and of the result; None if it is no such copy."""
+        """Return the streams that are current on the devices of the source and of the result; None for a node that is
+        no copy between GPUs.
+        """
         if node.target not in _COPIES or (target := _device(node)) is None:
             return None
         for source in node.all_input_nodes:

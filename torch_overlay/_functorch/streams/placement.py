@@ -1,4 +1,4 @@
-"""From the user's stream program to placement and boundary effects on FX nodes.
+"""Turn the user's stream program into placement and boundary effects on FX nodes.
 
 Dynamo leaves the user's synchronisation in the graph as side-effect operations on stream and event indices. This pass
 reads them once, in program order, writes on every node what the outside can tell (see Note [Streams are placement,
@@ -7,17 +7,17 @@ dependencies are order] in `streams.planner`), and erases them. Two vector-clock
 - forward: which states of the caller had each stream waited for when this node was issued? -> `Fact.after`
 - backward: which streams, events and host synchronisations had the user ordered after this node by the end? ->
   `Fact.before`
-- the forward walk's last state: which of the caller's states is each stream ordered after at the end? ->
-  `Fact.leave`, the same on every node, because it belongs to the graph; with what the host learns from a copy that
-  blocks it, which holds if the copy is left out as well
+- the forward walk's last state: which of the caller's states is each stream ordered after at the end? -> `Fact.leave`,
+  the same on every node, because it belongs to the graph. It includes what the host learns from a copy that blocks it,
+  which holds even if the copy is left out.
 
 The facts are made of tokens (`streams.tokens`). Operations that the outside can see stay in the graph: records of
 events that somebody else can read, host synchronisation, queries. Each carries the token that it makes true in
 `Fact.requires`; the scheduler orders it after the nodes that carry the token.
 
-An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over stream
-and tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation, not by
-where the copy stands.
+An input that the user mutates becomes, after functionalization, a copy at the graph's end. The copy takes over the
+stream and the tokens of the value that it writes: it is ordered by the joins that the user wrote after the mutation,
+not by where the copy stands.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ _streams = torch.ops.streams
 
 
 def _mark_backward(gm: GraphModule) -> None:
-    """Upstream's tag is missing on the body of a user's `autograd.Function.backward`. Such nodes stand after the first
-    gradient. A write-back says nothing: it is told to be in the backward in graphs that have none, too. What follows
-    may be views for the forward's caller, of what was updated in place after they were made.
+    """Mark the backward's nodes. Upstream's tag is missing on the body of a user's `autograd.Function.backward`; those
+    nodes come after the first gradient. The tag of a write-back doesn't count: upstream puts write-backs into the
+    backward also in graphs that have none. The nodes after a write-back may be views for the forward's caller, of what
+    was updated in place after they were made.
     """
     begun = False
     results = _viewed_results(gm.graph.output_node())
@@ -88,7 +89,7 @@ def _mark_backward(gm: GraphModule) -> None:
 
 
 def _viewed_results(output: Node) -> set[Node]:
-    """The views that the forward returns, and those that they are views of."""
+    """Return the views that the forward returns, and the views that those are views of."""
     found: set[Node] = set()
     for value, what in zip(pytree.tree_leaves(output.args[0]), output.meta.get("desc") or ()):
         while isinstance(what, PlainAOTOutput) and isinstance(value, torch.fx.Node) and is_view(value):
@@ -98,8 +99,8 @@ def _viewed_results(output: Node) -> set[Node]:
 
 
 def _place_subgraphs(gm: GraphModule) -> None:
-    """Region bodies (invoke_subgraph, cond, ...) run on the stream of the node that calls them: that is their ambient
-    stream.
+    """Place the bodies of regions (invoke_subgraph, cond, ...) on the stream of the node that calls them, which is the
+    caller's stream of the body.
     """
     for node in gm.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -119,14 +120,14 @@ def _place_subgraphs(gm: GraphModule) -> None:
 
 
 def _producer(value: Any) -> Node | None:
-    """The operation that computes a value, below aliases and selections of an output."""
+    """Return the operation that computes a value, below aliases and selections of an output."""
     while isinstance(value, torch.fx.Node) and value.target in (operator.getitem, torch.ops.aten.alias.default):
         value = value.args[0]
     return value if isinstance(value, torch.fx.Node) and value.op == "call_function" else None
 
 
 def _follow_mutations(gm: GraphModule) -> None:
-    """A write-back copy takes stream and promises of the value that it writes, and of no later point."""
+    """Give each write-back copy the stream and the tokens of the value that it writes, not those of a later point."""
     for copy in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target: Any = copy.args[0]
         value = _producer(copy.args[1])
@@ -137,7 +138,7 @@ def _follow_mutations(gm: GraphModule) -> None:
 
 
 def _named(value: Node) -> Iterator[Node]:
-    """A value, and what it is a view of, up to the node whose memory it names."""
+    """Yield a value and the views below it, down to the node whose memory the value names."""
     root = viewed(value)
     yield value
     while value is not root:
@@ -146,10 +147,13 @@ def _named(value: Node) -> Iterator[Node]:
 
 
 def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
-    """A result that an update in place left alone in part is new memory, and the update's stream fills all of it. Who
-    had waited for what computed that part may read the result, if there is nothing else in it. So a record that comes
-    before the update comes after it, where nothing that the host waits for or asks stands between them. Otherwise,
-    and where the host had waited, it waits for the update: such results, and the updates, are returned.
+    """Add the promises of the original operations to each result that holds only elements which an update in place left
+    alone. Return the results that the host must wait for instead, and their updates.
+
+    The update makes new memory, and the update's stream fills all of it. Whoever had waited for the operations that
+    computed the other elements may read the result. So a record that comes before the update is ordered after it, if no
+    operation that the host waits for or asks stands between them. Otherwise, and where the host had waited, it waits
+    for the update.
     """
     place = {node: i for i, node in enumerate(output.graph.nodes)}
     records = {fact_of(n).requires: i for n, i in place.items() if n.target is RECORD}
@@ -165,7 +169,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
         tokens = [{state(node_stream(n)), *fact_of(n).promises} for n in made]
         known = {
             t for t in set.intersection(*tokens) if not t.is_blocking_copy
-        }  # where one stands is the compiler's affair
+        }  # the compiler decides where a blocking copy stands
         late = {
             t
             for t in known
@@ -179,7 +183,7 @@ def _promise_parts(output: Node) -> list[tuple[Node, Node]]:
 
 
 def _wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
-    """The host waits, after all else, for the streams of updates (`_promise_parts`)."""
+    """Make the host wait, after all else, for the streams of the updates that `_promise_parts` returned."""
     # The partitioner leaves what has no operands out of a backward if it stands before it.
     computed = [node for node in program.nodes[0].graph.nodes if node.op == "call_function"]
     last = list(itertools.takewhile(lambda node: not is_backward(node), computed))[-1]
@@ -214,8 +218,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     kept = eager_memory.results_made(output) | eager_memory.saved_in_eager(gm.graph)
     known, values = constants(gm.graph), set(output.all_input_nodes)
     (after, leave), before = program.after(), program.before()
-    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises,
-    # nor has one that launches nothing of which somebody reads the result. The user's operations stay as they are.
+    # A graph that only synchronises, as a frame before its first graph break may, has no node to carry its promises.
+    # Nor has a graph that launches no kernel whose result somebody reads. The user's operations stay as they are.
     has_kernels = launches_kernels(gm)
     if not has_kernels:
         leave = ()
@@ -224,8 +228,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
             note_fact(node, leave=leave, results=results)
         if node.op != "call_function":
             continue
-        # A view does nothing on a stream. Inductor may make one that is returned memory of its own, which is filled
-        # where its base is, and a view of a constant a constant of its own.
+        # A view does nothing on a stream. Inductor may give a view that is returned memory of its own, which is filled
+        # where the view's base is, and may make a view of a constant a constant of its own.
         made = viewed(node)
         maker = made if made in known or (node in values and made.op == "call_function") else node
         stream = node_stream(maker)
@@ -258,8 +262,8 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
 
 
 def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
-    """Does the host learn from a copy that what came before it is done, in a program that may launch on another stream
-    afterwards, in another frame?
+    """True if the host learns from a copy that all work before it is done, in a program that may launch on another
+    stream afterwards, in another frame.
     """
     from torch_overlay._dynamo import registry
 
@@ -267,7 +271,7 @@ def _orders_by_blocking(nodes: Sequence[Node]) -> bool:
 
 
 def _number_ranges(nodes: Sequence[Node]) -> None:
-    """Note [Ranges], in `streams.ranges`."""
+    """Number the nodes by the operations of profiler ranges before them: Note [Ranges], in `streams.ranges`."""
     from torch_overlay._dynamo.range_ops import RANGES
 
     if not any(node.target in RANGES for node in nodes):
@@ -281,14 +285,15 @@ def _number_ranges(nodes: Sequence[Node]) -> None:
 
 
 def _is_number(node: Node) -> bool:
-    """The upload of a single value, as of a learning rate: nobody takes it for a synchronisation."""
+    """True for the upload of a single value, such as a learning rate: nobody takes it for a synchronisation."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.dim() == 0
 
 
 def _place_copies_of_inputs(graph: Graph) -> None:
-    """AOTAutograd copies an input that needs a gradient and is updated in place, before all that the user wrote. The
-    copy is made where the first operation of the user's reads it, on that one's stream.
+    """Move each copy that AOTAutograd makes of an input that needs a gradient and is updated in place. AOTAutograd puts
+    the copy before all that the user wrote; it moves to the first of the user's operations that reads it, on that
+    operation's stream.
     """
     place = {node: i for i, node in enumerate(graph.nodes)}
     for copy in graph.find_nodes(op="call_function", target=_aten.clone.default):
@@ -306,9 +311,9 @@ def _place_copies_of_inputs(graph: Graph) -> None:
 
 
 def _keep_waits(graph: Graph) -> None:
-    """A copy that blocks the host and that nobody reads is left out, as may be one of a constant. Streams of this graph
-    are ordered as after it (`Program.after`). Before a graph break and after it there may be others, so the host
-    waits for the copy's stream.
+    """Insert a host wait where a copy that blocks the host may be left out: a copy that nobody reads, or one of a
+    constant. The streams of this graph are ordered as if after the copy (`Program.after`). Before a graph break and
+    after it there may be other streams, so the host waits for the copy's stream.
     """
     from torch_overlay._dynamo import registry
 
@@ -322,7 +327,7 @@ def _keep_waits(graph: Graph) -> None:
             continue
         is_read = node in read or node.is_impure()
         if is_read:
-            # What `copy` overwrites gives it no more than its layout.
+            # `copy` takes no more than the layout from the tensor that it overwrites.
             read.update(node.args[1:2] if node.target is _aten.copy.default else node.all_input_nodes)
         is_left_out = not is_read or (node in known and not _is_number(node))
         if blocks_host(node) and not is_backward(node) and is_left_out:
@@ -332,7 +337,7 @@ def _keep_waits(graph: Graph) -> None:
 
 
 def _split_lists(graph: Graph) -> None:
-    """`_foreach_copy_` between host and device is one copy after the other, in eager, too."""
+    """Split `_foreach_copy_` between host and device into single copies, one after the other, as eager does."""
     for node in graph.find_nodes(op="call_function", target=_aten._foreach_copy.default):
         targets, sources, *waits = node.args
         devices = {value.meta["val"].device.type for value in (*targets, *sources)}
@@ -353,7 +358,7 @@ def _split_lists(graph: Graph) -> None:
 def place_streams(gm: GraphModule) -> None:
     """Write placement and boundary tokens on the nodes of a forward or joint graph; erase the user's device-side waits.
 
-    A graph without streams is left untouched, but for one that blocks the host in a program that has streams. A block
+    A graph without streams is left untouched, unless it blocks the host in a program that has streams. A `with` block
     on the caller's stream is no placement: upstream's scheduler would take it for a side stream.
     """
     from torch_overlay._dynamo import registry
@@ -384,7 +389,7 @@ def place_streams(gm: GraphModule) -> None:
 
 
 def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
-    """In place of threading values through control_deps: see the module's docstring."""
+    """Run `place_streams` in place of threading values through control_deps: see the module's docstring."""
     if not config.streams:
         return original(gm)
     from torch_overlay._dynamo import registry
@@ -394,21 +399,24 @@ def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
 
 
 def skip_pass(original: Callable[..., Any], gm: GraphModule) -> None:
-    """The pass inserts synchronisation that the planner derives from data dependencies."""
+    """Skip the pass: it inserts synchronisation that the planner derives from data dependencies."""
     if not config.streams:
         original(gm)
 
 
 def stream_or_callers(original: Callable[..., Any], node: Node) -> int:
-    """A node without a stream runs on the caller's stream; upstream registers a fresh stream object for it."""
+    """Return the node's stream. A node without one runs on the caller's stream; upstream registers a fresh stream for
+    it.
+    """
     if not config.streams:
         return original(node)
     return node_stream(node)
 
 
 def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
-    """An output that is an input, or a view of one, is made anew from the caller's tensor. What the graph returns in
-    its place, the last value that was written there, is gone when its code has returned.
+    """Note the outputs that are an input, or a view of one: they are made anew from the caller's tensor. The value that
+    the graph returns in their place, the last one that was written there, is dropped when the graph's code has
+    returned.
     """
     first = fw_metadata.num_mutated_inp_runtime_indices
     nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
@@ -416,13 +424,13 @@ def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
         if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
             note_fact(node, is_dropped=True)
             while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
-                node = node.all_input_nodes[0]  # passes may take the view out
+                node = node.all_input_nodes[0]  # passes may remove the view
                 note_fact(node, is_dropped=True)
 
 
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
-    """Inputs that the caller's epilogue mutates are joined into the caller's stream, so no stream index is needed for
-    them.
+    """Clear upstream's stream indices of inputs that the caller's epilogue mutates: those inputs are joined into the
+    caller's stream, so they need no index.
     """
     original(gm, fw_metadata)
     has_streams = config.streams and any(node_stream(n) for n in gm.graph.nodes)

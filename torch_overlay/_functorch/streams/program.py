@@ -1,6 +1,7 @@
-"""The user's stream program: what each node's stream has waited for, and what was ordered after each node.
+"""Walk the user's stream program: what each node's stream has waited for, and what was ordered after each node.
 
-Two vector-clock walks over the operations of one graph, in program order; `placement` writes what they find on nodes.
+There are two vector-clock walks over the operations of one graph, in program order; `placement` writes their results on
+nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _streams = torch.ops.streams
 
 
 def _observed_events(ops: Sequence[Node]) -> set[int]:
-    """Events whose record somebody can see: held by the caller, or read by an operation of this graph on the host."""
+    """Return the events whose record is visible outside: the caller holds them, or the host reads them here."""
     from torch_overlay._dynamo import registry
 
     observed = {info.index for info in registry.describe() if info.escapes}
@@ -49,7 +50,7 @@ def _observed_events(ops: Sequence[Node]) -> set[int]:
 
 
 class Program:
-    """The stream operations of one graph in program order, and what they promise to each node."""
+    """The stream operations of one graph in program order, and the tokens that they give each node."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
@@ -59,7 +60,7 @@ class Program:
         self.peers = {n: ends for n in nodes if (ends := copies.ends(n)) is not None}  # (source's stream, result's)
         self.tokens: dict[Node, Token] = {}
         self.streams = {node_stream(n) for n in self.nodes} | {CALLERS_STREAM}
-        for node in self.ops:  # a stream that is only named counts: a copy that blocks the host orders it, too
+        for node in self.ops:  # streams that are only named count: a copy that blocks the host orders them
             named: Any = node.args
             if node.target in (RECORD, _streams.wait_event.default, _streams.record_stream.default):
                 self.streams.add(named[1])
@@ -80,18 +81,19 @@ class Program:
                 self.tokens[node] = blocking_copy(next(blocking))
 
     def keeps(self, node: Node) -> bool:
+        """True if the operation stays in the graph, because the outside can see it."""
         if node.target is RECORD:
             return node.args[0] in self.observed
         return node.target not in (*WAITS, DEALLOC)
 
     def after(self) -> tuple[dict[Node, frozenset[Token]], tuple[Leave, ...]]:
-        """The caller's states that each node's stream has waited for when the node is issued, and those that each
-        stream has waited for in the end.
+        """Return the caller's states that each node's stream has waited for when the node is issued, and those that
+        each stream has waited for in the end.
         """
         clock: dict[int, frozenset[Token]] = defaultdict(frozenset)
         events: dict[int, frozenset[Token]] = {}
         found: dict[Node, frozenset[Token]] = {}
-        host: frozenset[Token] = frozenset()  # what the host has waited for: whatever is launched later comes after it
+        host: frozenset[Token] = frozenset()  # what the host has waited for: all later launches come after it
         learnt: dict[Token, frozenset[Token]] = {}
 
         def reached(stream: int) -> frozenset[Token]:
@@ -138,7 +140,7 @@ class Program:
         return found, tuple(sorted(leave, key=lambda end: (end.stream, end.tokens, end.unless or ())))
 
     def before(self) -> dict[Node, frozenset[Token]]:
-        """What the user has ordered after each node by the end of the graph."""
+        """Return what the user has ordered after each node by the end of the graph."""
         promised: dict[int, frozenset[Token]] = defaultdict(frozenset)
         by_event: dict[int, frozenset[Token]] = defaultdict(frozenset)
         found: dict[Node, frozenset[Token]] = {}
@@ -172,7 +174,8 @@ class Program:
             elif node.op == "call_function":
                 stream = node_stream(node)
                 blocks = blocks_host(node)
-                if blocks:  # and with it all that is launched later; if it is left out, then on the streams known here
+                # All later launches come after the copy; if it is left out, those on the streams known here do.
+                if blocks:
                     promised[stream] = promised[stream].union(*({state(s), *promised[s]} for s in self.streams))
                 found[node] = promised[stream] - {state(stream)}
                 if blocks:

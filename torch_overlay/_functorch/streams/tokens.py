@@ -1,7 +1,8 @@
-"""Tokens: what a graph and the outside owe each other, as far as streams, events and the host can tell.
+"""Name the order between a graph and the outside, as far as streams, events and the host can observe it, by tokens.
 
-`after` of a node names states of the caller that its stream had waited for when the node was issued; `before` names
-what the user ordered after the node by the end of the graph. Order between nodes is data dependence and needs no token.
+`after` of a node holds the states of the caller that the node's stream had waited for when the node was issued;
+`before` holds what the user ordered after the node by the end of the graph. Order between nodes is data dependence and
+needs no token.
 
 | token | printed | meaning |
 |---|---|---|
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 
 class Token(NamedTuple):
-    """`index` is that of a stream or an event, or counts synchronisations and copies; `nth` counts an event's records
-    in the graph, and is -1 for all other tokens.
+    """A state of a stream, an event, a record, a host synchronisation or a copy that blocks the host. `index` is the
+    index of a stream or an event, or counts synchronisations and copies; `nth` counts an event's records in the graph,
+    and is -1 for all other tokens.
     """
 
     kind: Literal["c", "e", "h", "s"]
@@ -37,12 +39,12 @@ class Token(NamedTuple):
 
     @property
     def stream(self) -> int | None:
-        """The stream whose state it is; None for other tokens."""
+        """The stream whose state the token is; None for other tokens."""
         return self.index if self.kind == "s" else None
 
     @property
     def event(self) -> int | None:
-        """The caller's event that it is; None for other tokens, a record of this graph among them."""
+        """The caller's event that the token is; None for other tokens, including records of this graph."""
         return self.index if self.kind == "e" and self.nth < 0 else None
 
     @property
@@ -83,10 +85,10 @@ CALLER = state(0)
 
 
 def streams_of(tokens: Iterable[Token]) -> set[int]:
-    """The streams whose states are among the tokens."""
+    """Return the streams whose states are among the tokens."""
     return {t.index for t in tokens if t.kind == "s"}
 
 
 def events_of(tokens: Iterable[Token]) -> set[int]:
-    """The caller's events among the tokens."""
+    """Return the caller's events among the tokens."""
     return {event for t in tokens if (event := t.event) is not None}

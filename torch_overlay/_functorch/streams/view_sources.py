@@ -1,9 +1,9 @@
-"""Which values the elements of a view come from, where only a part of its memory was updated.
+"""Find the operations that the elements of a view come from, where only a part of its memory was updated.
 
 `v = x + y; v[:, ::2].add_(z)` is, after functionalization, a new value: `slice_scatter(v, ...)`. A column that the
-update left alone is in eager what it was, and whoever had waited for `x + y` may read it; so much has to hold of the
-new value. Views are followed where they select along dimensions, and taken for all that they are views of where they
-don't.
+update left alone is in eager what it was, and whoever had waited for `x + y` may read it; the same must hold of that
+column in the new value. Views are followed where they select along dimensions; any other view counts as all of
+its base.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 _aten = torch.ops.aten
-Box: TypeAlias = "tuple[range, ...]"  # the elements of a value: indices by dimension
+Box: TypeAlias = "tuple[range, ...]"  # elements of a value: the indices along each dimension
 
 
 def sources(node: Node, box: Box | None = None) -> set[Node]:
-    """What computed the elements of a value that are in the box, or inputs; too many rather than too few."""
+    """Return the operations that computed the elements of a value that are in the box, or inputs; too many rather than
+    too few.
+    """
     if box is None and (box := _whole(node)) is None:
         return {node}
     args: Any = node.args
@@ -64,8 +66,9 @@ def _whole(node: Node) -> Box | None:
 
 
 def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
-    """The dimension of the base along which a node selects, by its arguments from the first one on, and what; None if
-    that isn't known."""
+    """Return the dimension of the base along which a node selects, by the node's arguments from the index `first` on,
+    and the selected indices; None if that isn't known.
+    """
     if (whole := _whole(base)) is None or not whole or node.kwargs:
         return None
     arguments: Any = (*node.args[first:], *(0,) * (len(node.args) == first))
@@ -81,7 +84,9 @@ def _selected(node: Node, base: Node, first: int) -> tuple[int, range] | None:
 
 
 def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
-    """The box in the base of a view that only splits one dimension in two, as `unflatten` does; None of other views."""
+    """Return the box in the base of a view that only splits one dimension in two, as `unflatten` does; None for other
+    views.
+    """
     made, given = _whole(node), _whole(base)
     if made is None or given is None or len(made) != len(given) + 1:
         return None
@@ -99,7 +104,7 @@ def _box_before_split(node: Node, base: Node, box: Box) -> Box | None:
 
 
 def _order(node: Node, dims: int) -> list[int]:
-    """For each dimension of a permutation, which one of its base it is."""
+    """Return, for each dimension of a permutation, the dimension of its base that it is."""
     args: Any = node.args
     order = list(range(dims))
     if node.target is _aten.permute.default:
@@ -111,7 +116,7 @@ def _order(node: Node, dims: int) -> list[int]:
 
 
 def _meet(a: range, b: range) -> bool:
-    """Have they an index in common? The indices that both have come in equal distances."""
+    """True if the ranges have an index in common. The common indices are equally spaced."""
     if not a or not b:
         return False
     first = max(0, -(-(b[0] - a[0]) // a.step))

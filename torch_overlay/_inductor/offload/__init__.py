@@ -1,1 +1,1 @@
-"""Copies of saved activations in Inductor: where they stand in a schedule, and what generated code calls."""
+"""Places the copies of saved activations in Inductor's schedule, and generates the code for them."""

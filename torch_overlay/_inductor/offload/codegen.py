@@ -1,8 +1,8 @@
-"""Wrapper code for copies of saved activations: direct calls of `offload.runtime`.
+"""Generates wrapper code for copies of saved activations: direct calls of `offload.runtime`.
 
-A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: from the
-caller's stream's, and returned to it. A store writes into the slab and reads a buffer in the layout that the
-backward's load will give it.
+A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: allocated
+from the caller's stream's memory, and freed to it. A store writes into the slab and reads a buffer in the layout that
+the backward's load will give it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNTIME = "from torch_overlay._functorch.offload.runtime import copy_in, copy_ou
 
 
 class LoadKernel(ir.ExternKernelOut):
-    """A tensor of the device, filled from a slab."""
+    """A kernel that fills a tensor of the device from a slab."""
 
     def codegen(self, wrapper: Any) -> None:
         declare(wrapper)
@@ -33,7 +33,7 @@ class LoadKernel(ir.ExternKernelOut):
 
 
 class StoreKernel(ir.ExternKernel):
-    """A part of a slab, filled from the device."""
+    """A kernel that copies a tensor of the device into a slab."""
 
     def __init__(self, slab: ir.IRNode, source: ir.IRNode, offset: int) -> None:
         inputs = [self.realize_input(slab), self.realize_input(source)]
@@ -86,7 +86,7 @@ def declare(wrapper: Any) -> None:
 
 
 def write(wrapper: Any, node: Any) -> bool:
-    """The lines of what the host does about a slab; False for any other node."""
+    """Write the line for a node that takes a slab or notes its use; return False for any other node."""
     if node.op_overload is ops.SLAB:
         declare(wrapper)
         wrapper.writeline(f"{node.get_name()} = take_slab({', '.join(node.codegen_args())})")

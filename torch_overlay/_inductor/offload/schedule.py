@@ -1,8 +1,8 @@
-"""Copies of saved activations on Inductor's final schedule.
+"""Places the copies of saved activations on Inductor's final schedule.
 
 After fusion and reordering it is known which buffers there are, and when. Here stores are moved after the operation
-that makes their tensor, loads to where `offload.placement` says, and operations are told which stores they wait for,
-so that the planner (`streams.planner`) can give memory back after them: `Op.order_after`. The slab is taken, and its
+that makes their tensor, loads to where `offload.copy_placement` says, and operations get the stores that they wait
+for (`Op.order_after`), so that the planner (`streams.planner`) can free memory after them. The slab is taken, and its
 use noted, before everything else.
 """
 
@@ -66,7 +66,7 @@ def _is_first(node: BaseSchedulerNode) -> bool:
 
 
 class Schedule:
-    """The steps of a schedule without its copies, and the copies."""
+    """A schedule: its steps without the copies, and the copies."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -105,7 +105,7 @@ class Schedule:
         self.last[name] = max(self.last.get(name, step), step)
 
     def source(self, store: BaseSchedulerNode) -> str:
-        """The buffer that a store copies."""
+        """Return the buffer that a store copies."""
         (name,) = {
             real
             for d in store.read_writes.reads
@@ -114,7 +114,7 @@ class Schedule:
         return name
 
     def saved(self) -> list[tuple[int, int]]:
-        """Bytes and last reader of each tensor that the forward has saved on the device."""
+        """Return the bytes and the last reader of each tensor that the forward has saved on the device."""
         graph: Any = V.graph.module.graph  # type: ignore[union-attr]
         owners = {n.target: n.meta.get("custom", {}).get(OWNER) for n in graph.find_nodes(op="placeholder")}
         found: dict[Any, tuple[int, int]] = {}
@@ -126,7 +126,7 @@ class Schedule:
         return list(found.values())
 
     def live(self, away: set[str]) -> list[int]:
-        """Bytes in memory at each step; what is in `away` stays to the end."""
+        """Return the bytes in memory at each step; the buffers in `away` are counted to the end."""
         changes = [0] * (len(self.steps) + 2)
         end = len(self.steps)
         for name, step in self.made.items():
@@ -154,7 +154,7 @@ class Schedule:
     # -- the new order
 
     def place(self) -> tuple[list[BaseSchedulerNode], dict[BaseSchedulerNode, list[str]]]:
-        """The nodes in their new order, and the stores that nodes wait for."""
+        """Return the nodes in their new order, and the stores that each node waits for."""
         before: list[list[BaseSchedulerNode]] = [[] for _ in range(len(self.steps) + 1)]
         order_after = self.place_stores(before)
         self.place_loads(before)
@@ -184,13 +184,13 @@ class Schedule:
         return order_after
 
     def launches(self, node: BaseSchedulerNode) -> bool:
-        """A kernel on the caller's stream: it can wait."""
+        """True if the node is a kernel on the caller's stream, which can wait for a store."""
         device = node.get_device()
         is_kernel = device is not None and device.type != "cpu" and not isinstance(node, NopKernelSchedulerNode)
         return is_kernel and not isinstance(node.node, ir.MultiOutput) and not user_stream(self.scheduler, node)
 
     def times(self, device: Any) -> tuple[Link, list[float]]:
-        """The rates of copies, and when each step begins and the last one ends."""
+        """Return the rates of copies, and the times at which each step begins and the last one ends."""
         from torch_overlay._functorch.offload.device_rates import rates
 
         index = (device.index if device is not None else None) or 0
@@ -198,7 +198,7 @@ class Schedule:
         return known.link, list(itertools.accumulate((_step_us(n, known, index) for n in self.steps), initial=0.0))
 
     def copies_end(self, sources: list[str], made: list[int]) -> list[int]:
-        """For each store, a step by which it has ended, with a margin."""
+        """Return, for each store, a step by which its copy has ended, with a margin."""
         if not sources:
             return []
         link, starts = self.times(_device(sources[0]))
@@ -218,7 +218,7 @@ class Schedule:
         us = [link.latency_us + load.nbytes / link.back for load in loads]
         wanted = just_in_time(starts[:-1], [load.first for load in loads], us)
         live = self.live(set())
-        # What is there in any case may be more than the budget: loads that keep within that cost nothing.
+        # The memory in use without early loads may exceed the budget: loads within that peak cost nothing.
         places = place_loads(live, loads, max(self.budget, *live), wanted)
         for place, _, node in sorted(zip(places, (load.first for load in loads), self.loads), key=lambda t: t[:2]):
             before[place].append(node)
@@ -226,7 +226,7 @@ class Schedule:
 
 
 def _step_us(node: BaseSchedulerNode, known: Rates, device_index: int) -> float:
-    """The device time of a step: as measured for the plan, or by the device's rates."""
+    """Return the device time of a step: as measured for the plan, or by the device's rates."""
     if isinstance(node.node, ir.MultiOutput):
         return 0.0
     origins = [o for o in node.node.get_origins() if is_library_call(o)] if node.is_extern() and node.node else []
@@ -241,7 +241,7 @@ def _output(load: BaseSchedulerNode) -> str:
 
 
 def _saved_name(copy: BaseSchedulerNode) -> str:
-    """The node of the forward whose value is copied."""
+    """Return the name of the forward's node whose value is copied."""
     for origin in copy.node.get_origins():  # type: ignore[union-attr]
         if origin.target is ops.STORE:
             return origin.args[1].name
@@ -256,7 +256,7 @@ def _device(name: str) -> Any:
 
 
 def _bytes(name: str) -> int:
-    """Of device memory that the buffer owns."""
+    """Return the bytes of device memory that the buffer owns."""
     buffer: Any = V.graph.try_get_buffer(name)
     device = buffer.get_device() if buffer is not None else None
     if device is None or device.type == "cpu":
@@ -271,12 +271,13 @@ def _bytes(name: str) -> int:
 
 
 def slabs_of(scheduler: Any) -> set[str]:
-    """Inputs of a backward that are slabs. They live until the region has been left, and its copies are joined."""
+    """Return the inputs of a backward that are slabs. They live until the region has been left, and its copies are
+    joined."""
     return {d.name for n in scheduler.nodes if is_load(n) for d in n.read_writes.reads} & set(V.graph.graph_inputs)
 
 
 def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Seam: the last moment at which the schedule may change."""
+    """Seam: place the copies at the last moment at which the schedule may change."""
     if config.streams and any(is_copy(n) for n in scheduler.nodes):
         schedule = Schedule(scheduler)
         scheduler.nodes, notes_of(scheduler).awaited_stores = schedule.place()

@@ -1,16 +1,16 @@
-"""Seeds of attention, which an operator keeps in host memory or on the device, as the stream is captured or not.
+"""Moves seeds of attention to where the operators expect them: host memory outside of a capture, the device in one.
 
 Note [Seeds of attention]
-The forward of memory-efficient attention hands its backward a seed and an offset of random numbers, as scalars in host
-memory, or in a capture as tensors on the device. The backward takes for granted that it runs in the same way. A forward
-that was launched as a graph and a backward that runs as compiled (its first call, a refusal, `config.cudagraph_verify`)
-make it read an address of the device on the host, which ends the process; and the graph of a backward whose forward ran
-as compiled would hold addresses of the host. Therefore
-1. Outside of a capture the operators get their seeds in host memory, wherever those were; the copy waits for the
-   device. That is done where compiled code calls the operator, so code without a graph has it, too.
-2. A run as compiled shows which inputs of a region are seeds (`noted`). They are no part of its key, and a region that
-   is about to be launched gets them on the device: `Runner`.
-Flash attention and cuDNN's keep theirs on the device at all times.
+The forward of memory-efficient attention returns a seed and an offset of random numbers for its backward, as scalars in
+host memory, or in a capture as tensors on the device. The backward assumes that it runs in the same mode. If the
+forward was launched as a graph and the backward runs as compiled (its first call, a refusal,
+`config.cudagraph_verify`), the backward reads a device address on the host, which crashes the process; and the graph of
+a backward whose forward ran as compiled would hold host addresses. Therefore
+1. Outside of a capture the operators get their seeds in host memory, wherever the seeds were; the copy waits for the
+   device. That is done where compiled code calls the operator, so it also happens in code without a graph.
+2. A run as compiled shows which inputs of a region are seeds (`noted`). Seeds are not in the region's key, and `Runner`
+   moves them to the device before the region is launched.
+Flash attention and cuDNN's attention keep their seeds on the device at all times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def noted() -> Iterator[set[int]]:
-    """The addresses of the seeds that this thread hands to operators."""
+    """Collect the addresses of the seeds that this thread passes to operators."""
     before, found = _thread.noted, set()
     _thread.noted = found
     try:
@@ -51,7 +51,7 @@ def noted() -> Iterator[set[int]]:
 
 
 def register(module: ModuleType) -> Callable[[], None]:
-    """Seam at the end of Inductor's lowerings. An OpOverload calls what its `_op` is."""
+    """Seam at the end of Inductor's lowerings: wrap the operators, by replacing the `_op` that an OpOverload calls."""
     undo = contextlib.ExitStack()
     for name in OPERATORS:
         undo.callback(_wrap(getattr(torch.ops.aten, name).default))
@@ -69,7 +69,8 @@ def _wrap(overload: Any) -> Callable[[], None]:
 
 
 def with_seeds(original: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """The operator whose arguments have these names, with seeds where it looks for them."""
+    """Return the operator whose arguments have these names, wrapped so that it finds its seeds in host memory outside
+    of a capture."""
     positions = [names.index(name) for name in SEEDS]
     probability = names.index(PROBABILITY)
 
@@ -99,7 +100,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """Ordered on the current stream; a few bytes of pageable memory are read before this returns."""
+    """Copy a seed to the device, ordered on the current stream. The few bytes of pageable memory are read before this
+    returns."""
     return tensor.to(device, non_blocking=True)
 
 

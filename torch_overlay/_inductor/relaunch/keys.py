@@ -1,10 +1,11 @@
-"""The key of a call: what a graph holds of the inputs that are no tensors of the device.
+"""Makes the key of a call: the values that a graph keeps from the inputs that are not tensors on the device.
 
-A graph holds a number for ever, so two calls share one only if no program could tell their numbers apart. Values are
-compared by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself. Integers, which most
-keys are made of, stand for themselves.
+A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart.
+Values are compared by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself. An integer,
+which most keys are made of, is in the key as it is.
 
-A small tensor in host memory is its values, a slab of saved activations (`offload.runtime`) its address.
+A small tensor in host memory is in the key by its values, a slab of saved activations (`offload.runtime`) by its
+address.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
     import torch
 
-LARGEST_HOST_TENSOR = 8  # the values become a part of the key
-LARGE = object()  # in a key: a tensor in host memory of more values, so there can be no graph
+LARGEST_HOST_TENSOR = 8  # values; up to here they become a part of the key
+LARGE = object()  # in a key: a tensor in host memory with more values, so there can be no graph
 
 bits_of = struct.Struct("<d").pack
 
 
 def exact(value: Any) -> Any:
-    """Equals that of another value if both are of one type and have the same bits."""
+    """Return an object that equals that of another value if and only if both have the same type and the same bits."""
     kind = type(value)
     if kind is int:
         return value
@@ -41,7 +42,7 @@ def exact(value: Any) -> Any:
 
 
 def key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
-    """Makes a key of the inputs at these positions; `scalars` are tensors in host memory."""
+    """Return a function that makes a key of the inputs at these positions; `scalars` are tensors in host memory."""
     if not numbers and not scalars:
         return lambda inputs: ()
     if not scalars:

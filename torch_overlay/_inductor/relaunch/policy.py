@@ -1,21 +1,22 @@
-"""Which compiled code gets a relaunched graph, and what is told about code that gets none.
+"""Decides which compiled code gets a relaunched graph, and reports why other code gets none.
 
 `config.cudagraphs` chooses between our graphs, upstream's trees, and none; Inductor asks through the seams below. The
-choice is made when a forward is compiled, and its backward follows it: autograd may compile the backward much later,
-in another thread, where the option has another value.
+choice is made when a forward is compiled, and its backward uses the same one: autograd may compile the backward much
+later, in another thread, where the option has another value.
 
 Note [Nobody is left without a graph or a reason]
-Code that asked for a graph is followed to its end: through the constructor of the compiled code and its `post_compile`,
-where Inductor may decide against graphs, to a `Runner`, which makes one or refuses. What Inductor decides is a refusal
-like ours, whoever logs it. Two things need no graph and are none: code without a kernel, and code for the host.
-Inductor has one switch for a forward and its backward, for trees must have both or neither. Ours are independent: the
-switch is put back when the forward is refused, and the backward asks for itself.
+Code that asked for a graph is followed through the constructor of the compiled code and its `post_compile`, where
+Inductor may decide against graphs, to a `Runner`, which makes a graph or refuses. A decision of Inductor's counts as a
+refusal like ours, whoever logs it. Two kinds of code need no graph, and get no refusal: code without a kernel, and code
+for the host. Inductor has one switch for a forward and its backward, because trees need graphs of both or of neither.
+Our graphs are independent: the switch is turned on again when the forward is refused, so that the backward gets its own
+decision.
 
 Note [Collectives]
 A kernel of a communication library finds its buffers in memory that the library keeps, not in its parameters, and the
-library may register a buffer with its peers when it sees a capture. No proof can explain that. So collectives are
-split off, between graphs: they run as compiled, and their order across ranks is that of the program. Where code can't
-be split, or an operator of the user's hides a collective, there is no graph.
+library may register a buffer with its peers when it sees a capture. The proof can't see such addresses. So collectives
+are split off, between graphs: they run as compiled, and their order across ranks is that of the program. Where code
+can't be split, or an operator of the user's contains a collective, there is no graph.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _compiling = _Compiling()
 
 
 def chosen_mode(device_box: Any) -> str:
-    """The box for the device is made once for a forward and its backward: it also carries the choice."""
+    """Return the value of `config.cudagraphs` at the forward's compilation. It is kept on the device box, which a
+    forward and its backward share."""
     mode = getattr(device_box, "overlay_cudagraphs", None) or config.cudagraphs
     if device_box is not None:
         device_box.overlay_cudagraphs = mode
@@ -72,7 +74,7 @@ def post_compile(
     constants: Any,
     graph_kwargs: dict[str, Any],
 ) -> None:
-    """Seam of CompiledFxGraph.post_compile: code that was just compiled, or comes from a cache, is given its graphs."""
+    """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs."""
     import torch._inductor.config as inductor_config
 
     wanted: Any = graph_kwargs.get("cudagraphs")
@@ -91,7 +93,7 @@ def post_compile(
                 refuse(describe_whole(compiled), *found)
 
 
-# What to change, by what Inductor says.
+# What the user can change, by a phrase of Inductor's message.
 ADVICE = {
     "incompatible op": "torch._inductor.config.graph_partition = True splits it off",
     "storage mutation": "take set_() and resize_() of an input out of the compiled function",
@@ -102,7 +104,8 @@ ADVICE = {
 
 
 def why_not(compiled: Any) -> tuple[str, str] | None:
-    """Why Inductor made no graph of code that asked for one; None if there is nothing to launch."""
+    """Return the reason code and text for Inductor making no graph of code that asked for one; None if the code has
+    nothing to launch."""
     from torch._inductor.utils import is_gpu
 
     if compiled.kernel_free_cudagraph or not any(map(is_gpu, compiled.device_types)):
@@ -126,14 +129,15 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
 
 
 def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
-    """Only trees have generations."""
+    """Seam: call the original for trees alone, since only trees have generations."""
     if (_compiling.mode or chosen_mode(device_box)) == "trees":
         original(compiled_graph, device_box)
 
 
 def reset(original: Callable[[], None]) -> None:
-    """Seam of what torch._dynamo.reset() calls to give up the graphs of the process. Something may still hold compiled
-    code: a backward that is to be run, or Dynamo itself after a graph break."""
+    """Seam of the function that torch._dynamo.reset() calls to drop the graphs of the process. Our runners drop theirs
+    explicitly, since compiled code may still be referenced: by a backward yet to run, or by Dynamo after a graph break.
+    """
     original()
     runner = sys.modules.get("torch_overlay._inductor.relaunch.runner")
     if runner is not None:
@@ -141,8 +145,9 @@ def reset(original: Callable[[], None]) -> None:
 
 
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Seam of CompiledFxGraph.__init__: which outputs of a graph the user sees, and what was split off. The graph is
-    not there later, when the code is taken from the cache. Also, the constructor may take the graphs away."""
+    """Seam of CompiledFxGraph.__init__: note which outputs of a graph the user sees, and what was split off. The FX
+    graph is not available later, when the code is taken from the cache. Also note if the constructor disables CUDA
+    graphs."""
     from torch_overlay._inductor.streams.alignment import left_to_runtime
 
     given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
@@ -160,7 +165,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
 def log_graph_partitions(
     original: Callable[..., None], scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]
 ) -> None:
-    """Seam: why nodes are in no graph, each reason once."""
+    """Seam: note why nodes are in no CUDA graph, each reason once."""
     from torch._inductor.virtualized import V
 
     left_out = [node for p, signature in zip(partitions, signatures) if signature.skip_cudagraph for node in p]
@@ -178,14 +183,14 @@ def _why_left_out(scheduler: Any, node: Any) -> str:
 
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
-    """Seam: collectives are not captured. Note [Collectives]"""
+    """Seam: True for collectives, too, which are not captured. Note [Collectives]"""
     return original(node) or (
         config.cudagraphs == "relaunch" and getattr(node.target, "namespace", None) in COMMUNICATION
     )
 
 
 def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
-    """Seam: with C++ wrappers, code never gets as far as to ask for a graph."""
+    """Seam: report that code with a C++ wrapper gets no graph, since Inductor turns graphs off for it at this point."""
     import torch._inductor.config as inductor_config
     from torch._inductor.virtualized import V
 
@@ -198,8 +203,8 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
 
 
 def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
-    """Seam: each buffer of an inference graph gets memory of its own. Where a kernel writes what another one has read,
-    the two can't run side by side, and a capture packs them by itself, into as little."""
+    """Seam: give each buffer of an inference graph its own memory. If a kernel wrote a buffer that another kernel has
+    read, the two couldn't run in parallel; and a capture packs the buffers itself, into as little memory."""
     import torch._inductor.config as inductor_config
     from torch._inductor.virtualized import V
 
@@ -261,7 +266,7 @@ def describe(
 
 
 def describe_whole(compiled: Any) -> Code:
-    """Code that Inductor makes no graph of."""
+    """Describe code that Inductor makes no graph of, for a refusal."""
     settings, info = compiled.fx_kwargs, compiled.cudagraph_info
     is_backward = bool(settings.get("is_backward"))
     _, name = _named(is_backward, bool(settings.get("is_inference")))
@@ -294,7 +299,8 @@ def _is_partitioned(graph: Any) -> bool:
 
 
 def _saved(graph: Any, partition: Any) -> frozenset[int]:
-    """The outputs of a forward after those that the user sees. What a partition hands to the next one is none."""
+    """Return the outputs of a forward that are saved for the backward: those after the outputs that the user sees. An
+    output of a partition that only the next partition reads is not among them."""
     visible = getattr(graph, "_overlay_visible_outputs", ())
     if not visible:
         return frozenset()
@@ -306,7 +312,8 @@ def _saved(graph: Any, partition: Any) -> frozenset[int]:
 
 
 def source_line(stack_trace: str) -> str:
-    """The innermost line of the user's program in a stack trace as FX keeps it. torch's own modules are none of it."""
+    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch count only if there are no
+    others."""
     import torch
 
     frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)

@@ -1,8 +1,8 @@
-"""What the first capture would have to wait for, beforehand: the C module, the driver's bindings, and the kernels that
-stand in for memset and memcpy nodes.
+"""Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
+memset and memcpy nodes.
 
-Where Inductor waits for its workers to compile kernels, this process has nothing else to do, and it is done there.
-Where nothing is compiled, or it fails, it is a part of the first call.
+This is done while Inductor waits for its workers to compile kernels, when this process has nothing else to do. If
+nothing is compiled, or the preparation fails then, it is a part of the first call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def prepare(device: int) -> None:
-    """On the current device. Raises what the loader raises where there is no driver."""
+    """Load all that a capture on the current device needs. Raises what the loader raises where there is no driver."""
     from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
     from torch_overlay._inductor.relaunch.launch import native
 
@@ -32,12 +32,12 @@ def prepare(device: int) -> None:
     driver.Driver()
     try:
         fill_copy_kernels.prepare(device)
-    except Exception as error:  # Triton's own among them; `graph.read.tidy` meets it again, and reports it
+    except Exception as error:  # also Triton's own errors; `graph.read.tidy` gets the error again, and reports it
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
 
 
 def wait(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: dict[str, Any]) -> None:
-    """Seam of AsyncCompile.wait."""
+    """Seam of AsyncCompile.wait: prepare for captures while the workers compile."""
     import torch._inductor.config as inductor_config
 
     if inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and _may_load_modules():
@@ -46,8 +46,8 @@ def wait(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: 
 
 
 def _may_load_modules() -> bool:
-    """On the current device. One that the process hasn't used yet stays unused, for a context takes hundreds of MiB of
-    it; and a capture of the caller's may forbid it."""
+    """True if modules may be loaded on the current device: the process has a context there already (a new context would
+    take hundreds of MiB of the device), and the current stream is not being captured, which may forbid it."""
     if not torch.cuda.is_initialized() or not torch._C._cuda_hasPrimaryContext(torch.cuda.current_device()):
         return False
     return not torch.cuda.is_current_stream_capturing()
@@ -57,5 +57,5 @@ def _may_load_modules() -> bool:
 def _try(device: int) -> None:
     try:
         prepare(device)
-    except Exception as error:  # whoever needs it says so
+    except Exception as error:  # a capture that needs it will report it
         log.info("a capture can't be prepared for yet: %s", error)

@@ -1,7 +1,7 @@
-"""Code that asked for a CUDA graph and gets none: what it is, and why.
+"""Reports compiled code that asked for a CUDA graph and gets none, and why.
 
-A refusal has a reason code and a text. It is logged once for each piece of code, counted, and kept for `refusals()`.
-The code then runs as compiled.
+A refusal has a reason code and a text. Each different refusal of a region is logged once and kept for `refusals()`; all
+are counted. The code then runs as compiled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 
 
-# Namespaces of operators that talk to other processes: Note [Collectives], in `policy`.
+# Namespaces of operators that communicate with other processes: Note [Collectives], in `policy`.
 COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 
 log = logging.getLogger(__name__)
@@ -18,15 +18,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Code:
-    """A compiled region as its compiler describes it: what stays the same from call to call."""
+    """A compiled region as its compiler describes it: properties that are the same at each call."""
 
     name: str
     device: int
     static_inputs: tuple[int, ...] = ()
     mutated_inputs: tuple[int, ...] = ()
-    saved_outputs: frozenset[int] = frozenset()  # for the backward alone: nobody else sees them
+    saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
     is_backward: bool = False
-    source: str = ""  # the first line of the user's program that is part of it
+    source: str = ""  # the first line of the user's program that the region was compiled from
 
     @property
     def is_training(self) -> bool:
@@ -49,7 +49,7 @@ _MOST_REFUSED = 1000
 
 
 def refuse(code: Code, reason: str, message: str) -> None:
-    """Logs and counts one refusal. Raises if the user asked for graphs or an error."""
+    """Log and count one refusal. Raises if the user asked for graphs or an error (`triton.cudagraph_or_error`)."""
     import torch._inductor.config
     from torch._dynamo.utils import counters
 
@@ -64,7 +64,7 @@ def refuse(code: Code, reason: str, message: str) -> None:
 
 
 def refused() -> list[Refused]:
-    """What was refused in this process, each once."""
+    """Return the refusals of this process, each once."""
     return list(_refused)
 
 

@@ -1,18 +1,19 @@
-"""What stands in for a compiled region: it runs it, then captures it, then relaunches it for ever.
+"""Runs a compiled region at its first call, captures it as a graph at the second, and launches the graph from then on.
 
     call 1   of a key, in a thread: the region runs as compiled, and libraries and Triton choose their kernels
-    call 2   it is captured (`capture`), and the graph is launched
+    call 2   the region is captured (`capture`), and the graph is launched
     call n   the graph is launched (`relaunch`)
 
-A key is made of the inputs that are no tensors of the device (`keys`). Each key has a state of its own; the least
-recently used is dropped when there are too many. Seeds of attention are in no key, wherever they are: Note [Seeds of
-attention] of `attention_seeds`.
+The key of a call is made of the inputs that are not tensors on the device (`keys`). Each key has its own `State`; the
+least recently used state is dropped when there are too many. Seeds of attention are in no key, whether they are on the
+host or on the device: Note [Seeds of attention] of `attention_seeds`.
 
 Note [Alignment of inputs]
-Compiled code and libraries choose kernels by the alignment of what they read, so a graph is good for inputs that are
-aligned like those it was captured with, or better. Fresh tensors are aligned to more than anybody looks at. The first
-input that is less aligned, but to 16 bytes, gets the region captured once more, for any such input. An input that is
-not even that is copied, and copied back if the region writes it: compiled code couldn't use it where it is.
+Compiled code and libraries choose kernels by the alignment of what they read, so a graph is valid for inputs that are
+aligned like those it was captured with, or better. A newly allocated tensor has a higher alignment than any kernel
+checks for. At the first input that is less aligned, but to 16 bytes, the region is captured again, for inputs that are
+all aligned to 16 bytes. An input that is not aligned to 16 bytes is copied, and copied back if the region writes it:
+compiled code couldn't use it at its own address.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
 
 FULL = capture.ALIGNMENT
 LEAST = 16
-LARGE = 1 << 20  # bytes of an input whose end matters
-FAILURES = 3  # captures of a key that may fail for another reason than a refusal
+LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
+FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
 
 live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 class State:
-    """What is known of a region for one key."""
+    """The state of a region for one key: its plan for a capture, the alignments of its inputs, its graph."""
 
     def __init__(self) -> None:
-        self.warm_in: set[int] = set()  # threads; libraries keep some of their choices per thread
+        self.warm_in: set[int] = set()  # threads that ran it; libraries keep some of their choices per thread
         self.plan = Plan()
         self.alignments: dict[int, int] = {}
         self.failures = 0
@@ -80,14 +81,14 @@ class Runner:
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
-        self.keyed: tuple[int, ...] = ()  # positions of what is in a key: numbers, then scalars
+        self.keyed: tuple[int, ...] = ()  # positions of the inputs that are in a key: numbers, then scalars
         self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
-        self.has_large = False  # a tensor in host memory was too large for a key; it is told once
-        self.seeds: frozenset[int] = frozenset()  # positions
+        self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
+        self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.captures = 0
         self.warm_ups = 0  # since the last capture
         self._is_current = device.current, device.index, device.is_capturing
-        self.attempt: Callable[[list[Any]], Any] | None = None  # of the one state there is, if it needs no key
+        self.attempt: Callable[[list[Any]], Any] | None = None  # that of the only state, if the region needs no key
         live_runners.add(self)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -119,7 +120,8 @@ class Runner:
         return self._slow(key, inputs)
 
     def plain(self, inputs: list[Any]) -> Any:
-        """As compiled. Compiled code aligns what it only reads, and leaves what it writes to its caller."""
+        """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are
+        aligned here."""
         clones = self._align(inputs, self.code.mutated_inputs)
         result = self.model(inputs)
         for _, original, clone in clones:
@@ -127,7 +129,8 @@ class Runner:
         return result
 
     def _align(self, inputs: list[Any], positions: Sequence[int]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Replaces inputs that compiled code can't use where they are. Static ones are what it was compiled for."""
+        """Replace each input at `positions` that isn't aligned to 16 bytes by a copy, since compiled code can't use it.
+        Static inputs stay: the region was compiled for their alignment. Return (position, original, copy) of each."""
         clones = []
         for k in positions:
             value = inputs[k]
@@ -136,7 +139,7 @@ class Runner:
                 clones.append((k, value, inputs[k]))
         return clones
 
-    # -- the way to a graph
+    # -- keys, states, and how a state gets its graph
 
     def _make_key(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
@@ -146,14 +149,15 @@ class Runner:
         return keys.key_of(numbers, scalars)
 
     def _place_seeds(self, inputs: list[Any]) -> None:
-        """Those of a forward that ran as compiled are in host memory."""
+        """Move seeds to the device that are in host memory because the forward ran as compiled."""
         on_host = [k for k in self.seeds if not capture.is_region(inputs[k])]
         if on_host and not self.device.is_capturing():
             for k in on_host:
                 inputs[k] = attention_seeds.to_device(inputs[k], self.device.device)
 
     def _learn_seeds(self, key: Any, state: State, found: Collection[int]) -> None:
-        """After the first run for a key: these inputs are seeds. The key loses them, and its state stays."""
+        """Add the inputs that the first run for a key showed to be seeds. They are taken out of the key, and the state
+        is kept under the shorter key."""
         with self.lock:
             if self.seeds.issuperset(found):
                 return
@@ -169,7 +173,7 @@ class Runner:
             self.key_of = keys.key_of(numbers, scalars)
 
     def forget(self) -> None:
-        """Gives up all graphs; the next call begins anew."""
+        """Drop all graphs; the next call is a first call again."""
         with self.lock:
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = None
@@ -182,7 +186,8 @@ class Runner:
                 self.states.move_to_end(key)
 
     def _state(self, key: Any) -> State | None:
-        """The state of a key; None if the region has too many."""
+        """Return the state of a key, a new one if it has none; None if it has none and the region was captured too
+        often."""
         with self.lock:
             state = self.states.get(key)
             if state is None and self.captures < self._most_captures:
@@ -197,7 +202,7 @@ class Runner:
 
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
         if self.device.is_capturing() or launching():
-            return self.plain(inputs)  # a part of the caller's graph; or the collector runs a finalizer in a launch
+            return self.plain(inputs)  # in a capture of the caller's, or in a finalizer that runs during a launch
         state = self._state(key)
         if state is not None and not state.refused and keys.LARGE in key:
             self._refuse_host_tensor(state, inputs)
@@ -209,12 +214,12 @@ class Runner:
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
             ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
-            if not ready or (relaunch := state.relaunch) is None:  # None: another thread has given it up
+            if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
                 inputs[:] = originals
                 return self.plain(inputs)
             untried = has_copies_never_launched(relaunch)
             if not clones and not untried:
-                originals.clear()  # or this frame would hold what a launch in stages is to give back
+                originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
             try:
                 result = relaunch.launch(inputs, originals or None)
             except RuntimeError as error:
@@ -240,7 +245,7 @@ class Runner:
             refusals.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
-        """Runs the region as compiled, and sees which of its allocations are outputs, and which inputs are seeds."""
+        """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
         self.device.prepare()
         given, generators = storages(inputs), self.device.generators(inputs)
         large = {
@@ -259,7 +264,7 @@ class Runner:
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         random = drawn != [g.get_offset() for g in generators]
-        # An input may be gone by now, and an allocation of the region be where it was.
+        # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
         dying = frozenset(k for k, storage in large.items() if storage.expired())
         base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
@@ -272,7 +277,8 @@ class Runner:
         return result
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
-        """Runs operators, and notes what those that return something new allocate."""
+        """Return a function that runs an operator. If the operator may return new tensors, the function notes in
+        `asked` how many allocations it made, and of how many bytes."""
 
         def run(number: int, call: Callable[[], Any], makes: bool) -> Any:
             before = self.device.allocated() if makes else (0, 0)
@@ -284,7 +290,8 @@ class Runner:
         return run
 
     def _is_ready(self, state: State, inputs: Sequence[Any]) -> bool:
-        """Is there a graph that is good for these inputs? Notes what another one would have to be good for."""
+        """True if there is a graph that is valid for the alignments of these inputs. If not, note in `state.alignments`
+        for which alignments the next graph has to be captured."""
         ready = had_graph = state.relaunch is not None
         for k, value in enumerate(inputs):
             if capture.is_region(value):
@@ -298,7 +305,7 @@ class Runner:
         return ready
 
     def _capture(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
-        """Makes the state's graph. False: this call has to do without."""
+        """Make the state's graph. Return False if this call has to run without one."""
         if not capturing.acquire(blocking=False):
             return False
         try:
@@ -344,14 +351,15 @@ class Runner:
 
 
 def has_copies_never_launched(relaunch: Any) -> bool:
-    """A driver may refuse to make anything of copies; the first launch finds out."""
+    """True if the graph has memcpy nodes to patch and was never launched: the driver may refuse to patch them, and only
+    the first launch shows that."""
     if isinstance(relaunch, Verified):
         return has_copies_never_launched(relaunch.relaunch)
     return not relaunch.totals[0] and bool(memcpy_nodes.moving(relaunch.template))
 
 
 def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -> None:
-    """From the next call on, the region runs without a graph."""
+    """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
     owner, found = runner(), state()
     if found is not None:
         found.refused, found.relaunch = True, None
@@ -361,17 +369,17 @@ def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -
 
 
 def address_of(value: Any) -> int:
-    """0 for what is no plain tensor of the device."""
+    """Return the address of a plain tensor on the device, and 0 for anything else."""
     return value.data_ptr() if capture.is_region(value) and value.layout is torch.strided else 0
 
 
 def alignment_of(address: int) -> int:
-    """The power of two that the address is a multiple of, as far as anybody looks."""
+    """Return the largest power of two, up to `FULL`, that the address is a multiple of."""
     return min(address & -address, FULL) if address else FULL
 
 
 def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as the original does, whatever its strides."""
+    """Return a copy with the strides of the original, including the elements in memory between those of the tensor."""
     return torch.as_strided(_flat(tensor).clone(), tensor.size(), tensor.stride(), 0)
 
 
@@ -392,7 +400,7 @@ def forget_all() -> None:
 
 
 def live() -> dict[str, int]:
-    """What the process holds for relaunches, by kind."""
+    """Return how many runners, templates, executables and address ranges live, and the bytes of the scratch cache."""
     from torch_overlay._inductor.relaunch.capture import recording
 
     return {
@@ -405,7 +413,7 @@ def live() -> dict[str, int]:
 
 
 def stats() -> dict[str, int]:
-    """Totals of the graphs that are alive."""
+    """Return totals over the live graphs."""
     alive = list(relaunch.live)
     return {
         "nodes": sum(r.launcher.nodes for r in alive),
@@ -415,5 +423,5 @@ def stats() -> dict[str, int]:
 
 
 def bare_replays() -> list[Callable[[], None]]:
-    """Launches of the live graphs with their pointers as they are, for benchmarks."""
+    """Return functions that launch the live graphs without patching any pointer, for benchmarks."""
     return [r.launcher.replay for r in list(relaunch.live) if r.totals[0]]

@@ -1,8 +1,8 @@
-"""`config.cudagraph_verify`: every relaunch is compared with the region as compiled, run on copies of its inputs.
+"""Compares every relaunch with a run of the region as compiled, on copies of its inputs (`config.cudagraph_verify`).
 
-Both runs see the same random numbers. Sums that are made in no fixed order may differ in their last bits, so values
-are compared with a tolerance; a word that was patched wrongly makes another kind of difference. The first difference
-is raised, with the parameters that hold the address of what differs.
+Both runs draw the same random numbers. Sums that are made in no fixed order may differ in their last bits, so values
+are compared with a tolerance; a pointer slot that was patched wrongly makes another kind of difference. The first
+difference is raised, with the parameters that hold the address of the tensor that differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
-COARSE = 0.25  # types of 8 bits
+COARSE = 0.25  # for types of 8 bits
 MOST_WORDS = 8
 
 
@@ -42,7 +42,7 @@ class VerifyError(RuntimeError):
 
 
 class Verified:
-    """Stands in for a `Relaunch`."""
+    """A `Relaunch` whose results are compared with those of the compiled code at each launch."""
 
     attempt = None
 
@@ -75,9 +75,8 @@ class Verified:
         return result
 
     def _is_unwritten(self, output: int) -> bool:
-        """No node of the graph knows its memory, which holds what it held, as without a graph: flash attention returns
-        such a tensor.
-        """
+        """True if no node of the graph holds an address in the output's memory. Such an output is uninitialized, as it
+        is without a graph: flash attention returns such a tensor."""
         layout = self.relaunch.layout
         match layout.recipes[output]:
             case Repeated(first):
@@ -103,7 +102,7 @@ class Verified:
 
     def _compare(self, what: str, want: Any, got: Any, region: int | None) -> None:
         if may_be_seed(want) and not capture.is_region(want) and may_be_seed(got) and capture.is_region(got):
-            return  # Note [Seeds of attention]: nobody wrote those of a forward without dropout
+            return  # Note [Seeds of attention]: a forward without dropout leaves its seeds unwritten
         difference = describe_difference(want, got)
         if difference is None:
             return
@@ -126,7 +125,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def describe_difference(want: Any, got: Any) -> str | None:
-    """None if they agree."""
+    """Return a text that says how two results differ; None if they agree."""
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
         return None if want is got or exact(want) == exact(got) else f"{got!r} instead of {want!r}"
     for attribute in ("dtype", "device", "shape"):

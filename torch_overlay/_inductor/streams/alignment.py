@@ -1,4 +1,4 @@
-"""Aligned copies of inputs inside a planned region.
+"""Write the aligned copies of inputs inside a planned region.
 
 Inductor compiles kernels for inputs that are aligned to 16 bytes, and an input that isn't is copied at a call. Upstream
 writes the copy before the lines of its first reader, and one for each stream if several read.
@@ -6,13 +6,13 @@ writes the copy before the lines of its first reader, and one for each stream if
 Note [Aligned copies and the caller's memory]
 An aligned copy reads the caller's memory like the kernel that it is made for: after that kernel's waits, on its stream.
 An operation that only names a tensor, as `record_stream` does, or takes its layout from it, as `randn_like`, reads
-nothing, makes no copy, and speaks of the caller's tensor, which is kept for `record_stream` under the name `arg_orig`.
-So does what the graph returns: the backward makes its own copy.
+nothing, makes no copy, and takes the caller's tensor, which is kept for `record_stream` under the name `arg_orig`. The
+graph returns the caller's tensor, too: the backward makes its own copy.
 
-Of an input that the graph writes, upstream's runtime makes the copy before the call and writes it back after the call,
-on the caller's stream: before the waits of the user, and after the records. Here it is copied like the others, and each
-operation that writes it is followed by a copy into the caller's memory on its stream. Whoever waits for the operation
-has waited for that copy, and a reader on another stream makes its own copy of the caller's memory again.
+For an input that the graph writes, upstream's runtime makes the copy before the call and writes it back after the call,
+on the caller's stream: before the waits of the user, and after the records. Here such an input is copied like the
+others, and each operation that writes it is followed by a copy into the caller's memory on its stream. A wait for the
+operation also waits for that copy, and a reader on another stream makes its own copy of the caller's memory again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_b
 
 
 def recorded_inputs(scheduler: Scheduler) -> set[str]:
-    """The inputs that the user's `record_stream` names, in whatever region of the graph."""
+    """Return the inputs that the user's `record_stream` names, in whatever region of the graph."""
     found: set[str] = set()
     for node in scheduler.nodes:
         overload = stream_operation(node)
@@ -51,7 +51,9 @@ def recorded_inputs(scheduler: Scheduler) -> set[str]:
 
 
 def returned_inputs() -> tuple[set[str], set[str]]:
-    """The inputs that the graph returns, and those of which it returns a view: the backward takes it to be aligned."""
+    """Return the inputs that the graph returns, and those of which it returns a view: the backward takes a view to be
+    aligned.
+    """
     inputs, views = set(), set()
     for value in V.graph.graph_outputs:
         while isinstance(value, (ir.TensorBox, ir.StorageBox)):
@@ -64,7 +66,7 @@ def returned_inputs() -> tuple[set[str], set[str]]:
 
 
 def _takes_layout(node: BaseSchedulerNode) -> bool:
-    """Does the operator take the layout of a tensor, and none of its values?"""
+    """True if the operator takes the layout of a tensor, and none of its values."""
     overload = getattr(node.node, "op_overload", None)
     return isinstance(overload, torch._ops.OpOverload) and bool(_LAYOUT_ONLY.fullmatch(overload._schema.name))
 
@@ -81,10 +83,12 @@ class AlignedInputs:
         if self.written:
             graph._overlay_aligned_inputs = frozenset(checked[name] for name in self.written)
         self.due: list[str] = []  # inputs that the last node has written
-        self.stream = 0  # that node's
+        self.stream = 0  # stream of the last node
 
     def copy(self, original: Callable[..., None], node: BaseSchedulerNode, number: int) -> None:
-        """Write the copies of what a node reads and writes, before its lines. `number` is upstream's of its stream."""
+        """Write the copies of what a node reads and writes, before its lines. `number` is upstream's number of the
+        node's stream.
+        """
         if stream_operation(node) is not None or _takes_layout(node):
             return
         real = self.emitter.scheduler.mutation_real_name
@@ -122,14 +126,18 @@ class AlignedInputs:
         self.due = []
 
     def write(self, call: str) -> None:
-        """For a call that needs its stream only where an input isn't aligned, the current stream isn't switched."""
+        """Write a call, with its side stream as an argument: the current stream isn't switched for a call that needs
+        its stream only where an input isn't aligned.
+        """
         if callers_device(self.stream) is None:
             self.emitter.write(f"{call}, {self.emitter.stream(self.stream)})")
         else:
             self.wrapper.writeline(f"{call})")
 
     def leave(self, goes_on: bool) -> None:
-        """What is returned, and what other regions of the wrapper use, is the caller's tensor again."""
+        """Restore the names of what the graph returns, and of what other regions of the wrapper use, to the caller's
+        tensors.
+        """
         wrapper = self.wrapper
         returned, viewed = (set(), set()) if goes_on else returned_inputs()
         for name, number in list(wrapper._alignment_aligned_stream.items()):
@@ -143,7 +151,9 @@ class AlignedInputs:
 
 
 def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]:
-    """Of the inputs whose alignment upstream checks: those that planned regions neither take over nor need aligned."""
+    """Return those of the inputs whose alignment upstream checks that planned regions neither take over nor need
+    aligned.
+    """
     names = ("_overlay_aligned_inputs", "_overlay_unaligned_inputs")
     ours = frozenset().union(*(getattr(graph, name, ()) for name in names))
     return [i for i in inputs_to_check if i not in ours] if ours else inputs_to_check

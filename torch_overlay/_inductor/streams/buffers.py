@@ -1,4 +1,6 @@
-"""The memory that a region touches, as the planner's input: whose it is, and what is owed to it at the exit."""
+"""Build the planner's buffers: the memory that a region touches, its stream, and whether the exit orders it
+(`settles`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _size_of(name: str) -> int:
-    """Bytes of the memory that a buffer is allocated with."""
+    """Return the bytes of the memory that a buffer is allocated with."""
     buffer: Any = V.graph.try_get_buffer(name)
     layout = getattr(buffer, "layout", None)
     if not isinstance(layout, ir.Layout):
@@ -50,7 +52,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
             stream = streams[0] if len(set(streams)) == 1 and name not in reader.loaded else shared
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
-                # Whoever wrote its parts, the caller gets memory of the stream that concatenates in eager.
+                # Whichever streams wrote its inputs, the caller gets memory of the stream that concatenates in eager.
                 (stream,) = (reader.numbers.get(s, s) or shared for s in known)
             leaves = name in reader.output_memory
             settles = not reader.enclosed and _settles(reader, name, stream, shared, leaves, name in results)
@@ -65,7 +67,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
                 )
             )
     local = {b.name for b in found}
-    # What another region allocated on a side stream, unless a graph was launched there.
+    # Buffers that another region allocated on a side stream, unless a graph was launched for that region.
     memory = notes_of(reader.scheduler).memory or {}
     elsewhere = {name: stream for name, stream in memory.items() if callers_device(stream) is None}
     touched = {reader.owners.get(n, n) for op in reader.ops for n in op.reads | op.writes}
@@ -92,12 +94,13 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
 
 
 def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: bool, is_result: bool) -> bool:
-    """Whether memory of a stream has to be ordered after the other streams that use it before it is freed.
+    """True if `stream` has to be ordered after the other streams that use its memory before the memory is freed.
 
-    The autograd engine records the streams that read another one's gradient, whoever computed it. In a forward it
-    is so for what eager does not read like that (`eager_memory`); of the caller's results, too, if they are its own
-    stream's, on which it may overwrite them; and of saved values, which are dropped with the results if there is no
-    backward. What eager hands to the caller, or saves, is no such thing if it is handed over.
+    In a backward this holds for a side stream's memory that does not leave: the autograd engine records the streams
+    that read another stream's gradient, whichever stream computed it. In a forward it holds for reads that eager does
+    not have (`eager_memory`); also of the caller's results that are in its own stream's memory, since it may overwrite
+    them on that stream; and of saved values, which are dropped with the results if there is no backward. A read of
+    memory that eager returns to the caller, or saves, is excepted if this graph returns that memory, too.
     """
     if V.graph.is_backward:
         return stream != shared and not leaves
@@ -111,16 +114,17 @@ def _settles(reader: RegionReader, name: str, stream: int, shared: int, leaves: 
 
 
 def _reads_handed_over(reader: RegionReader, i: int, stream: int) -> bool:
-    """Whether an operation reads memory of a stream that eager hands on or saves, and this graph does not."""
+    """True if an operation reads memory of a stream that eager returns or saves, and this graph does not."""
     count = reader.handed_over.get(i, Counter())[stream]
     reads = {owner_of(reader.owners.get(n, n)) for n in reader.ops[i].reads} if count else set()
     return count > sum(n in reader.output_memory and stream in reader.writer_streams.get(n, ()) for n in reads)
 
 
 def drop_inner_promises(reader: RegionReader, buffers: list[Buffer]) -> None:
-    """A stream, or the host after a copy, need not be ordered after an operation that touched neither the caller's
-    memory nor a block of that stream. Where a block's own stream is promised nothing, it comes after the operation
-    by what the caller does next, if at all, and all promises count.
+    """Drop the tokens in `before` that nobody needs: a stream, or the host after a copy, need not be ordered after an
+    operation that touched neither the caller's memory nor a block of that stream. If the stream of one of the
+    operation's blocks has no such token, only what the caller does next can order it after the operation: all tokens
+    are kept.
     """
     blocks = {view: b for b in buffers for view in (b.name, *b.views)}
     for i in reader.inner:

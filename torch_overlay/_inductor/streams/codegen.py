@@ -1,7 +1,7 @@
-"""The seams of Inductor's wrapper code generation, for regions with a plan.
+"""Replace functions of Inductor's wrapper code generation, for regions with a plan (seams).
 
-`emitter` puts the plan into the wrapper's lines, `wrapper_lines` has the lines, `switching` the switches of the current
-stream.
+`emitter` writes the plan into the wrapper's lines, `wrapper_lines` defines the lines, `switching` inserts the switches
+of the current stream.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> No
     if emitter is None:
         original(wrapper, buffer)
     elif _is_pinned(buffer) and wrapper.can_free(buffer):
-        # A copy to or from the device may still be under way. The allocator of pinned memory knows of it; the next host
-        # operation, to which the wrapper would hand the block, does not.
+        # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
+        # next host operation, for which the wrapper would reuse the block, does not.
         wrapper.freed.add(buffer.get_name())
         wrapper.writeline(upstream.FreeLine(wrapper, buffer))
     else:
@@ -93,7 +93,7 @@ def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: 
 def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
-    """In a planned region: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
+    """Write a planned region's aligned copies: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
     emitter = active(V.graph.scheduler)
     if emitter is None or emitter.node is None:
         original(wrapper, input_names, stream)
@@ -102,9 +102,7 @@ def codegen_deferred_alignment_copies(
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
-    """A copy to pinned memory stays asynchronous: the plan makes the host wait where the host reads it, and only
-    there.
-    """
+    """Leave a copy to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there."""
     if active(V.graph.scheduler) is None:
         original(wrapper, name)
 
@@ -115,7 +113,7 @@ def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx:
 
 
 def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:
-    """The stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
+    """Return the stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
     memory = notes_of(scheduler).memory
     if memory is None:
         return original(scheduler, name)
@@ -123,8 +121,8 @@ def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> i
 
 
 def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name: str, node: BaseSchedulerNode) -> bool:
-    """True if `node` must not write in place over a buffer: it isn't its stream's, or another stream may still use
-    it.
+    """True if `node` must not write in place over a buffer: the buffer isn't its stream's, or another stream may still
+    use it.
     """
     emitter = active(scheduler)
     if emitter is None:

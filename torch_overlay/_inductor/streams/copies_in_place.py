@@ -1,16 +1,16 @@
-"""Copies between device and host that don't block are made in the memory that the user names.
+"""Make copies between device and host that don't block in the memory that the user names.
 
-`host[1].copy_(y, non_blocking=True)` is, after functionalization, a new value of the row, a new value of all of
-`host`, and a copy of that into the caller's tensor. Upstream computes the three as values, through pageable memory and
-on the CPU, and blocks the host for it. Here a value that an update makes of another one is the memory of that one
-again, where nobody reads what was there before: the copy becomes an operation that writes there
+`host[1].copy_(y, non_blocking=True)` is, after functionalization, a new value of the row, a new value of all of `host`,
+and a copy of that into the caller's tensor. Upstream computes the three as values, through pageable memory and on the
+CPU, and blocks the host for it. Here a value that an update makes of another value is put into the memory of that value
+again, where nobody reads its old value later: the copy becomes an operation that writes there
 (`host_copies.copy_async_`), where the user made it, for what it reads may be written later; the values of all of the
-memory become names of it; and what is left of the copy into the caller's tensor is nothing.
+memory become names of it; and nothing is left of the copy into the caller's tensor.
 
-Memory that is written like that is the caller's, where it has the new value at the end, or it is made by the graph and
-computed from nothing (`torch.empty`, `torch.zeros`): of other memory it isn't known whether Inductor gives it to
+Memory is written like that if it is the caller's and has the new value at the end, or if the graph makes it and
+computes it from nothing (`torch.empty`, `torch.zeros`): for other memory it isn't known whether Inductor gives it to
 several values. A copy that goes elsewhere, or whose old value is read later, fills new memory, from which the device
-takes its value. To the host, that new memory is read by the host, which waits.
+takes its value. The new memory of a copy to the host is read by the host, which waits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ READ_LATER = "overlay_read_later"  # in `meta`, of a copy to the host that goes 
 
 
 def make_copies_in_place(graph: Graph) -> None:
-    known = constants(graph)  # are made on the device, without a copy
+    known = constants(graph)  # made on the device, without a copy
     copies = [
         node
         for node in graph.find_nodes(op="call_function", target=_aten.copy.default)
@@ -58,7 +58,7 @@ def make_copies_in_place(graph: Graph) -> None:
 
 
 def _is_made_from_nothing(node: Node) -> bool:
-    """Memory of its own for sure, of which there may be another one with the same values."""
+    """True if the value has memory of its own for sure, and may be made once more with the same values."""
     value = node.meta.get("val")
     inputs = (n.meta.get("val") for n in node.all_input_nodes)
     return (
@@ -70,7 +70,7 @@ def _is_made_from_nothing(node: Node) -> bool:
 
 
 def _geometry(value: torch.Tensor) -> tuple[Any, ...]:
-    """Of sizes that aren't known the expressions: to compare the sizes would make a guard."""
+    """Return dtype and layout; of sizes that aren't known, the expressions: to compare the sizes would make a guard."""
     return value.dtype, *map(expression, (*value.shape, *value.stride(), value.storage_offset()))
 
 
@@ -84,7 +84,7 @@ def _evaluate(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _reads(user: Node, value: Node) -> bool:
-    """Whether an operation reads elements of a value, and not its layout only."""
+    """True if an operation reads elements of a value, and not its layout only."""
     overwrites = user.target in (_aten.copy.default, _aten.copy_.default) and value not in user.args[1:]
     return not overwrites
 
@@ -113,12 +113,12 @@ class _Rewriter:
                 self.into_new_memory(copy)
 
     def is_put_by(self, update: Any, user: Node) -> bool:
-        """Whether a node puts a copy into its place: where that is, is known when it is that node's turn."""
+        """True if `user` puts a copy into its place: where that is, is known when it is that node's turn."""
         is_step = (user in self.in_place and user not in self.copies) or user.target is _aten.copy_.default
         return update in self.copies and update in self.in_place and is_step and user.args[1] is update
 
     def chain(self, value: Any) -> tuple[Node, list[Node]]:
-        """What a value was before updates, and the updates, of parts of it, too."""
+        """Return what a value was before updates, and the updates, including updates of parts of it."""
         steps: list[Node] = []
         root = viewed(value)
         while self.is_update(root):
@@ -134,7 +134,7 @@ class _Rewriter:
         return value in self.copies or (isinstance(value, torch.fx.Node) and value.target in _SCATTER_OP_TO_VIEW)
 
     def updates_in_place(self) -> set[Node]:
-        """The values that are to be the memory that they update."""
+        """Return the values that are to be the memory that they update."""
         written: dict[Node, set[Node]] = {}  # the caller's memory -> updates that it gets
         for write in self.graph.find_nodes(op="call_function", target=_aten.copy_.default):
             root, steps = self.chain(write.args[1])
@@ -149,7 +149,7 @@ class _Rewriter:
             elif root in memory or (root.op == "call_function" and _is_made_from_nothing(root)):
                 found.update(steps)
                 memory.add(root)
-        for node in self.graph.nodes:  # puts a copy there, or what the host computes
+        for node in self.graph.nodes:  # scatters of a copy, or of what the host computes
             if node.target not in _SCATTER_OP_TO_VIEW or self.chain(node)[0] not in memory:
                 continue
             if node.args[1] in found or node.meta["val"].device.type == "cpu":
@@ -159,7 +159,7 @@ class _Rewriter:
     # ---- steps
 
     def copy(self, node: Node) -> None:
-        """The copy is made where it stands, or where its only reader is."""
+        """Make the copy where it stands, or where its only reader is."""
         if node not in self.in_place:
             return
         base: Any = node.args[0]
@@ -195,8 +195,8 @@ class _Rewriter:
         self.replace(node, base, values)
 
     def write_back(self, node: Node) -> None:
-        """A copy of memory into itself is none, and one of a value that a copy makes is that copy. The caller counts on
-        what was said of it.
+        """Remove a copy of memory into itself, or make a copy of a copied value that copy itself. The caller counts on
+        the removed node's tokens, so the last write takes them over.
         """
         target: Any = node.args[0]
         value: Any = node.args[1]
@@ -213,7 +213,7 @@ class _Rewriter:
             self.graph.erase_node(value)
 
     def is_only_for(self, value: Node, write: Node) -> bool:
-        """Whether a copy makes a value that is copied into memory as it is, and goes nowhere else."""
+        """True if a copy makes a value that is copied into memory as it is, and goes nowhere else."""
         if value not in self.copies or len(value.users) != 1:
             return False
         made, part = value.meta["val"], write.args[0].meta["val"]  # type: ignore[union-attr]
@@ -248,8 +248,8 @@ class _Rewriter:
     # ---- what a step needs
 
     def given(self, base: Any, node: Node, place: Node) -> Node | None:
-        """The memory to write to, or a view of it: none of it may be read later that is as before. What is computed
-        from nothing is computed once more for that.
+        """Return the memory to write to, or a view of it: its old values must not be read later. Memory that is
+        computed from nothing is computed once more for that; None if the copy can't be made in place.
         """
         root = viewed(base)
         if root in self.in_place:  # an update that couldn't be made in place
@@ -267,7 +267,7 @@ class _Rewriter:
         return self.again(base, copies)
 
     def again(self, value: Node, copies: dict[Node, Node]) -> Node:
-        """A node, and those that it is a view of, once more."""
+        """Copy a node, and those that it is a view of, in the graph."""
         if value not in copies:
             inputs = {
                 n: self.again(n, copies) for n in value.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)
@@ -278,7 +278,7 @@ class _Rewriter:
         return copies[value]
 
     def users(self, memory: Node) -> Iterator[tuple[Node, Node]]:
-        """The operations that use memory or a view of it, each with the node that it has as an argument."""
+        """Yield the operations that use memory or a view of it, each with the node that it has as an argument."""
         todo, seen = [memory], {memory}
         while todo:
             value = todo.pop()
@@ -305,7 +305,7 @@ class _Rewriter:
         return viewed(target) is memory and _geometry(target.meta["val"]) == _geometry(part)
 
     def puts(self, user: Node, base: Node, node: Node, part: torch.Tensor) -> bool:
-        """Whether an update puts a copy into the part of the memory into which it is made anyway."""
+        """True if an update puts a copy into the part of the memory into which it is made anyway."""
         if user.target not in _SCATTER_OP_TO_VIEW or user.args[0] is not base:
             return False
         made, update = _geometry(self.part(user, base)), user.args[1]
@@ -318,7 +318,7 @@ class _Rewriter:
         return is_same and self.puts(update, inner, node, part)
 
     def may_change(self, source: Node, first: Node, last: Node) -> bool:
-        """Whether what a copy reads is written between two places."""
+        """True if what a copy reads is written between two places."""
         root, node = viewed(source), first.next
         while node is not last:
             if node.op == "call_function" and root in map(viewed, updated_operands(node)):
@@ -327,19 +327,21 @@ class _Rewriter:
         return False
 
     def part(self, scatter: Node, base: Node) -> torch.Tensor:
-        """What a scatter writes of the memory."""
+        """Return the part of the memory that a scatter writes."""
         arguments = torch.fx.map_arg(scatter.args[2:], lambda n: n.meta.get("val"))
         with V.fake_mode:
             return _SCATTER_OP_TO_VIEW[scatter.target](base.meta["val"], *arguments, **scatter.kwargs)  # type: ignore[index, misc]
 
     def is_part(self, value: Node, base: Node, part: torch.Tensor) -> bool:
-        """Whether a value is that part of the memory that a base is a view of."""
+        """True if a value is that part of the memory that a base is a view of."""
         if not isinstance(value, torch.fx.Node) or viewed(value) is not viewed(base):
             return False
         return _geometry(value.meta["val"]) == _geometry(part)
 
     def as_memory(self, node: Node, base: Node) -> dict[Node, Any] | None:
-        """The views of a value, by layout, once it is the memory that `base` is; None if they can't be had of that."""
+        """Return the new fake values of a value and its views once it is the memory that `base` is; None if there are
+        none.
+        """
         values: dict[Node, Any] = {node: base.meta["val"]}
         if node.meta["val"].dtype != values[node].dtype or viewed(base).meta["val"].dtype != values[node].dtype:
             return None
@@ -349,7 +351,7 @@ class _Rewriter:
                 if user.op == "call_function" and is_view(user) and user not in values:
                     try:
                         values[user] = _evaluate(user, values)
-                    except RuntimeError:  # of the layout that there is
+                    except RuntimeError:  # not of this layout
                         return None
                     todo.append(user)
         return values

@@ -1,4 +1,4 @@
-"""Copies between device and host for which the host waits, each with the reason: for `explain`."""
+"""Report the copies between device and host for which the host waits, each with the reason: for `explain`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _observers: list[Callable[[list[BlockingCopy]], None]] = []
 
 
 def subscribe(observer: Callable[[list[BlockingCopy]], None]) -> Callable[[], None]:
-    """Call `observer` with the blocking copies of every graph from now on; the result ends that."""
+    """Call `observer` with the blocking copies of every graph from now on; the function returned ends that."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 
 
 def publish(graph: Graph) -> None:
-    """Called when no pass changes the graph any more."""
+    """Report a graph's blocking copies to the observers, when no pass changes the graph any more."""
     if _observers:
         found = [BlockingCopy(node.meta.get("stack_trace") or "", why) for node in graph.nodes if (why := reason(node))]
         for observer in tuple(_observers):
@@ -42,8 +42,8 @@ def publish(graph: Graph) -> None:
 
 
 def reason(node: Node) -> str:
-    """Why the host waits for a copy; empty if it doesn't, as far as that is known before the code runs: memory of the
-    caller that isn't pinned blocks it, too.
+    """Return why the host waits for a copy; empty if it doesn't, as far as that is known before the code runs: a copy
+    also blocks where memory of the caller isn't pinned.
     """
     if node.target is torch.ops.aten._local_scalar_dense.default:
         return "the host reads the number"
@@ -68,7 +68,9 @@ def reason(node: Node) -> str:
 
 
 def _is_gathered(part: torch.Tensor, given: torch.Tensor, host: torch.Tensor) -> bool:
-    """PyTorch copies memory that is contiguous, or laid out alike on both sides; the rest goes through temporaries."""
+    """True if the copy needs temporaries: PyTorch copies memory directly only if it is contiguous, or laid out alike on
+    both sides.
+    """
     expanded = given.expand_as(part)
     alike = part.dtype == given.dtype and (
         (part.is_contiguous() and expanded.is_contiguous())

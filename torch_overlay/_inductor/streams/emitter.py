@@ -1,15 +1,15 @@
-"""Puts one plan into the lines of the wrapper that is being generated: events, waits, delayed frees.
+"""Write one plan into the lines of the wrapper that is being generated: events, waits, delayed frees.
 
-While Inductor generates a region, the emitter puts the plan's records and waits between the nodes' lines and marks
+While Inductor generates a region, the emitter writes the plan's records and waits between the nodes' lines and marks
 which stream each node's lines belong to; `switching` goes over the finished lines. A region costs its caller, per call:
 one native call at the entry and one at the exit, which look streams up, record and wait (`streams.runtime.region`), the
 records and waits between, and the switches. There is no context manager and no operator of the dispatcher in it.
 
 Note [Memory belongs to the stream that writes it first] A buffer is allocated while the stream of its first writer is
 current, as in eager, so the caching allocator and Inductor's own reuse hand a block from one operation of a stream to
-the next with no event. A free is delayed until the block's stream is ordered after the last access of any other
-stream (`Plan.release`). Where that is never the case before the exit, the block is freed there, as eager frees it when
-the function returns.
+the next with no event. A free is delayed until the block's stream is ordered after the last access of any other stream
+(`Plan.release`). Where that doesn't happen before the exit, the block is freed there, as eager frees it when the
+function returns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class RegionEmitter:
-    """Puts one plan into the lines of the wrapper that is being generated."""
+    """Writes one plan into the lines of the wrapper that is being generated."""
 
     def __init__(self, scheduler: Scheduler, region: Region) -> None:
         self.scheduler, self.region, self.plan = scheduler, region, region.plan
@@ -64,7 +64,7 @@ class RegionEmitter:
         self.suffix = f"_{self.number}" if self.number else ""
         self.streams: dict[int, None] = {}  # in use, in order of first use
         self.objects: dict[int, None] = {}  # events of the caller
-        self.returned: dict[str, None] = {}  # what the lines of the region use
+        self.returned: dict[str, None] = {}  # names that the lines of the region use
         self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
         self.entry: list[Operation] = []
         self.exit: list[Operation] = []
@@ -83,7 +83,7 @@ class RegionEmitter:
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
         self.is_defined = False
-        self.node: BaseSchedulerNode | None = None  # whose lines are being written
+        self.node: BaseSchedulerNode | None = None  # the node whose lines are being written
         self.aligned = AlignedInputs(self)
 
     # -- names
@@ -99,7 +99,7 @@ class RegionEmitter:
         return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
 
     def use(self, name: str) -> str:
-        """A name that `enter` has to return, since the region's lines use it."""
+        """Note, and return, a name that `enter` has to return because the region's lines use it."""
         self.returned[name] = None
         return name
 
@@ -110,7 +110,9 @@ class RegionEmitter:
         return self.use(f"{self.named(stream)}_raw")
 
     def handle(self, stream: int) -> str:
-        """What an event of this region is recorded on and waited for by."""
+        """Return the name that an event of this region takes for a stream: of the raw handle if there is one device,
+        else of the stream.
+        """
         return self.stream(stream) if self.device is None else self.raw_stream(stream)
 
     def event(self, index: int) -> str:
@@ -121,7 +123,7 @@ class RegionEmitter:
         return f"multi_stream{self.suffix}"
 
     def if_multi_stream(self, text: str) -> str:
-        """What only a call that uses the side streams does."""
+        """Return a statement that only a call that uses the side streams runs."""
         return f"if {self.multi_stream}: {text}" if self.idle_streams else text
 
     def object(self, index: int) -> str:
@@ -146,7 +148,9 @@ class RegionEmitter:
         return kind, self.event(event.index), self.named(stream)
 
     def is_callers_state(self, event: Event) -> bool:
-        """What a side stream held when the region was entered: Note [Boundary events under the caller's capture]."""
+        """True if the event stands for what a side stream held when the region was entered: Note [Boundary events under
+        the caller's capture].
+        """
         return event.after == ENTRY and callers_device(event.stream) is None and self.device is not None
 
     def records(self, first: int, last: int) -> list[tuple[str, Event, int]]:
@@ -172,8 +176,8 @@ class RegionEmitter:
         return found
 
     def is_wait_at_entry(self, event: Event, stream: int, position: int) -> bool:
-        """A wait before the first operation. Later ones stay where they are: by the time the host is there, the work
-        that they wait for is often done, and the driver has nothing to do for them.
+        """True for a wait before the first operation. Later waits stay at their operations: by the time the host gets
+        there, the work that they wait for is often done, and the driver has nothing to do for them.
         """
         return event.after == ENTRY and stream != HOST and position == 0
 
@@ -191,7 +195,9 @@ class RegionEmitter:
         self.entry += [self.at_boundary(wait) for wait in self.waits(0) if self.is_wait_at_entry(wait[1], wait[2], 0)]
 
     def before(self, node: BaseSchedulerNode) -> None:
-        """What stands between the previous node's lines and this one's."""
+        """Write what stands between the previous node's lines and this one's: records, waits, frees, and the node's
+        stream.
+        """
         self.write_back()
         self.node = node
         here = self.region.index[node]
@@ -215,7 +221,7 @@ class RegionEmitter:
                 )
 
     def write_back(self) -> None:
-        """Note [Aligned copies and the caller's memory] of `streams.alignment`."""
+        """Copy aligned inputs back: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
         if self.aligned.due:
             self.scheduler.flush()
             self.aligned.write_back()
@@ -234,14 +240,15 @@ class RegionEmitter:
         self.wrapper.writeline(EndRegion(self))
 
     def record_output_streams(self) -> None:
-        """Tell the allocator of the streams that may use what is returned when its memory is freed, beside the one
-        whose memory it is.
+        """Record on returned memory (`record_stream`) the streams, beside the one that it was allocated on, that may
+        still use it when it is freed.
 
         A gradient in a side stream's memory is read by the caller's stream and freed by whoever holds it last, maybe
-        when the side stream is far ahead. Autograd's engine tells the allocator so, where it moves a gradient from
-        stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of another
-        stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it knows.
-        What is to be captured is also run as it is: the first time, and whenever no graph is to be had.
+        when the side stream has run far ahead. Autograd's engine records the reading stream where it moves a gradient
+        from stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of
+        another stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it
+        has in eager. Code that is to be captured also runs uncaptured: the first time, and whenever no graph can be
+        had.
         """
         if V.graph.name is not None:
             return
@@ -267,7 +274,7 @@ class RegionEmitter:
         return callers_stream_index(device.index or 0)
 
     def record_stream(self, name: str, stream: int) -> None:
-        """Tell the allocator that the stream uses a block."""
+        """Write a `record_stream`, so that the allocator knows that the stream uses a block."""
         self.write(record_stream_text(name, self.stream(stream)))
 
     def release(self, here: int) -> None:
@@ -277,8 +284,8 @@ class RegionEmitter:
             free()
 
     def free(self, name: str, free: Callable[[], None]) -> None:
-        """Free a buffer now, or as soon as the plan allows it; one that never is allowed goes with the function's
-        locals.
+        """Free a buffer now, or as soon as the plan allows it. A buffer that may not be freed before the exit is freed
+        with the function's locals.
         """
         if name in notes_of(self.scheduler).slabs:
             return
@@ -289,7 +296,9 @@ class RegionEmitter:
             self.pending.append((at, free))
 
     def find_aliases(self) -> list[int]:
-        """Streams that could turn out to be one in some call: the caller's stream and those of the caller."""
+        """Return the streams that could turn out to be one in some call: the caller's current stream and the user's
+        streams.
+        """
         if self.region.enclosed or self.device is None:
             return []
         theirs = [s for s in self.streams if callers_device(s) is None and s not in self.region.private]
@@ -298,7 +307,7 @@ class RegionEmitter:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is looked up, recorded or waited for."""
+        """True if nothing is looked up, recorded or waited for."""
         return not (self.returned or self.entry or self.exit or self.may_alias)
 
     def define(self) -> None:
@@ -349,7 +358,9 @@ class RegionEmitter:
         return memory == {self.plan.ops[self.region.index[node]].stream}
 
     def write_stream_operation(self, node: Any) -> bool:
-        """The user's records, synchronisations and `record_stream`, as direct calls. False: use the operator."""
+        """Write the user's records, waits, synchronisations and `record_stream` as direct calls. False: use the
+        operator.
+        """
         kind, arguments = stream_operation_kind(node.op_overload), node.constant_args
         if kind is None:
             return False

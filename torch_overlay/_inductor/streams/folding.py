@@ -1,14 +1,14 @@
-"""Branches that are too small for a stream of their own.
+"""Move branches that are too small for a stream of their own to the caller's stream.
 
 A branch on a side stream can't be fused with what surrounds it: it costs a launch of its own, an allocation for each
 value that leaves it, and a fork and a join. Sixteen pointwise blocks on four streams are five kernels and seventeen
-allocations, where one kernel and one allocation do; on an H200 that is 87 us of host time against 24. What a branch
-can gain is at most the device time of its own work. So a branch that consists of pointwise work and needs less device
-time than a launch costs runs on the caller's stream, where it is fused. Since order in a graph is data dependence
-(Note [Streams are placement, dependencies are order] in `streams.planner`), moving a node to another stream is always
-legal. What the outside may know of the branch's stream stays true: its nodes come after what the stream held before,
-and the stream is ordered after them at the exit. A branch whose result the caller gets stays where it is: that
-result is memory of its stream, which the caller may use there and drop while the stream still reads it.
+allocations, where one kernel and one allocation suffice; on an H200 that is 87 us of host time against 24. What a
+branch can gain is at most the device time of its own work. So a branch that consists of pointwise work and needs less
+device time than a launch costs runs on the caller's stream, where it is fused. Since order in a graph is data
+dependence (Note [Streams are placement, dependencies are order] in `streams.planner`), moving a node to another stream
+is always legal. What the caller may rely on about the branch's stream stays true: the nodes come after what the stream
+held before, and the stream is ordered after them at the exit. A branch whose result the caller gets stays where it is:
+that result is memory of the branch's stream, which the caller may use there and drop while the stream still reads it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _device(node: Node) -> torch.device | None:
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Inductor fuses it into a consumer or a neighbour, and it stays on one device."""
+    """True if Inductor fuses the node into a consumer or a neighbour, and the node stays on one device."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -56,8 +56,8 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _is_private_branch(node: Node) -> bool:
-    """The user forked it from the caller's stream and joined it again. Otherwise one stream would now wait for the
-    other.
+    """True if the user forked the node from the caller's stream and joined it again. Otherwise folding would make one
+    stream wait for the other.
     """
     fact = fact_of(node)
     return CALLER in (fact.after or ()) and CALLER in fact.promises
@@ -77,7 +77,9 @@ def _bytes(node: Node) -> int | None:
 
 
 def handed_out(graph: Graph, is_backward: bool) -> set[int]:
-    """Positions of the outputs that the caller gets; the others are kept for the backward. A backward's are all."""
+    """Return the positions of the outputs that the caller gets: all outputs of a backward; a forward's others are kept
+    for the backward.
+    """
     (output,) = graph.find_nodes(op="output")
     values: Any = output.args[0]
     positions = range(len(values)) if isinstance(values, (list, tuple)) else range(1)
@@ -86,7 +88,7 @@ def handed_out(graph: Graph, is_backward: bool) -> set[int]:
 
 
 def _results(graph: Graph, is_backward: bool) -> set[Node]:
-    """The nodes whose memory the caller gets."""
+    """Return the nodes whose memory the caller gets."""
     (output,) = graph.find_nodes(op="output")
     values: Any = output.args[0]
     values = list(values) if isinstance(values, (list, tuple)) else [values]
@@ -100,7 +102,9 @@ def _results(graph: Graph, is_backward: bool) -> set[Node]:
 
 
 def _device_us(branch: list[Node]) -> float | None:
-    """What the branch needs on the device if it is one kernel: the time to read its inputs and to write its results."""
+    """Return the time that the branch needs on the device if it is one kernel: the time to read its inputs and to write
+    its results.
+    """
     inside = set(branch)
     moved = {n for node in branch for n in node.all_input_nodes if n not in inside}
     moved |= {n for n in branch if any(user not in inside for user in n.users)}
@@ -115,7 +119,7 @@ def _device_us(branch: list[Node]) -> float | None:
 
 
 def fold_branches(graph: Graph, limit_us: float, is_backward: bool = False) -> list[int]:
-    """Move branches that can't pay to the caller's stream; the streams that were folded."""
+    """Move branches that can't pay to the caller's stream, and return the streams that were folded."""
     branches: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and (stream := node_stream(node)) and not is_stream_op(node):

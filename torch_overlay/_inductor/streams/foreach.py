@@ -1,8 +1,8 @@
-"""The stream of kernels that the scheduler has grouped before it asks which stream they belong to.
+"""Assign streams to kernels that the scheduler has grouped before it asks which stream they belong to.
 
 The kernels of a `torch._foreach` operator, and the copies of inputs into a concatenation, become one node of the
-scheduler. It computes no IR node of its own, by which upstream looks its stream up, so that it would run on the current
-stream. Its parts know: they come from one operation, and have that one's stream.
+scheduler. That node has no IR node of its own, by which upstream looks up a stream, so it would run on the current
+stream. Here it gets the stream of its parts, which come from one operation.
 """
 
 from __future__ import annotations

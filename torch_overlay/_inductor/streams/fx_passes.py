@@ -1,10 +1,10 @@
-"""Placement survives the passes that rewrite FX graphs.
+"""Keep the placement of nodes through the passes that rewrite FX graphs.
 
 A pass may replace a node by another and overwrite the survivor's metadata with that of the node it removed (`x + 0`
-becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass:
-a node that was there before keeps its stream and tokens, and a new one takes those of the nodes that it replaces
-(`pass_log`, `new_node_placement`). Where a node is gone because it did nothing, its readers take over what the caller
-relies on.
+becomes `x`, and `x` takes the addition's place and stream), or create nodes that have no placement. Around each pass, a
+node that was there before keeps its stream and tokens, and a new node takes those of the nodes that it replaces
+(`pass_log`, `new_node_placement`). Where a node was removed because it did nothing, its readers take over the tokens
+that the caller relies on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def _placements(graph: Graph) -> dict[Node, Placed] | None:
-    """None for a graph in which nothing has a stream."""
+    """Return each node's placement; None for a graph in which nothing has a stream."""
     found = {}
     streams = False
     for node in graph.nodes:
@@ -66,7 +66,7 @@ def _restore(graph: Graph, log: PassLog) -> None:
     left = set(graph.nodes)
     replaced = log.replaced(graph)
     done_anew = {old for gone in replaced.values() for old in gone}
-    # A view reads nothing itself, and has nothing to hand on.
+    # A view reads nothing itself, and has no tokens to transfer.
     readers = [
         n
         for n, p in before.items()
@@ -81,21 +81,21 @@ def _restore(graph: Graph, log: PassLog) -> None:
 
 
 def _given_to_caller(graph: Graph) -> set[Node]:
-    """What is in the caller's memory in the end: results, and what is written back to inputs."""
+    """Return the values that are in the caller's memory in the end: results, and what is written back to inputs."""
     written = (copy.args for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
     inputs = {viewed(value) for given, value, *_ in written if given.op == "placeholder"}
     return results_made(graph.output_node()) | inputs
 
 
 def _transfer_to_users(gone: Node, before: dict[Node, Placed], left: set[Node], results: set[Node]) -> None:
-    """What a node read that did nothing (`x * 1`) is read by its readers now.
+    """Transfer the tokens of a removed node that did nothing (`x * 1`) to its readers, which now read what it read.
 
-    The caller's memory is still read when that node would have done so: after what its stream had waited for, and
-    before what the user ordered after that node, or does on its stream later. A copy that blocks the host may have
-    come between, and then the reader comes after it. The caller gets a result's memory at the end, and that of an
-    input has its new value then: of those, the second half holds. Whose memory is read in eager is known of the same
-    stream only; where the user orders that memory's stream after the node, eager may free it, so that is handed down,
-    too.
+    The caller's memory is still read when that node would have read it: after what the node's stream had waited for,
+    and before what the user ordered after the node, or does on its stream later. A copy that blocks the host may have
+    come between, and then the reader comes after the copy. The caller gets a result's memory at the end, and an input's
+    memory has its new value then: for those, only the tokens in `before` are transferred. Whose memory is read in eager
+    (`reads`) is transferred to readers on the same stream only; where the user orders that memory's stream after the
+    node, eager may free the memory then, so that token is transferred, too.
     """
     custom: Any = before[gone].custom
     fact, stream = fact_in(custom), custom.get("stream") or 0
@@ -119,11 +119,11 @@ def _ordering(tokens: tuple[Token, ...] | None) -> Iterator[Token]:
 
 
 def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[tuple[Node, set[Node]]]:
-    """The operations that are left of those that read a node, or one in its place, with what they read instead, some of
-    them through views: what the node read, or a copy that was kept of that.
+    """Yield the remaining operations that read a removed node, or a node in its place, each with the values that it
+    reads instead, some of them through views: what the removed node read, or a copy that was kept of that.
     """
     given = set(before[gone].inputs)
-    while not given <= left:  # what it read may have done nothing, too
+    while not given <= left:  # the nodes that it read may be removed, too
         given = {value for node in given for value in ([node] if node in left else before[node].inputs)}
     seen: set[Node] = set()
     todo: list[tuple[Node, set[Node]]] = [(user, set()) for user in before[gone].users]
@@ -167,16 +167,16 @@ def end_pass(
 
 
 def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> None:
-    """Upstream moves producers to just before their consumer. For a side stream's branch that is the latest moment at
-    which it can be launched, after all the work that it was to run beside.
+    """Skip the pass in a graph with streams. Upstream moves producers to just before their consumer: for a side
+    stream's branch that is the latest moment at which it can be launched, after all the work that it was to run beside.
     """
     if not (config.streams and _placements(graph)):
         original(graph)
 
 
 def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
-    """A pattern's replacement carries the tokens of all that it replaces. It takes over the metadata of the last of
-    them, so they all get them; `_restore` takes them back from what stays.
+    """Give a pattern's replacement the tokens of all nodes that it replaces. The replacement takes over the metadata of
+    the last of those nodes, so all of them get the tokens; `_restore` takes the tokens back from nodes that remain.
     """
     union = union_of_facts([fact_of(node) for node in nodes])
     found = original(nodes)

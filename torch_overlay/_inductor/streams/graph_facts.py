@@ -1,4 +1,6 @@
-"""What is known of the whole graph that Inductor compiles: its streams, its promises, the memory of its results."""
+"""Look up the facts of the whole graph that Inductor compiles: its streams, its order at the exit, the memory of its
+results.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +21,38 @@ if TYPE_CHECKING:
 
 
 def stream_devices() -> dict[int, int]:
-    """Device index of each stream that the frame uses, as far as it is known, by registry index."""
+    """Return the device index of each stream that the frame uses, as far as it is known, by registry index."""
     return {i.index: i.device.index for i in registry.describe() if i.kind == "stream" and i.device is not None}
 
 
 def private_streams() -> set[int]:
-    """Registry indices of the streams that the frame makes and nobody else sees."""
+    """Return the registry indices of the streams that the frame makes and nobody else sees."""
     return {i.index for i in registry.describe() if i.origin == "frame" and not i.escapes}
 
 
 def _noted(name: Literal["leave", "results"]) -> Any:
-    """What is said of the whole graph. Operations carry it, and inputs, of which some are left when all that was
-    computed is dropped or is a view; those of a backward carry what the backward promises.
+    """Return a fact of the whole graph. Operations carry it, and inputs, of which some remain when every computed value
+    is dropped or is a view; the nodes of a backward carry the backward's.
     """
     nodes = V.graph.module.graph.nodes  # type: ignore[union-attr]
     return next((found for node in nodes if (found := getattr(fact_of(node), name))), ())
 
 
 def leaving() -> tuple[Leave, ...]:
-    """What the graph promises its caller about each stream at its end."""
+    """Return what each stream is ordered after when the graph is left, for the caller to rely on."""
     return _noted("leave")
 
 
 def saved_on_streams() -> dict[str, int]:
-    """The saved values of a backward whose memory may be a side stream's, and that stream."""
+    """Return the saved values of a backward whose memory may be a side stream's, each with that stream."""
     inputs: Any = V.graph.module.graph.find_nodes(op="placeholder")  # type: ignore[union-attr]
     streams = {str(n.target): fact_of(n).memory for n in inputs}
     return {name: stream for name, stream in streams.items() if stream is not None}
 
 
 def eager_memory_of_results() -> dict[str, set[int]]:
-    """Of the buffers that a forward returns to its caller: registry indices of the streams that their memory waits for
-    in eager, as far as that is known.
+    """Return, for the buffers that a forward returns to its caller, the registry indices of the streams that their
+    memory waits for in eager, as far as that is known.
     """
     streams: dict[str, tuple[int, ...]] = dict(_noted("results"))
     if V.graph.is_backward or not streams:
@@ -71,5 +73,7 @@ def eager_memory_of_results() -> dict[str, set[int]]:
 
 
 def required(node: BaseSchedulerNode) -> set[Token]:
-    """What makes a promise happen: the token of a record, of a synchronisation, of a copy that blocks the host."""
+    """Return the tokens of the boundary effects that a node makes happen: of a record, of a synchronisation, of a copy
+    that blocks the host.
+    """
     return {token for origin in fx_origins(node) if (token := fact_of(origin).requires) is not None}

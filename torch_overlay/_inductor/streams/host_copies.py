@@ -1,13 +1,13 @@
-"""Copies between the device and host memory that don't block the host: the operation, and how Inductor writes it.
+"""Define the operation for copies between device and host memory that don't block the host, and how Inductor writes it.
 
-`destination.copy_(source, non_blocking=True)` between device and host is written as such a call, into the memory and
-from the memory that the user names (`copies_in_place` finds it): a copy on the stream where the user put it, as eager
-does. Whether it returns early is the memory's affair: of pinned memory it does, of pageable memory it doesn't, and a
-copy that has to gather elements of the host or to scatter them there waits, in eager, too.
+`destination.copy_(source, non_blocking=True)` between device and host is written as a call of `copy_`, into the memory
+and from the memory that the user names (`copies_in_place` finds it): a copy on the stream where the user put it, as
+eager does. Whether it returns early depends on the memory: with pinned memory it does, with pageable memory it doesn't,
+and a copy that has to gather elements of the host or to scatter them there waits, in eager, too.
 
-What the graph computes on the host and uploads with `.to("cuda", non_blocking=True)` Inductor makes in pinned memory,
-so that the upload doesn't block. If the caller gets that memory, too, it may write there while the copy still reads:
-eager's memory is pageable, and has been read when the call returns. Such an upload blocks.
+Inductor allocates pinned memory for what the graph computes on the host and uploads with `.to("cuda",
+non_blocking=True)`, so that the upload doesn't block. If the caller gets that memory, too, it may write there while the
+copy still reads: eager's memory is pageable, and has been read when the call returns. Such an upload blocks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-DESTINATION = "overlay_destination"  # in `meta`, of a copy: a fake tensor, the part of the memory that is written
+DESTINATION = "overlay_destination"  # in `meta`, of a copy: a fake tensor, the view of the memory that is written
 RETURNED = "overlay_returned"  # in `meta`, of an upload that blocks because the caller gets what it reads
 
 
 @custom_op("streams_memory::copy_async_", mutates_args=("memory",))
 def copy_async_(memory: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies between device and host, in the order of the current stream. Compiled code writes a part of `memory`."""
+    """Copy between device and host, in the order of the current stream. Compiled code writes a range of `memory`."""
     memory.copy_(source, non_blocking=True)
 
 
@@ -49,7 +49,7 @@ def _(memory: torch.Tensor, source: torch.Tensor) -> None:
 
 @custom_op("streams_memory::memory_like", mutates_args=())
 def memory_like(value: torch.Tensor, pinned: bool) -> torch.Tensor:
-    """New memory for what a copy brings, in the layout of a value that isn't read."""
+    """Allocate new memory for what a copy brings, in the layout of a value that isn't read."""
     return torch.empty_like(value, pin_memory=pinned)
 
 
@@ -63,7 +63,7 @@ MEMORY_LIKE = torch.ops.streams_memory.memory_like.default
 
 
 class AsyncCopy(ir.ExternKernel):
-    """Fills a part of a buffer from a value on the other side."""
+    """A kernel that fills a range of a buffer from a value on the other side (device or host)."""
 
     def __init__(self, memory: ir.IRNode, part: ir.FixedLayout, source: ir.IRNode) -> None:
         inputs = self.unwrap_storage([self.realize_input(memory), self.realize_input(source)])
@@ -135,7 +135,9 @@ def _memory_like(value: Any, pinned: bool) -> Any:
 
 
 def fix_layout(node: Node, result: ir.TensorBox) -> None:
-    """Its memory is eager's from the start, so that what the caller gets of it, or what is put into it, is no other."""
+    """Give a result eager's layout from the start, so that what the caller gets of its memory, or what is put into it,
+    is that memory and no copy.
+    """
     result.realize()
     value = node.meta.get("val")
     is_open = isinstance(value, torch.Tensor) and isinstance(result.maybe_get_layout(), ir.FlexibleLayout)
@@ -154,7 +156,7 @@ def _device_type(node: object) -> str:
 
 
 def upload_returned_memory_at_once(graph: Graph) -> None:
-    """Uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
+    """Make uploads of host memory that leaves the graph block, unless eager's memory is pinned as well."""
     returned = results_made(graph.output_node())
     for target in (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default):
         for node in graph.find_nodes(op="call_function", target=target):
@@ -170,7 +172,7 @@ def upload_returned_memory_at_once(graph: Graph) -> None:
 
 
 def is_pinned(node: Node) -> bool:
-    """Whether eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
+    """True if eager pins what the node makes: a download that doesn't block, or memory that was asked for as pinned."""
     if node.target is torch.ops.aten._pin_memory.default or node.kwargs.get("pin_memory"):
         return True
     is_copy = node.target is torch.ops.aten._to_copy.default and _device_type(node.args[0]) == "cuda"

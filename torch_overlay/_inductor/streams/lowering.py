@@ -1,10 +1,10 @@
-"""Order of the user's visible stream operations among the compute that Inductor schedules.
+"""Order the user's visible stream operations among the compute that Inductor schedules.
 
-A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to
-its place. It is tied here: after every node that carries its token, and after the visible operations before it.
-First in the FX graph, whose passes move nodes towards their users (`order_graph`), so that what is lowered before it
-becomes a buffer before it (`run_node`); then in the scheduler, as dependencies for its order only. The planner makes
-the order true on the device.
+A record of an event that somebody else reads, a host synchronisation or a query has no tensor that would tie it to its
+place. This module orders it after every node that carries its token, and after the visible operations before it: first
+in the FX graph, whose passes move nodes towards their users (`order_graph`), so that values that are lowered before it
+become buffers before it (`run_node`); then in the scheduler, as dependencies for its order only. The planner makes the
+order true on the device.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def order_graph(graph: torch.fx.Graph) -> None:
     in_ranges = {node: set(needed) for node, needed in wanted.items()}
     for first, second in stream_ranges.order(nodes):
         in_ranges[second].add(first)
-    # A pass may have made one node of what stands before a synchronisation, or the end of a range, and after it.
+    # A pass may have merged nodes before and after a synchronisation, or the end of a range, into one node.
     choices = (in_ranges, wanted, after)
     order = next((found for edges in choices if len(found := _sorted(nodes, edges)) == len(nodes)), None)
     if order is None:
@@ -95,10 +95,11 @@ def order_graph(graph: torch.fx.Graph) -> None:
 
 
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:
-    """An update in place comes after what reads or writes the memory before it, and before what does so later.
+    """Order an update in place after the operations that read or write the memory before it, and before those that do
+    so later.
 
-    `record_stream` does neither: one that is written after an update may stand before the write-back at the graph's
-    end.
+    `record_stream` does neither: a `record_stream` that is written after an update may stand before the write-back at
+    the graph's end.
     """
     last_write: dict[torch.fx.Node, torch.fx.Node] = {}
     reads: dict[torch.fx.Node, set[torch.fx.Node]] = {}
@@ -117,7 +118,9 @@ def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node
 
 
 def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> list[torch.fx.Node]:
-    """Each after what it is to come after, else in the order that they have; fewer if that can't be."""
+    """Return the nodes, each after those that it must come after, else in the order that they have; fewer nodes if that
+    can't be.
+    """
     position = {node: i for i, node in enumerate(nodes)}
     users: dict[torch.fx.Node, list[torch.fx.Node]] = {node: [] for node in nodes}
     missing = {node: len(inputs) for node, inputs in after.items()}
@@ -138,16 +141,18 @@ def _sorted(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.
 
 
 def _touches_host_memory(node: torch.fx.Node) -> bool:
-    """What the user does with it after a synchronisation comes after that, for the device may have written it: no
-    data says so."""
+    """True for an operation on host memory. What the user does with that memory after a synchronisation comes after it,
+    since the device may have written the memory: no data dependence says so.
+    """
     values = (n.meta.get("val") for n in (node, *node.all_input_nodes))
     on_host = (isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
     return node.op == "call_function" and not is_stream_op(node) and any(on_host)
 
 
 def _touches_callers_memory(node: torch.fx.Node) -> bool:
-    """What the user does with it after a synchronisation of the device comes after that, for any stream may have
-    written it, those too that this graph doesn't know."""
+    """True for an operation on the caller's memory. What the user does with that memory after a synchronisation of the
+    device comes after it, since any stream may have written the memory, also one that this graph doesn't know.
+    """
     return (
         node.op == "call_function"
         and not is_stream_op(node)
@@ -157,12 +162,14 @@ def _touches_callers_memory(node: torch.fx.Node) -> bool:
 
 
 def _promises(node: torch.fx.Node, awaited: torch.fx.Node) -> bool:
-    """It belongs before that synchronisation, though it stands after it: the write-back to an input does."""
+    """True if the node belongs before that synchronisation though it stands after it, as the write-back to an input
+    does.
+    """
     return fact_of(awaited).requires in fact_of(node).promises
 
 
 def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
-    """The passes are done and nothing is lowered: the last moment at which an FX graph may change."""
+    """Make the last changes to the FX graph: the passes are done, and nothing is lowered yet."""
     if any(n.target in OPERATIONS for n in gm.graph.nodes):
         codegen.register()
     has_streams = config.streams and is_placed_program(gm.graph)
@@ -180,8 +187,8 @@ def graph_lowering_init(original: Callable[..., None], lowering: Any, gm: Any, *
 
 
 def _name_memory(graph: torch.fx.Graph) -> None:
-    """`record_stream` is of the memory that a view shows, in whatever layout. Of an operator's argument Inductor would
-    make a copy that is laid out as in eager.
+    """Give each `record_stream` the value whose memory its argument is a view of: the layout doesn't matter to it.
+    Inductor would copy the argument of an operator to lay it out as in eager.
     """
     for record in graph.find_nodes(op="call_function", target=_RECORD_STREAM):
         record.replace_input_with(record.args[0], viewed(record.args[0]))  # type: ignore[arg-type]
@@ -189,17 +196,19 @@ def _name_memory(graph: torch.fx.Graph) -> None:
 
 
 def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -> object:
-    """Values that an operation promises to have finished become buffers before it, alone or as part of the expression
-    that has absorbed them; a later consumer must not absorb them. And a value for another stream becomes one where it
-    stands, not where that stream's consumer does: launched there it would come after all that its own stream does in
-    between, beside which the consumer was to run.
+    """Lower a node, and realize values where the order of streams needs it.
+
+    Values that a stream operation has to find finished become buffers before it, alone or as part of the expression
+    that has absorbed them; a later consumer must not absorb them. A value for another stream becomes a buffer where it
+    stands, not where that stream's consumer does: launched there, it would come after all that its own stream does in
+    between, and the consumer was to run beside that work.
     """
     if computed_in_place(graph, node):
         return graph.env[node.args[0]]
     token = fact_of(node).requires if config.streams else None
     if token is not None:
         for earlier, value in graph.env.items():
-            # Of what nobody reads later, a copy that blocks the host has nothing to promise.
+            # A copy that blocks the host need not realize a value that nobody reads later.
             if not is_stream_op(node) and all(user in graph.env for user in earlier.users):
                 continue
             if isinstance(value, ir.TensorBox) and any(
@@ -220,8 +229,9 @@ def run_node(original: Callable[..., object], graph: Any, node: torch.fx.Node) -
 
 
 def _downloads(graph: Any, node: torch.fx.Node, is_counted_on: bool) -> bool:
-    """Is it a copy to the host that the device has to make? Of a constant Inductor makes another one there, if it can:
-    if nobody counts on the host waiting for the copy, and it isn't scanned or sorted, which upstream fails to make.
+    """True for a copy to the host that the device has to make. Instead of copying a constant, Inductor makes another
+    one on the host, if it can: if nobody counts on the host waiting for the copy, and the constant isn't scanned or
+    sorted, which upstream fails to make there.
     """
     value = node.meta.get("val")
     if not config.streams or not isinstance(value, torch.Tensor) or value.device.type != "cpu":
@@ -236,8 +246,8 @@ def _downloads(graph: Any, node: torch.fx.Node, is_counted_on: bool) -> bool:
 
 @contextlib.contextmanager
 def _by_the_device(graph: Any, copy: torch.fx.Node) -> Iterator[None]:
-    """A constant is copied, too, where Inductor would make another one on the host: others count on the host waiting.
-    Inductor leaves alone what was written to.
+    """Copy a constant, too, where Inductor would make another one on the host: others count on the host waiting for the
+    copy. Inductor does not do that to a buffer that was mutated, so the buffer counts as mutated meanwhile.
     """
     source = graph.env.get(copy.all_input_nodes[0])
     name = source.realize() if isinstance(source, ir.TensorBox) else None
@@ -301,11 +311,12 @@ def order_stream_operations(scheduler: Any) -> None:
 
 
 def order_blocking_operations(scheduler: Any) -> None:
-    """What blocks the host until its stream is done comes after what the user launched there before, and after what
-    the stream had waited for: all that the caller launches afterwards, on whatever stream, counts on it. What touches
-    the host's memory afterwards comes after it, for the device may have written that in an earlier frame.
+    """Order an operation that blocks the host until its stream is done after what the user launched on that stream
+    before, and after what the stream had waited for: all that the caller launches afterwards, on whatever stream,
+    counts on it. Later operations on host memory come after it, since the device may have written that memory in an
+    earlier frame.
 
-    These are no reads, so they come after the dependencies that upstream finds: a read would have to come before
+    The dependencies are no reads, so they are added after those that upstream finds: a read would have to come before
     whatever writes there later. What can't be computed before the copy stays after it.
     """
     graph: Any = V.graph.module.graph  # type: ignore[union-attr]
@@ -334,7 +345,7 @@ def order_blocking_operations(scheduler: Any) -> None:
 
 
 def _readers(scheduler: Any) -> dict[Any, set[Any]]:
-    """What depends on each node."""
+    """Return, for each node, the nodes that read its results."""
     maker = {name: node for node in scheduler.nodes for name in node.get_buffer_names()}
     readers: dict[Any, set[Any]] = {node: set() for node in scheduler.nodes}
     for node in scheduler.nodes:
@@ -345,7 +356,7 @@ def _readers(scheduler: Any) -> dict[Any, set[Any]]:
 
 
 def _order_after(node: Any, earlier: list[Any], readers: dict[Any, set[Any]]) -> None:
-    """All of these but those that depend on the node."""
+    """Order `node` after each of `earlier`, except those that depend on `node`."""
     dependents, todo = {node}, [node]
     while todo:
         new = readers[todo.pop()] - dependents

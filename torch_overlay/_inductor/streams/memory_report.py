@@ -1,10 +1,10 @@
-"""What streams cost in memory, by the plan: how much is alive at once, and what lives longer than on one stream.
+"""Report what streams cost in memory, by the plan: how much is alive at once, and what lives longer than on one stream.
 
-On one stream a buffer can be freed right after the operation that uses it last. If another stream uses it, it is
-freed when its own stream is ordered after that use, which may be later (`Plan.release`), and work that could go
-on in one block takes two. The account compares the plan with the same operations, launched in the same order, on one
-stream. It knows what the region allocates and, in a backward, what it was handed to give back; blocks that the code
-generator writes in place are counted twice for a moment, on both sides.
+On one stream a buffer can be freed right after the operation that uses it last. If another stream uses it, it is freed
+when its own stream is ordered after that use, which may be later (`Plan.release`), and work that could go on in one
+block takes two. The report compares the plan with the same operations, launched in the same order, on one stream. It
+counts what the region allocates and, in a backward, the saved values that it frees; blocks that the code generator
+writes in place are counted twice for a moment, on both sides.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 
 @dataclass(frozen=True)
 class Held:
-    """A buffer of `size` bytes in the memory of `stream`, used last by operation `last` on stream `reader`, and given
-    back before operation `until`; the number of operations means at the exit.
+    """A buffer of `size` bytes in the memory of `stream`, used last by operation `last` on stream `reader`, and freed
+    before operation `until`; the number of operations means at the exit.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that are alive at most, with the plan and on one stream, and the buffers that are held longer."""
+    """The most bytes that are alive at once, with the plan and on one stream, and the buffers that are held longer."""
 
     peak: int
     peak_on_one_stream: int
@@ -43,7 +43,7 @@ class Memory:
 
 
 def _given_back(plan: Plan, buffer: Buffer, on_one_stream: bool) -> int:
-    """The operation before which the buffer is free again."""
+    """Return the operation before which the buffer is freed."""
     end = len(plan.ops)
     if buffer.leaves:
         return end
@@ -64,7 +64,7 @@ def _peak(plan: Plan, buffers: list[Buffer], on_one_stream: bool) -> int:
 
 
 def account(plan: Plan) -> Memory:
-    """What the plan keeps alive. A size that is known only at run time counts as it was when it was compiled."""
+    """Return what the plan keeps alive. A size that is known only at run time counts as it was when it was compiled."""
     buffers = [b for b in plan.buffers if b.size and plan.uses.get(b.name)]
     held = []
     for buffer in buffers:
@@ -76,7 +76,7 @@ def account(plan: Plan) -> Memory:
 
 
 def amount(size: float) -> str:
-    """A number of bytes as people read it."""
+    """Return a number of bytes as people read it."""
     for unit in _UNITS:
         if size < 1024 or unit == _UNITS[-1]:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -85,7 +85,7 @@ def amount(size: float) -> str:
 
 
 def describe(plan: Plan, most: int = 10) -> list[str]:
-    """The account as lines of text; none for a plan of one stream."""
+    """Return the report as lines of text; none for a plan of one stream."""
     if len([s for s in plan.streams if s >= 0]) < 2:
         return []
     memory = account(plan)

@@ -1,14 +1,14 @@
-"""Every operation that a pass makes is placed: it has a stream, and tokens for what the outside relies on.
+"""Place every operation that a pass makes: give it a stream, and tokens for what the caller relies on.
 
-In this order, for nodes that come without a placement of their own:
+A new node without a placement of its own is placed by the first of these rules that applies:
 
 1. A node takes the placement of those that it replaces (`pass_log`).
 2. A node that replaces none is computed for its readers, and runs where they do.
 3. A node that nobody reads but the caller runs where its operands were computed.
 
-Where these are on several streams, the one that its operands come from is taken, or the first: any is right, for the
-planner orders what crosses streams. Tokens of another stream's node say what they said: that this stream waits for
-that one's state, too.
+Where those nodes are on several streams, the node takes the stream that its operands come from, or the first: any is
+right, for the planner orders what crosses streams. Tokens taken from another stream's node keep their meaning, so the
+node also gets the token of that stream's state.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Custom = dict[str, Any]
 
 
 def is_placed(custom: Custom | None) -> bool:
-    """Its tokens are known, even if there are none."""
+    """True if the tokens are known, even if there are none."""
     return fact_in(custom).is_placed
 
 
 def needs_streams(custom: Custom | None) -> bool:
-    """A graph with such a node is to be placed."""
+    """True if a graph with a node of this metadata has to be placed."""
     return custom is not None and bool(custom.get("stream") or fact_in(custom).has_tokens)
 
 
 class NewNodes:
-    """`replaced`: the new nodes in the order of the graph, each with those that it replaces. Nodes of a region's body
-    have streams and no tokens (`has_tokens`).
+    """Places the new nodes of a pass. `replaced`: the new nodes in the order of the graph, each with those that it
+    replaces. Nodes of a region's body have streams and no tokens (`has_tokens`).
     """
 
     def __init__(self, replaced: Mapping[Node, Sequence[Node]], before: Mapping[Node, Placed]) -> None:
@@ -68,7 +68,7 @@ class NewNodes:
                 _place(node, known, reads=False)
 
     def _known(self, custom: Custom | None) -> Custom | None:
-        """None if a node isn't placed."""
+        """Return the metadata of a node; None if the node isn't placed."""
         if not self.has_tokens:
             return custom or {}
         return custom if is_placed(custom) else None
@@ -78,7 +78,9 @@ class NewNodes:
         return is_placed(custom) if self.has_tokens else bool(custom)
 
     def _readers(self, node: Node) -> list[Node]:
-        """The placed operations that read a value, after views of it; the views, if there are no others."""
+        """Return the placed operations that read a value, also through its views; only the views if there are no
+        others.
+        """
         views: list[Node] = []
         found: list[Node] = []
         todo = list(node.users)
@@ -105,7 +107,9 @@ def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:
 
 
 def _keep_marks(node: Node, gone: Sequence[Custom]) -> None:
-    """The promise of a copy that blocks the host, and that a result isn't handed on."""
+    """Keep the token of a copy that blocks the host (`requires`), and the mark that a result isn't returned
+    (`is_dropped`).
+    """
     facts = list(map(fact_in, gone))
     required = {fact.requires for fact in facts} - {None}
     if len(required) == 1 and blocks_host(node):

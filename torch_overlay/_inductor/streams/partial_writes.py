@@ -1,15 +1,15 @@
-"""Updates of parts of one tensor from several streams stay updates in place.
+"""Keep updates of parts of one tensor from several streams in place.
 
 `torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
 scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
-updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, and a whole tensor is
-copied, and another stream is waited for, for each part. So these are updated in place wherever that is safe. So are
-parts of an input in a graph with streams: the code around the graph may be at work on other parts of it.
+updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
+whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
+are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
 
 Note [No aligned copies of an input in parts] Kernels are compiled for inputs that are aligned; a misaligned one is
 copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where a
-program with streams writes a part of an input, that would write the other parts, too, which may be somebody else's by
-then. Kernels are compiled for such an input without any alignment, and it is never copied.
+program with streams writes a part of an input, the copy back would write the other parts, too, which other code may be
+using by then. Kernels are compiled for such an input without any alignment, and it is never copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _COPY = torch.ops.aten.copy_.default
-IN_PLACE = "overlay_in_place"  # in `meta`, of a scatter, while upstream decides: it is to be an update in place
+IN_PLACE = "overlay_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
@@ -93,14 +93,16 @@ def _has_streams(graph: Any) -> bool:
 
 
 def inputs_in_parts(graph: Graph) -> set[str]:
-    """The names of inputs of which a part is written in place."""
+    """Return the names of inputs of which a part is written in place."""
     writes = graph.find_nodes(op="call_function", target=COPY_ASYNC)
     writes += [n for n in graph.find_nodes(op="call_function", target=_COPY) if is_view(n.args[0])]
     return {str(memory.target) for write in writes if (memory := viewed(write.args[0])).op == "placeholder"}
 
 
 def assume_unaligned(graph: Any, names: set[str]) -> None:
-    """Note [No aligned copies of an input in parts]. `graph` is a GraphLowering before it lowers anything."""
+    """Compile kernels for these inputs without any alignment: Note [No aligned copies of an input in parts]. `graph` is
+    a GraphLowering before it lowers anything.
+    """
     inputs = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
     ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
     graph.unaligned_buffers.update(inputs[i] for i in ours)
@@ -109,7 +111,7 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
 
 
 def _remove_writes_of_what_is_there(graph: Graph) -> None:
-    """`cache[i] += v` updates the part, and then puts that part into its own place."""
+    """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
     for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
         base, part, views = node.args
         shown: list[tuple[Any, ...]] = []
@@ -122,8 +124,8 @@ def _remove_writes_of_what_is_there(graph: Graph) -> None:
 
 
 def _shared(graph: Graph) -> Iterable[Node]:
-    """The scatters of each chain (the base of one is the result of another) whose values several streams use, here or,
-    of an input, in the code around the graph.
+    """Yield the scatters of each chain (the base of one is the result of another) whose values several streams use, in
+    this graph or, if the base is an input, in the code around the graph.
     """
     has_streams = any(map(node_stream, graph.nodes))
     chains: dict[Node, list[Node]] = {}
@@ -140,7 +142,7 @@ def _shared(graph: Graph) -> Iterable[Node]:
 
 
 def _streams_of_readers(node: Node) -> set[int]:
-    """The streams on which a value is read, also through views."""
+    """Return the streams on which a value is read, also through views."""
     found: set[int] = set()
     for user in node.users:
         if is_view(user):

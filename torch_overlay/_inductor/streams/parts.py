@@ -1,13 +1,13 @@
-"""Accesses to disjoint parts of one buffer need no order.
+"""Find the disjoint parts of a buffer that several streams access: accesses to disjoint parts need no order.
 
 Inductor's dependencies name buffers. Where several streams use one buffer and one of them writes only a part of it, the
 planner gets names of parts in place of the buffer's name: two operations touch a common part unless their accesses are
 provably disjoint.
 
 The parts of a buffer are groups of writes, small ones first; a write that may overlap several groups is in none of
-them. What is in no group is the rest. An access touches each part that it may overlap, and the rest unless it lies
-within one write of a part. So accesses that overlap have a part in common: the element that both touch is in a part,
-which both touch, or in none, and then both touch the rest.
+them. All elements that are in no group are called the rest. An access touches each part that it may overlap, and the
+rest unless it lies within one write of a part. So accesses that overlap have a part in common: the element that both
+touch is in a part, which both touch, or in none, and then both touch the rest.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Span:
 
     @property
     def count(self) -> int:
-        """Elements at most: fewer where two indices name one element."""
+        """Return the number of elements, at most: there are fewer where two indices name one element."""
         return math.prod(size for size, _ in self.dims)
 
     @property
     def is_dense(self) -> bool:
-        """All elements from the first to the last."""
+        """True if the span has all elements from the first to the last."""
         reached = 0  # beyond the first
         for size, stride in sorted(self.dims, key=lambda dim: dim[1]):
             if stride > reached + 1:
@@ -60,13 +60,15 @@ class Span:
         return self == other or (self.is_dense and self.offset <= other.offset and other.last <= self.last)
 
     def residues(self, period: int) -> range | None:
-        """The remainders of the elements' positions, as one interval; None if they aren't in one."""
+        """Return the remainders of the elements' positions, as one interval; None if they aren't in one."""
         first = self.offset % period
         width = sum((size - 1) * stride for size, stride in self.dims if stride % period)
         return range(first, first + width + 1) if first + width < period else None
 
     def is_disjoint(self, other: Span) -> bool:
-        """Provably: by their intervals, or by the intervals of remainders (columns, and elements in turns)."""
+        """True if the spans are provably disjoint: by their intervals, or by the intervals of remainders (columns, and
+        elements in turns).
+        """
         if self.last < other.offset or other.last < self.offset:
             return True
         strides = {stride for _, stride in (*self.dims, *other.dims)}
@@ -78,7 +80,7 @@ class Span:
 
 
 def span_of(offset: Any, sizes: Iterable[Any], strides: Iterable[Any]) -> Span | None:
-    """None unless all are numbers, and none of the strides is negative."""
+    """Return the span; None unless all are numbers, and none of the strides is negative."""
     dims = tuple((size, stride) for size, stride in zip(sizes, strides) if size != 1 and stride != 0)
     numbers = [offset, *(number for dim in dims for number in dim)]
     if not all(isinstance(n, int | sympy.Integer) and n >= 0 for n in numbers) or any(not size for size, _ in dims):
@@ -104,7 +106,7 @@ class Access:
 
 
 def accesses(node: BaseSchedulerNode, storage: Callable[[str], str]) -> Iterator[Access]:
-    """Of a scheduler node. `storage` names the buffer that an update in place updates."""
+    """Yield the accesses of a scheduler node. `storage` names the buffer that an update in place updates."""
     for part in node.get_nodes():
         mutated = {storage(name) for output in part.get_outputs() for name in output.get_mutations()}
         if isinstance(part.node, AsyncCopy):
@@ -142,7 +144,9 @@ def _span_of_layout(layout: ir.Layout) -> Span | None:
 
 
 def parts(known: Sequence[Span | None], written: Iterable[Span | None]) -> list[frozenset[int]] | None:
-    """For each known access the numbers of the parts that it touches; 0 is the rest. None if all touch a common one."""
+    """Return, for each known access, the numbers of the parts that it touches; 0 is the rest. None if all touch a
+    common one.
+    """
     groups: list[list[Span]] = []
 
     def met(span: Span) -> list[int]:

@@ -1,12 +1,12 @@
-"""The nodes that a pass over an FX graph makes, and the nodes that they replace.
+"""Log the nodes that a pass over an FX graph makes, and the nodes that they replace.
 
-A pass works in steps: it creates nodes, then replaces or erases those that they stand for. FX reports each event to
-hooks of the graph's module, so it is known of each new node which nodes it replaces:
+A pass works in steps: it creates nodes, then replaces or erases the old ones. FX reports each change to hooks of the
+graph's module, so the log knows of each new node which nodes it replaces:
 
 - the nodes whose readers it was given to, and what the same step erases of the same operands;
 - for a write in place, which nobody reads: the nodes that go in the same step and read the same values.
 
-A node that is made and replaced within the pass hands on what it replaced itself.
+Where a node is made and replaced within the pass, its replacement also replaces what that node had replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Step:
 
 
 class PassLog:
-    """Registers hooks on a graph's module until `close`."""
+    """The log of one pass over a graph. Its hooks are registered on the graph's module until `close`."""
 
     def __init__(self, gm: GraphModule, before: dict[Node, Placed]) -> None:
         self.before = before
@@ -51,13 +51,13 @@ class PassLog:
         self._step_of: dict[Node, _Step] = {}  # of a node that the pass made
         self._inputs: dict[Node, frozenset[Node]] = {}  # of a node that the pass made and erased
         self._heirs: dict[Node, dict[Node, None]] = {}  # replaced node -> what its readers were given
-        self._given: dict[Node, dict[Node, None]] = {}  # the same, from what they were given
+        self._given: dict[Node, dict[Node, None]] = {}  # what readers were given -> replaced nodes
         self._names = {node.name: node for node in before}
         self._hooks = self._register()
 
     @staticmethod
     def of(graph: Graph) -> PassLog | None:
-        """The open log of a graph's module."""
+        """Return the open log of a graph's module."""
         return None if graph.owning_module is None else _open.get(graph.owning_module)
 
     def _register(self) -> tuple[Callable[..., None], ...]:
@@ -100,7 +100,7 @@ class PassLog:
         self._unregister(self._gm)
 
     def replaced(self, graph: Graph) -> dict[Node, list[Node]]:
-        """The new operations, each with the nodes from before the pass that it replaces."""
+        """Return the new operations, each with the nodes from before the pass that it replaces."""
         left = set(graph.nodes)
         new = [node for node in graph.nodes if node not in self.before and node.op == "call_function"]
         return {node: list(self._origins(node, left, {node})) for node in new}
@@ -120,7 +120,9 @@ class PassLog:
                     yield from self._origins(old, left, seen)
 
     def _erased_with(self, node: Node, left: set[Node]) -> list[Node]:
-        """Operations that the step erases without giving their readers anything else: the new node does their work."""
+        """Return the operations that the step erases without giving their readers anything else: the new node does
+        their work.
+        """
         erased = [old for old in self._step_of[node].erased if old not in left and old not in self._heirs]
         return self._that_read(erased, self._read(node))
 
@@ -153,7 +155,7 @@ def _hook_lists(gm: GraphModule) -> tuple[list[Callable[..., Any]], ...]:
 
 
 def is_write(node: Node) -> bool:
-    """It writes in place, or nobody reads it: then it is there for what it writes."""
+    """True if the node writes in place, or nobody reads it: then it is there for what it writes."""
     schema = getattr(node.target, "_schema", None)
     return not node.users or (isinstance(schema, torch._C.FunctionSchema) and schema.is_mutable)
 

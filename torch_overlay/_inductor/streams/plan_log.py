@@ -1,4 +1,4 @@
-"""Observers of stream plans: tools and tests see each plan as it is made."""
+"""Publish each stream plan, as it is made, to observers: tools and tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _observers: list[Callable[[Plan], None]] = []
 
 
 def subscribe(observer: Callable[[Plan], None]) -> Callable[[], None]:
-    """Call `observer` with every plan from now on; the result ends that."""
+    """Call `observer` with every plan from now on; the function returned ends that."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 

@@ -1,4 +1,4 @@
-"""Regions of a schedule with their plans, and which graphs have any."""
+"""Plan the regions of a schedule, and decide which graphs need a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Region:
-    """A planned list of scheduler nodes: its plan, and the plan's operation of each node."""
+    """A planned list of scheduler nodes: its plan, and for each node the index of its operation in the plan."""
 
     plan: Plan
     index: dict[BaseSchedulerNode, int]
@@ -40,12 +40,12 @@ class Region:
     numbers: dict[int, int]
     private: frozenset[int]  # streams that only this call sees
     enclosed: bool
-    concerned: frozenset[int]  # streams of the user whose order, or whose memory, it has to do with
+    concerned: frozenset[int]  # user streams whose order or memory the region affects
 
 
 def needs_plan(scheduler: Scheduler) -> bool:
     """True if a node of the graph runs on a side stream, carries a boundary token, or belongs to the user's stream
-    program, if an input that the graph frees may be a side stream's memory, or if the host computes beside copies for
+    program; if an input that the graph frees may be a side stream's memory; or if the host computes beside copies for
     which it doesn't wait.
     """
     notes = notes_of(scheduler)

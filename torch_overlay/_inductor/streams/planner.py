@@ -1,14 +1,15 @@
-"""Which events order a schedule whose operations run on several streams.
+"""Derive the events that order a schedule whose operations run on several streams.
 
 Note [Streams are placement, dependencies are order] ---------------------------------------------------- Inside one
 compiled region the graph is functional, so the only order that a program can observe is data dependence: a read after
 the write that it needs, a write after the reads and writes that it must not overtake. The stream of an operation says
-where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through
-the compiler as operations. They are read once, in program order, to find what the region owes to the outside (see
-`streams.placement`), and the events that the generated code needs are derived here, on the final schedule, after
-fusion and reordering, from the buffers that each operation reads and writes.
+where it runs, not when. The waits and records that a user wrote inside the region are therefore not carried through the
+compiler as operations. They are read once, in program order, to find the order that the caller may rely on (see
+`streams.placement`), and the events that the generated code needs are derived here, on the final schedule, after fusion
+and reordering, from the buffers that each operation reads and writes.
 
-What the outside owes and is owed are *boundary effects*, written as tokens on operations:
+The order between the region's operations and the caller's work is given by *boundary effects*, written as tokens on
+operations:
 
     after = {s0}        this operation runs after the work that stream 0 held when the region was entered
     after = {e5}        ... after the caller's event 5
@@ -18,12 +19,11 @@ What the outside owes and is owed are *boundary effects*, written as tokens on o
     before = {c3}       copy 3, for which the host waits, comes after this operation
 
 The plan is sound: any two operations that touch one buffer, one of them writing, are ordered. It is minimal: without
-any one of its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector
-clocks are exact here, because each stream is a total order; an event is emitted only where the clocks do not imply
-the order yet; and among the predecessors of one operation those that another one implies are dropped before any is
-emitted.
+any one of its waits, some pair, or some boundary effect, is no longer ordered. Both hold by construction. Vector clocks
+are exact here, because each stream is a total order; an event is emitted only where the clocks do not imply the order
+yet; and a predecessor of an operation that another of its predecessors is ordered after gets no event.
 
-The module is a pure function on plain data. It imports no torch, and prints what it decided as a table.
+The module is a pure function on plain data. It imports no torch, and can print a plan as a table.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Op:
     """One launch of the final schedule.
 
     `stream` is a planner stream, `HOST`, or None for an operation that launches nothing and only names storage (a
-    concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when
-    the work is done. `requires` are the tokens whose carriers (`Op.before`) must be ordered before this operation: it
-    makes a boundary effect happen. An operation of the host that `waits` does the waiting for them itself (it
-    synchronises with the device or with an event), and for what is in `after`. `order_after` names operations that this
-    one must be ordered after though it needs nothing of theirs: so that memory which they use can be freed here.
-    `rerecords` is the token of the caller's event that this operation records anew.
+    concatenation of buffers that were written in place). `blocking` says that the host returns from the launch when the
+    work is done. `requires` are the tokens of the boundary effects that this operation makes happen: every operation
+    that has one of them in its `before` must be ordered before this one. A host operation with `waits` set waits itself
+    for those operations and for the tokens in `after` (it synchronises with the device or with an event). `order_after`
+    names operations that this one must be ordered after although it uses none of their results, so that memory which
+    they use can be freed here. `rerecords` is the token of the caller's event that this operation records anew.
     """
 
     name: str
@@ -79,14 +79,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that the region is responsible for.
+    """A block of memory that the region allocates, or gets as an input and may free.
 
-    `stream` is the stream whose memory the block comes from. `fresh` memory is allocated in the region, at its first
-    write; the rest came in as an input and is freed. `views` are the names under which parts of it are written
-    one by one. `saved_on` is another stream whose memory a block that came in may be: the block is freed when both
-    streams are ordered after every access. With `settles` that stream, or else the block's own stream, is ordered so
-    at the exit in any case. `size` is in bytes; what `leaves` is handed to the caller. These two are for the account of
-    memory (`streams.memory_report`).
+    `stream` is the stream that the block was allocated on. `fresh` memory is allocated in the region, at its first
+    write; other memory came in as an input. `views` are the names under which ranges of it are written one by one.
+    `saved_on` is another stream that an input's block may have been allocated on: the block is freed when both streams
+    are ordered after every access. With `settles`, `saved_on` (or `stream`, if `saved_on` is None) is ordered after
+    every access at the exit in any case. `size` is in bytes; a buffer that `leaves` is returned to the caller. These
+    two serve the memory report (`streams.memory_report`).
     """
 
     name: str
@@ -101,8 +101,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Event:
-    """Recorded on `stream` right after operation `after` (or at `ENTRY`), waited on at each `(operation, stream)` of
-    `waits`.
+    """An event, recorded on `stream` right after operation `after` (or at `ENTRY`), waited on at each `(operation,
+    stream)` of `waits`.
 
     An operation index equal to the number of operations means the exit of the region; a wait on `HOST` blocks the host.
     """
@@ -124,14 +124,15 @@ class BoundaryWait:
 
 @dataclass(frozen=True)
 class Plan:
-    """Events, waits on the caller's events, and when memory that several streams touched may be freed.
+    """The planner's result: events, waits on the caller's events, and when memory that several streams touched may be
+    freed.
 
     `release[buffer]` is the operation after whose waits the buffer's own stream is ordered after every access;
-    `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their
-    last use. `unordered_at_exit` are the buffers whose stream is not ordered after their foreign accesses even
-    there, because the user never asked for it: they are freed as eager frees them. `uses` are the operations
-    that touch a buffer. `known`: see `plan_streams`. `after_caller` are the streams that are ordered at the exit after
-    all that the caller's stream is.
+    `len(ops)` means not before the exit of the region. Buffers that are not listed may be freed right after their last
+    use. `unordered_at_exit` are the buffers whose stream is not even at the exit ordered after the accesses by other
+    streams, because the user never asked for that order: they are freed as eager frees them. `uses` are the operations
+    that touch a buffer. `known`: see `plan_streams`. `after_caller` are the streams that, at the exit, are ordered
+    after everything that the caller's stream is ordered after.
     """
 
     ops: tuple[Op, ...]
@@ -151,7 +152,7 @@ class Plan:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Planner streams in use, ascending, without the host."""
+        """Return the planner streams in use, ascending, without the host."""
         used = {op.stream for op in self.ops if op.stream is not None and op.stream != HOST}
         for event in self.events:
             used.add(event.stream)
@@ -166,9 +167,7 @@ class Plan:
         return [(e, stream) for e in self.events for at, stream in e.waits if at == position]
 
     def table(self) -> str:
-        """The plan as fixed-width text: one row an operation, with what is waited for before it and recorded after
-        it.
-        """
+        """Return the plan as fixed-width text: one row an operation, with the waits before and the records after it."""
         rows = [("", "stream", "operation", "waits before", "records after")]
 
         def label(stream: int | None) -> str:
@@ -199,7 +198,7 @@ class Plan:
 
 
 class _Clock:
-    """What a point of a stream is ordered after: a position per stream, and boundary tokens."""
+    """A vector clock: the position per stream, and the boundary tokens, that a point of a stream is ordered after."""
 
     __slots__ = ("seen", "tokens")
 
@@ -221,7 +220,7 @@ class _Clock:
 
 
 EarlyWait: TypeAlias = "tuple[Token, int]"
-"""The token of a caller's event, and a stream that waits for it where the region records the event anew."""
+"""The token of a caller's event, and a stream that must wait for the event before the region records it anew."""
 
 
 class _Planner:
@@ -268,14 +267,16 @@ class _Planner:
         return self.members.get(name, frozenset((name,)))
 
     def needed(self, stream: int, predecessors: Iterable[int]) -> list[int]:
-        """Those that `stream` has to wait for: the latest of each stream, unless another one is ordered after it."""
+        """Return the predecessors that `stream` has to wait for: the latest of each other stream, unless another of
+        these is ordered after it.
+        """
         clock = self.clock(stream)
         latest: dict[int, int] = {}
         for i in predecessors:
             p = self.ops[i].stream
             if p is None or p == stream or clock.covers(p, i):
                 continue
-            if p == HOST:  # launched later than it was done
+            if p == HOST:  # the host's operation was done before this launch
                 continue
             latest[p] = max(latest.get(p, -1), i)
 
@@ -303,7 +304,7 @@ class _Planner:
             clock.join(known)
         wanted = set(tokens) - clock.tokens
         for token in sorted(wanted, key=lambda token: (-len(wanted & self.implied(token)), token)):
-            if token in clock.tokens:  # another stream had waited for it
+            if token in clock.tokens:  # implied by the token of a stream that had waited for it
                 continue
             source = token.stream
             if source is None:
@@ -327,8 +328,8 @@ class _Planner:
         return found
 
     def latest_state(self, stream: int) -> int | None:
-        """The stream's latest operation after which a block may have come free that was in use before it: not a record
-        for which the stream waits for nothing new. None: the state at the entry is the latest.
+        """Return the stream's latest operation at which a block that was in use before may have become free. A record
+        before which the stream waits for nothing new frees no block. None: nothing became free since the entry.
         """
         own = self.on_stream[stream]
         for i, previous in zip(reversed(own), (*reversed(own[:-1]), None)):
@@ -343,8 +344,8 @@ class _Planner:
         return None
 
     def allocation_order(self, op: Op, stream: int) -> tuple[set[int], set[Token]]:
-        """A block taken from another stream's memory is this operation's only after what that stream did with it
-        before.
+        """Return the operations and tokens that `op` must be ordered after because it first writes blocks allocated on
+        other streams, which may have used those blocks before.
         """
         found: set[int] = set()
         tokens: set[Token] = set()
@@ -362,10 +363,11 @@ class _Planner:
         return found, tokens
 
     def awaited_next(self, here: int, op: Op) -> set[int]:
-        """What the next operation of the stream waits for on the streams that this one must be ordered after.
+        """Return the operations that the stream's next operation waits for, on the streams that `op` must be ordered
+        after.
 
-        An operation that only fills memory needs nothing that is computed, but the state of the caller in which that
-        memory became free. To wait for both at once takes no event of its own, and a fill is short.
+        `op` only fills memory: it needs no computed value, only the caller's state in which that memory became free.
+        Waiting for both at once takes no event of its own, and a fill is short.
         """
         following = self.ops[here + 1] if here + 1 < len(self.ops) else None
         if op.stream is None or following is None or following.stream != op.stream:
@@ -438,7 +440,7 @@ class _Planner:
                 owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
                 predecessors.setdefault(owner, set()).update(self.uses(buffer))
         for stream in sorted(predecessors):
-            if HOST in self.clocks:  # what the caller launches there comes after what the host has waited for
+            if HOST in self.clocks:  # the caller's next launch comes after what the host has waited for
                 self.clock(stream).join(self.clocks[HOST])
             self.order_after(len(self.ops), stream, predecessors[stream], promised.get(stream, frozenset()))
 
@@ -470,7 +472,10 @@ class _Planner:
         release: dict[str, int],
         unordered: set[str],
     ) -> None:
-        """Free `name` no earlier than `owner` is ordered after the accesses of other streams; from then on it is."""
+        """Note in `release` the first operation, if it comes after the last use, at which `owner` is ordered after the
+        accesses of other streams: `name` is freed no earlier. Add `name` to `unordered` if `owner` is not ordered so
+        even at the exit.
+        """
         own = self.on_stream[owner]
         position = next((i for i in own if self.covers_all(self.at[i], foreign)), len(self.ops))
         if position > last:
@@ -524,7 +529,7 @@ def plan_streams(
 ) -> Plan:
     """Derive the events that order `ops`, given in launch order.
 
-    `buffers` is the memory that the region allocates or gives back; what is not listed belongs to the caller.
+    `buffers` is the memory that the region allocates or frees; memory that is not listed belongs to the caller.
     `promised` says which of the caller's states (tokens) a stream must be ordered after when the region is left,
     whether or not an operation needs them. `known` are the states of other streams that a stream had waited for before
     the region was entered.
@@ -535,7 +540,7 @@ def plan_streams(
     while (late := _late_wait(plan)) is not None:
         early |= {late}
         plan = _Planner(ops, buffers, early, known).run(promises)
-    for wait in sorted(early):  # others may bring what it waits for
+    for wait in sorted(early):  # drop those that the others make unnecessary
         fewer = _Planner(ops, buffers, early - {wait}, known).run(promises)
         if _late_wait(fewer) is None:
             early, plan = early - {wait}, fewer
@@ -543,7 +548,9 @@ def plan_streams(
 
 
 def _late_wait(plan: Plan) -> EarlyWait | None:
-    """The first wait for an event that the region has recorded anew by then, so that it is another state."""
+    """Return the first wait for a caller's event that comes after the region has recorded the event anew: it would wait
+    for another state.
+    """
     renewed: dict[Token | None, int] = {}
     for here, op in enumerate(plan.ops):
         renewed.setdefault(op.rerecords, here)

@@ -1,12 +1,13 @@
-"""Profiler ranges among the launches of a graph.
+"""Keep profiler ranges in their place among the launches of a graph.
 
 Note [Ranges]
 A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark`
 (`_dynamo/range_ops.py`) are ordered on the host, and nothing on the device waits for them. When streams are placed,
-each node is told how many of these operations the program has before it (`number`). From then on an operation comes
-after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
-realized into buffers, in the scheduler. Kernels are so not fused across the end of a range. A kernel that computes
-nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data comes first.
+each node notes how many of these operations the program has before it (`number`). From then on an operation of a range
+comes after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
+realized into buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes
+nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence
+decides.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def is_range(node: torch.fx.Node) -> bool:
 
 
 def number(node: torch.fx.Node) -> int | None:
-    """How many operations of ranges come before the node; of such an operation its own place among them."""
+    """Return how many operations of ranges come before the node; for such an operation, its own place among them."""
     return fact_of(node).range
 
 
 def order(nodes: Sequence[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, torch.fx.Node]]:
-    """Pairs of nodes of which the first is to come before the second. Operations of ranges are in order themselves."""
+    """Yield pairs of nodes: the first must come before the second. Operations of ranges are already in order."""
     places = {number(n): n for n in nodes if is_range(n)}
     for node in nodes:
         known = number(node)
@@ -51,7 +52,7 @@ def order(nodes: Sequence[torch.fx.Node]) -> Iterator[tuple[torch.fx.Node, torch
 
 
 def realize_before(graph: Any, node: torch.fx.Node) -> None:
-    """What the program computes before the operation becomes buffers before it."""
+    """Realize what the program computes before the operation into buffers before it."""
     for earlier, value in graph.env.items():
         is_constant = earlier.op == "call_function" and not earlier.all_input_nodes
         if isinstance(value, ir.TensorBox) and earlier.op == "call_function" and not is_constant:
@@ -59,12 +60,12 @@ def realize_before(graph: Any, node: torch.fx.Node) -> None:
 
 
 def largest(origins: Iterable[torch.fx.Node]) -> int | None:
-    """The number of a kernel."""
+    """Return the number of a kernel: the largest of its origins' numbers."""
     return max((known for n in origins if not is_range(n) and (known := number(n)) is not None), default=None)
 
 
 def write(wrapper: Any, root: Any, node: Any) -> bool:
-    """A line of generated code: a direct call. False: the node is another operation."""
+    """Write an operation of a range as a direct call. False: the node is another operation."""
     overload = node.op_overload
     if overload not in RANGES:
         return False

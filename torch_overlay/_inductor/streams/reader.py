@@ -1,13 +1,13 @@
-"""From Inductor's final schedule to the planner's input.
+"""Read the planner's input from Inductor's final schedule.
 
-Reads what each scheduler node touches after fusion and reordering, where it was placed, and which boundary tokens its
-FX origins carry, and hands plain data to `plan_streams`. Names follow storage: a mutation writes the buffer that it
-mutates, a slice of a concatenation is a view of the buffer that owns the memory, an output of a multi-output kernel
-shares the kernel's storage.
+`RegionReader` reads what each scheduler node touches after fusion and reordering, where it was placed, and which
+boundary tokens its FX origins carry, and makes plain data of it for `plan_streams`. Names follow storage: a mutation
+writes the buffer that it mutates, a slice of a concatenation is a view of the buffer that owns the memory, an output of
+a multi-output kernel shares the kernel's storage.
 
-A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and whatever is
-launched after it is ordered after it by being launched later. A node that reads device memory from the CPU side (a
-copy to the host, `.item()`) runs on its stream.
+A node on the CPU is an operation of the host: it waits for the device by a host synchronisation, and an operation that
+is launched later is thereby ordered after it. A node that reads device memory from the CPU side (a copy to the host,
+`.item()`) runs on its stream.
 """
 
 from __future__ import annotations
@@ -60,16 +60,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Tokens:
-    """Boundary tokens per stream, for nodes whose FX origins lost theirs in some pass: they get all of their
-    stream's.
-    """
+    """Boundary tokens per stream. A node whose FX origins lost theirs in some pass gets all tokens of its stream."""
 
     after: dict[int, set[Token]] = field(default_factory=dict)
     before: dict[int, set[Token]] = field(default_factory=dict)
 
 
 def _kept_outputs() -> set[str]:
-    """The buffers that somebody has when the graph's code has returned."""
+    """Return the buffers that are still held when the graph's code has returned."""
     graph: Any = V.graph
     (output,) = graph.module.graph.find_nodes(op="output")
     nodes: Any = output.args[0]
@@ -86,8 +84,8 @@ class RegionReader:
     """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
 
     `enclosed` regions order themselves against the caller's stream alone: each side stream forks from it at the entry
-    and joins it at the exit. So it must be inside a captured graph, and where the rest of the user's program runs in
-    other regions.
+    and joins it at the exit. A region must be `enclosed` inside a captured graph, and where the rest of the user's
+    program runs in other regions.
     """
 
     def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:
@@ -98,10 +96,10 @@ class RegionReader:
         self.index: dict[BaseSchedulerNode, int] = {}
         self.writer_streams: dict[str, list[int]] = {}
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
-        self.owners: dict[str, str] = {}  # view -> buffer whose memory it is part of
+        self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
         self.known = _Tokens()
-        self.concerned: set[int] = set()  # streams of the user that run what an enclosed region does, or come after it
+        self.concerned: set[int] = set()  # user streams that an enclosed region runs on, or that come after it
         self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
@@ -109,10 +107,10 @@ class RegionReader:
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = notes_of(scheduler).awaited_stores
-        self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads in eager, too
-        self.handed_over: dict[int, Counter[int]] = {}  # and of how much of it eager hands to the caller
-        self.users: dict[str, list[int]] = {}  # buffer -> operations of which that is known
-        self.loaded: set[str] = set()  # written by a copy stream, in the caller's stream's memory
+        self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
+        self.handed_over: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream
+        self.users: dict[str, list[int]] = {}  # buffer -> the operations in `excused` that touch it
+        self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
         # The current stream of another device is registered under a number of its own; here it has the number of that
         # device.
         self.numbers = {
@@ -120,8 +118,8 @@ class RegionReader:
             for i in registry.describe()
             if i.origin == "current" and i.index != CALLERS_STREAM and i.device is not None
         }
-        # Streams that the frame makes and nobody else sees hold nothing at the entry of a forward, and nobody asks for
-        # their state at the exit. In a backward they hold what the forward left there.
+        # Private streams are made by the frame, and nobody else sees them: at the entry of a forward they hold no work,
+        # and nobody asks for their state at the exit. In a backward they hold the work that the forward launched there.
         self.private = set() if V.graph.is_backward else private_streams()
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
@@ -153,10 +151,11 @@ class RegionReader:
         return {t if t.stream is None else state(self.number(t.stream)) for t in tokens}
 
     def own_origins(self, node: BaseSchedulerNode) -> list[torch.fx.Node]:
-        """The FX nodes that this operation computes itself.
+        """Return the FX nodes that this operation computes itself.
 
-        Inductor's origins also name what produced an operation's inputs, on whatever stream; those promised for
-        themselves. A node that was inlined here and elsewhere counts for both, if it reads the caller's memory in both.
+        Inductor's origins also name the nodes that produced an operation's inputs, on whatever stream; the tokens of
+        those nodes belong to the operations that compute them. A node that was inlined here and elsewhere counts for
+        both operations, if it reads the caller's memory in both.
         """
         reads = {d.name for d in node.read_writes.reads}
         inherited = set().union(*(self.origins.get(name, set()) for name in reads))
@@ -167,12 +166,12 @@ class RegionReader:
         ]
 
     def tokens_of(self, node: BaseSchedulerNode, kind: Literal["after", "before"]) -> set[Token] | None:
-        """Tokens of the operation; None if no pass has kept any for it."""
+        """Return the tokens of the operation; None if no pass has kept any for it."""
         found: set[Token] | None = None
-        # What an operator realizes for itself, and the first half of a reduction in two, name it as their origin, too:
-        # both promise, then.
+        # A buffer that an operator realizes for itself, and the first half of a split reduction, name the operator as
+        # their origin, too: both operations have its tokens, then.
         own = self.own_origins(node) or list(fx_origins(node))
-        # A view launches nothing: what was promised of it is no promise of the kernel that reads through it.
+        # A view launches nothing: its tokens are not tokens of the kernel that reads through it.
         for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
             tokens = getattr(fact_of(origin), kind)
             if tokens is not None:
@@ -182,13 +181,15 @@ class RegionReader:
         return found
 
     def note_reads(self, node: BaseSchedulerNode) -> None:
-        """The streams of whose memory the next operation reads only what eager gives back like that, or hands to the
-        caller. Nothing is noted where no pass kept it. What an operator realizes for itself reads what that reads.
+        """Note in `excused` the streams of which the next operation reads only memory that eager frees whoever reads
+        it, or keeps as a result or for the backward; and in `handed_over` how many of the reads are of memory that
+        eager keeps. Nothing is noted where no pass kept the reads. A buffer that an operator realizes for itself has
+        the operator's reads.
         """
         own, here = self.own_origins(node) or list(fx_origins(node)), len(self.ops)
         known = [reads for n in own if (reads := fact_of(n).reads) is not None]
         if not known:
-            if own and all(map(is_view, own)):  # a view that is made into memory of its own reads what eager doesn't
+            if own and all(map(is_view, own)):  # a view that gets memory of its own is a read that eager doesn't have
                 self.excused[here] = set()
             return
         reads = set().union(*known)
@@ -220,7 +221,7 @@ class RegionReader:
         return frozenset(after - own), frozenset(before - own)
 
     def promised(self) -> dict[int, frozenset[Token]]:
-        """Per stream, the caller's states that it must be ordered after when the region is left."""
+        """Return, per stream, the caller's states that it must be ordered after when the region is left."""
         if self.enclosed:
             return {}
         blocking = {token for op in self.ops if op.blocking for token in op.requires}
@@ -233,7 +234,9 @@ class RegionReader:
         return promised
 
     def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
-        """True for memory that the caller holds during the call; with `outputs`, also what it gets from the call."""
+        """True if any of `names` is memory that the caller holds during the call, or, with `outputs`, gets from the
+        call.
+        """
         if not self.caller_memory.isdisjoint(names):
             return True
         return outputs and not self.output_memory.isdisjoint(names)
@@ -291,11 +294,11 @@ class RegionReader:
                 blocking = isinstance(node.node, ir.DynamicScalar)
         after, before = self.tokens(node, stream, gpu)
         if self.enclosed and not gpu and self.reads_download(node):
-            after |= {CALLER}  # the host waits for all that other regions have done
+            after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
-        # gave back while another stream still read it, before what the user waited for.
+        # freed while another stream still read it; that read comes before the work that the user waited for.
         if not self.enclosed and not self.touches_caller_memory(reads | writes, outputs=True):
-            # Nobody outside sees it, until its memory is freed (`drop_inner_promises`).
+            # Nobody outside sees the operation, until its memory is freed (`drop_inner_promises`).
             self.inner.add(len(self.ops))
         if gpu:
             self.note_reads(node)
@@ -316,15 +319,17 @@ class RegionReader:
         )
 
     def blocks_host(self, copy: BaseSchedulerNode) -> bool:
-        """It is between host and device, and not of a number, which may be given to a kernel as an argument."""
+        """True if the copy is to the host, or uploads more than a number: a number may be passed to a kernel as an
+        argument.
+        """
         source: Any = copy.node.inputs[0]  # type: ignore[union-attr]
         if not is_gpu(copy.get_device()):
             return True
         return not is_gpu(source.get_device()) and bool(source.get_size())
 
     def reads_download(self, node: BaseSchedulerNode) -> bool:
-        """The host reads what a copy of another region brings from the device, and the user's program hasn't waited for
-        it.
+        """True if the host reads what a copy of another region brings from the device, and the user's program hasn't
+        waited for that copy.
         """
         for read in node.read_writes.reads:
             buffer = self.scheduler.name_to_buf.get(read.name)
@@ -345,7 +350,7 @@ class RegionReader:
         return any(not promised.isdisjoint(required(n)) for n in between if stream_operation(n) is not None)
 
     def stream_program(self, node: BaseSchedulerNode, overload: torch._ops.OpOverload) -> Op:
-        """A record, synchronisation or query of the user's, carried out on the host at this place."""
+        """Return the operation of a user's record, synchronisation or query, carried out on the host at this place."""
         writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
         requires = required(node)
         after = self.tokens_of(node, "after") or set()
@@ -360,9 +365,9 @@ class RegionReader:
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
             if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
-                after = set()  # it waits for one of them
+                after = set()  # it waits for one device only
         if self.enclosed:
-            # What the user ordered before this lies in other regions, and all of them join the caller's stream.
+            # The operations that the user ordered before this are in other regions, and all join the caller's stream.
             after = (
                 {CALLER} if stream not in (HOST, CALLERS_STREAM) or after and kind == "synchronize_device" else set()
             )
@@ -397,8 +402,8 @@ class RegionReader:
         self.name_parts()
 
     def name_parts(self) -> None:
-        """Operations on disjoint parts of a buffer, on several streams, touch parts by names of their own
-        (`streams.parts`).
+        """Give disjoint ranges of a buffer names of their own (`streams.parts`), where operations on several streams
+        touch them.
         """
         users: dict[str, set[int]] = {}  # buffer -> operations that launch something
         whole: set[str] = set()  # buffers that also go by other names, or may be copied
@@ -409,7 +414,7 @@ class RegionReader:
             elif op.reads:
                 whole |= op.reads | op.writes
         graph: Any = V.graph
-        # Of these, an aligned copy is made and written back as a whole.
+        # If such an input is not aligned, a copy of it is made, and written back as a whole.
         whole.update(graph.graph_input_names[i] for i in graph.inputs_to_check or ())
         found = [(i, a) for node, i in self.index.items() for a in accesses(node, self.storage)]
         for name in {a.storage for _, a in found if a.writes and a.span is not None} - whole:

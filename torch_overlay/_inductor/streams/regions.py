@@ -1,9 +1,9 @@
-"""Which lists of nodes are planned on their own, and what joins them.
+"""Plan and generate the regions of a compiled graph, and the code around them that orders the caller's streams.
 
 Without CUDA graphs a compiled graph is one region: its boundary is the caller's. With CUDA graphs each partition is
 captured by itself, so it forks its side streams from the caller's stream and joins them again, and so do the nodes
-between partitions; the order that the caller's streams had before and expect afterwards is made once around all of
-them, outside every captured graph.
+between partitions; the waits that order the caller's streams before and after the call are generated once around all
+regions, outside every captured graph.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnsupportedStreams(RuntimeError):
 
 
 def _is_enclosed() -> bool:
-    """The region isn't the whole of what the caller calls."""
+    """True if the region isn't all of the code that the caller calls."""
     return inductor_config.triton.cudagraphs or _is_partition() or V.graph.name is not None
 
 
@@ -85,7 +85,7 @@ def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseS
     region = plan_region(scheduler, nodes, _is_enclosed(), known)
     _note_known(scheduler, known, region)
     emitter = RegionEmitter(scheduler, region)
-    # What an earlier region allocated stays its stream's memory.
+    # A buffer that an earlier region allocated remains its stream's memory.
     notes = notes_of(scheduler)
     notes.memory = {**region.plan.memory, **(notes.memory or {})}
     outer, notes.region = notes.region, emitter
@@ -102,15 +102,17 @@ def _is_partition() -> bool:
 
 
 def _known_at_entry(scheduler: Any) -> Mapping[int, frozenset[Token]]:
-    """Which states of other streams the streams have waited for when a region between or inside of partitions begins. A
-    captured graph forks its side streams itself.
+    """Return the states of other streams that each stream has waited for when a region between or inside of partitions
+    begins. A captured graph forks its side streams itself.
     """
     known = notes_of(scheduler).known if V.graph.name is None else {}
     return {CALLERS_STREAM: known[CALLERS_STREAM]} if known and _is_partition() else known
 
 
 def _note_known(scheduler: Any, known: Mapping[int, frozenset[Token]], region: Region) -> None:
-    """What a graph does, the caller's stream has done when it has been launched."""
+    """Note which states the streams have waited for after the region. A graph's work is the caller's stream's work once
+    the graph has been launched.
+    """
     if known:
         ordered = frozenset() if _is_partition() else region.plan.after_caller
         joined = known[CALLERS_STREAM]
@@ -124,7 +126,7 @@ def _note_known(scheduler: Any, known: Mapping[int, frozenset[Token]], region: R
 
 
 def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
-    """The user's streams in the graph, and the caller's events that some node waits for."""
+    """Return the user's streams in the graph, and the caller's events that some node waits for."""
     streams: set[int] = set()
     events: set[int] = set()
     for node in scheduler.nodes:
@@ -146,22 +148,22 @@ def _outside(scheduler: Any) -> tuple[list[int], list[int]]:
 
 
 def _left_behind(streams: Collection[int]) -> list[int]:
-    """Other streams of the user that a backward orders when it is left: what the forward saved in their memory is freed
-    in it, or gradients passed through them.
+    """Return the other streams of the user that a backward orders at its exit, because it frees memory that the forward
+    saved on them, or because gradients passed through them.
     """
     engine = {end.stream for end in leaving()} - {CALLERS_STREAM} if V.graph.is_backward else set()
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
 def _nested_streams() -> list[int]:
-    """The user's streams inside of nested regions, which fork from the stream of the node that calls them."""
+    """Return the user's streams inside of nested regions, which fork from the stream of the node that calls them."""
     bodies = [m for m in V.graph.module.modules() if isinstance(m, torch.fx.GraphModule) and m is not V.graph.module]
     return sorted({stream for body in bodies for node in body.graph.nodes if (stream := node_stream(node))})
 
 
 def _lent_results() -> dict[str, list[int]]:
-    """Of what a captured graph returns: the streams that its memory waits for in eager. A relaunch allocates it on the
-    current stream.
+    """Return, for the results of a captured graph, the streams that their memory waits for in eager. A relaunch
+    allocates the results on the current stream.
     """
     if config.cudagraphs != "relaunch" or V.graph.name is not None:
         return {}
@@ -171,7 +173,9 @@ def _lent_results() -> dict[str, list[int]]:
 
 
 def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
-    """Around captured partitions: the caller's stream takes over from the user's streams, and hands back."""
+    """Generate the order around captured partitions: at the entry the caller's stream waits for the user's streams and
+    events, and at the exit the user's streams wait for the caller's stream.
+    """
     if not (config.streams and inductor_config.triton.cudagraphs):
         return original(scheduler)
     if not needs_plan(scheduler) and not _nested_streams():
@@ -185,7 +189,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     wrapper: Any = V.graph.wrapper_code
     root: Any = root_of(wrapper)
     declare_runtime(root)
-    # Copies between devices are ordered by streams that are current there, which nobody need have named.
+    # Copies between devices are ordered by the devices' current streams, which the program need not have named.
     lent = _lent_results()
     told = {s for owners in lent.values() for s in owners}.difference(streams, left)
     used = (*streams, *left, *sorted(told))
@@ -235,12 +239,12 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
 
 
 def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:
-    """Records that the caller can see, host synchronisation and queries happen at each call: never inside a captured
-    graph.
+    """Return why the graph is partitioned at a node, or None. Records that the caller can see, host synchronisations
+    and queries happen at each call: never inside a captured graph.
     """
     reason = original(scheduler, node)
     if reason == CROSS_DEVICE and is_copy(node) and config.cudagraphs == "relaunch":
-        return None  # the host's side is a slab, which stays where it is
+        return None  # the host's side is a slab, whose address doesn't change
     if reason is None and config.streams:
         if (overload := stream_operation(node)) is not None:
             return f"stream operation {overload}"
@@ -250,9 +254,10 @@ def should_partition(original: Callable[..., str | None], scheduler: Any, node: 
 
 
 def _has_several_devices(scheduler: Any) -> bool:
-    """CUDA graphs are refused then, and a partition that changes the device would be generated wrong: upstream leaves
-    the guard of the partition's device, which stands around the call of the partition, inside of it. The caller's
-    device counts, too: its stream would be forked from and joined inside of a capture on the other one.
+    """True if the nodes and the caller's current device make several devices. CUDA graphs are refused then, and a
+    partition that changes the device would be generated wrong: upstream exits the guard of the partition's device,
+    which stands around the call of the partition, inside of the partition. The caller's device counts, too: its stream
+    would be forked from and joined inside of a capture on the other device.
     """
     notes = notes_of(scheduler)
     if notes.has_several_devices is None:

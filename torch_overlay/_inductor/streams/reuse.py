@@ -1,9 +1,10 @@
-"""One stream's memory for another one's buffers, in calls that keep to one stream.
+"""Reuse one stream's memory for another stream's buffers, in calls that keep to one stream.
 
 Buffers of different streams never share memory, so a region with streams allocates more than the same region without:
-eight experts make ten allocations instead of three, a microsecond each. In a call that follows one stream
-(Note [Streams can't pay on an idle device]) a buffer may take the memory of any that was freed before, whatever their
-streams. So where the plan allocates, and a fitting buffer of another stream has been freed, both are written down:
+eight experts make ten allocations instead of three, a microsecond each. In a call that follows one stream (Note
+[Streams can't pay on an idle device]) a buffer may take the memory of any buffer that was freed before, whatever their
+streams. So where the plan allocates, and a fitting buffer of another stream has been freed, the code has both the
+allocation and the reuse:
 
     if multi_stream: del buf1
     ...
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class IfMultiStream(upstream.WrapperLine):
-    """A line of the memory plan that only a call on several streams carries out; `other` is for the rest."""
+    """A line of the memory plan that only a call on several streams runs; other calls run `other`."""
 
     multi_stream: str
     line: Any
@@ -46,7 +47,7 @@ class IfMultiStream(upstream.WrapperLine):
 
 
 def _key(buffer: Any) -> tuple[Any, ...] | None:
-    """What two buffers must have in common, for one to take the other's place as it is."""
+    """Return what two buffers must have in common for one to take the other's place as it is; None if none can."""
     layout = buffer.get_output_spec()
     if type(layout) not in (ir.FixedLayout, ir.FlexibleLayout) or buffer.get_device().type == "cpu":
         return None
@@ -57,13 +58,15 @@ def _key(buffer: Any) -> tuple[Any, ...] | None:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Upstream's rule: keeping the old buffer until then must not raise the peak."""
+    """True by upstream's rule: keeping the old buffer until then must not raise the peak."""
     size = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(new.node), fallback=0)
     return new.should_reuse_buffer(old, size * new.node.get_dtype().itemsize)
 
 
 def share_when_following(lines: Iterable[Any], multi_stream: str) -> dict[int, IfMultiStream]:
-    """What replaces lines of one region, by the id of the line. The lines have been through memory planning."""
+    """Return the replacements of lines of one region, by the id of the line. The lines have been through memory
+    planning.
+    """
     free: dict[tuple[Any, ...], list[Any]] = {}
     found: dict[int, IfMultiStream] = {}
     if not inductor_config.allow_buffer_reuse:

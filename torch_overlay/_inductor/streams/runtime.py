@@ -1,4 +1,4 @@
-"""What generated code calls at run time for a region with streams.
+"""Enter and leave a region with streams: the functions that generated code calls at run time.
 
     _region0 = region(device=0, streams={"stream0": "cuda:0", "stream1": 1}, events=2, exit=...,
                       entry=(("record", "ev0", "stream0"), ("wait", "ev0", "stream1")), returns=("stream1_raw",))
@@ -8,10 +8,10 @@
     frame0.leave()
 
 `enter` looks the streams up (a number is an index into the table of the running graph, "cuda:0" the current stream of
-that device), records and waits as `entry` says, in its order, and returns the frame of this call and what the code
-between uses; `leave` does what the region owes to the caller's streams. Events belong to the compiled module: a call
-takes a frame, with a set of them, and gives it back when it leaves, so two threads, or a call inside a call, never
-share one; a call that raises only leaves its frame to be collected.
+that device), records and waits as `entry` says, in its order, and returns the frame of this call and the streams and
+events that the code between uses; `leave` records and waits as `exit` says. Events belong to the compiled module: a
+call takes a frame, with a set of events, and returns it when it leaves, so two threads, or a call inside a call, never
+share a frame; the frame of a call that raises is garbage-collected.
 
 On one device a region and its events are C (`csrc/region.c`, `csrc/events.c`), which take the raw handles of streams
 that generated code has anyway: `torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third,
@@ -19,17 +19,17 @@ and a fork and a join of eight streams is 25 such calls. Such an event orders st
 devices is a torch.Event (`EventRegion`).
 
 Note [Boundary events under the caller's capture]
-When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a stream
-that is. What another stream held before that is no part of the graph, and waiting for it would end the capture: such
-a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the caller's stream when the
-region is left would be part of the capture and never joined: it is joined at once (`wait_exit`), so that it stands as
-eager leaves a stream that was forked and joined.
+When the caller captures a CUDA graph, a stream is part of the capture from the moment at which it waits for a captured
+stream. Work that another stream held before that is no part of the graph, and waiting for it would end the capture:
+such a wait is skipped (`record_entry`, `wait_entry`). And a stream that is made to wait for the caller's stream when
+the region is left would be part of the capture and never joined: it is joined at once (`wait_exit`), so that it is in
+the state in which eager leaves a stream that was forked and joined.
 
 Note [Streams that hold nothing]
 Where several streams wait for what the caller's stream held at the entry, `record_busy` asks first whether it holds
-anything at all. On a device that waits for its host it doesn't, and then there is nothing to record and to wait for. A
-kernel after a wait costs the host about a microsecond more than one that isn't. The question itself costs as much for
-a stream that has just come to rest, so a side stream is not asked: a record and a wait are cheaper.
+anything at all. If the device waits for its host, the stream holds nothing, and there is nothing to record and to wait
+for. A kernel after a wait costs the host about a microsecond more than one without. The query itself costs as much for
+a stream that has just become idle, so a side stream is not queried: a record and a wait are cheaper.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
-ALIGNMENT = 16  # bytes: what Inductor takes inputs to be aligned to
+ALIGNMENT = 16  # bytes: the alignment of inputs that Inductor assumes
 
 set_stream = torch._C._accelerator_setStream
-"""Makes a stream the current one of its device, and its device the current one: inside a device guard that is no
-change.
+"""Make a stream the current one of its device, and its device the current one: inside that device's guard this changes
+no device.
 """
 
 
 def restore_stream(stream: torch.Stream) -> None:
-    """Makes a stream the current one of its device, and leaves the current device alone."""
+    """Make a stream the current one of its device, and leave the current device alone."""
     device = torch._C._cuda_getDevice()
     set_stream(stream)
     if device != stream.device_index:
@@ -68,8 +68,8 @@ def restore_stream(stream: torch.Stream) -> None:
 
 
 def aligned(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
-    """The tensor, or an aligned copy of it that is made on the stream. None, which `enter` hands out where a call keeps
-    to the caller's stream, is the current one.
+    """Return the tensor, or an aligned copy of it that is made on the stream. A stream of None, which `enter` returns
+    where a call keeps to the caller's stream, is the current one.
     """
     if not tensor.data_ptr() % ALIGNMENT:
         return tensor
@@ -84,7 +84,7 @@ def write_back(target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.St
 
 
 def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
-    """The torch.cuda.Stream of a device-agnostic torch.Stream, which doesn't show its handle."""
+    """Return the torch.cuda.Stream of a device-agnostic torch.Stream, which doesn't show its handle."""
     key = (stream.stream_id, stream.device_index, stream.device_type)
     found = objects._stream_objects.get(key)
     if found is None:
@@ -94,7 +94,7 @@ def _as_cuda_stream(stream: torch.Stream) -> torch.Stream:
 
 
 def resolve(found: Any) -> Any:
-    """What an entry of a graph's table stands for: a torch.cuda.Stream, or an event."""
+    """Return what an entry of a graph's table stands for: a torch.cuda.Stream, or an event."""
     if type(found) is Owned:
         found = found.resolve()
     elif type(found) is int:
@@ -106,9 +106,9 @@ def align(*streams: torch.Stream) -> None:
     """Order all the streams after one another.
 
     Note [Streams that turn out to be one]
-    The plan takes the streams that the caller has for different ones, and none for its current one, as they were when
-    the function was compiled. Where two of them are one stream in some call, a promise to one is a promise to the
-    other: the call orders them fully at its entry and exit instead.
+    The plan assumes that the user's streams differ from each other and from the caller's current stream, as they did
+    when the function was compiled. Where two of them are one stream in some call, an order that holds for one has to
+    hold for the other: such a call orders all of them fully at its entry and exit instead.
     """
     if torch.cuda.is_current_stream_capturing():
         return
@@ -144,7 +144,7 @@ class Spec:
         return int(name[2:].partition("_")[0])
 
     def aliased(self, entering: bool) -> None:
-        """Two of the streams are one in this call: Note [Streams that turn out to be one]."""
+        """Order the streams of a call in which two of them are one: Note [Streams that turn out to be one]."""
         align(*map(self.find, self.distinct))
         if entering:
             for event in self.waits_again:
@@ -179,7 +179,7 @@ class EventFrame:
         self.run(self.region.spec.exit)
 
     def handle(self, stream: str) -> Any:
-        """What the events take for a stream."""
+        """Return what the events take for a stream."""
         return self.streams[stream]
 
     def run(self, operations: Sequence[tuple[str, str, str]]) -> None:
@@ -205,7 +205,7 @@ class EventFrame:
 
 
 class EventRegion:
-    """A region by torch.Events, which order streams of several devices."""
+    """A region that uses torch.Event, which orders streams of several devices."""
 
     frame = EventFrame
 
@@ -223,7 +223,7 @@ class EventRegion:
 
 
 def native_region(spec: Spec) -> Any:
-    """The region of one device, in C. Raises `csrc.NotBuiltError`."""
+    """Make the region of one device, in C. Raises `csrc.NotBuiltError`."""
     slots = {name: slot for slot, name in enumerate(spec.streams)}
 
     def operations(chosen: Sequence[tuple[str, str, str]]) -> tuple[tuple[str, int, int], ...]:
@@ -281,11 +281,11 @@ def region(
     records_again: Sequence[tuple[str, str]] = (),
     idle_streams: Sequence[str] | None = None,
 ) -> Region:
-    """The region of a generated module.
+    """Make the region of a generated module.
 
     `streams` maps names to indices of the running graph's table, or to "cuda:N", the current stream of that device;
     where one of the latter is used by `exit`, it comes first. `objects` are events of the caller. `distinct` are the
-    streams that the plan took for different ones; where two of them are one in a call, all are ordered after one
+    streams that the plan assumes to be different; where two of them are one in a call, all are ordered after one
     another, the first waits again for `waits_again`, and `records_again` (event, stream) are repeated at the end. With
     `idle_streams`, a call that finds these streams and the first one idle runs on the first one, and `multi_stream` is
     False.

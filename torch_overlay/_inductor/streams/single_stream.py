@@ -1,14 +1,14 @@
-"""Regions that keep to one stream while the device waits for its host.
+"""Find the regions that keep to one stream while the device waits for its host.
 
 Note [Streams can't pay on an idle device]
-A kernel that needs less device time than the host needs to launch the next one has ended when that one arrives: on
-whatever streams they are, two such kernels never run side by side. Only the cost of the streams is left, some 35 us of
-217 for eight experts of three kernels each (switches of the current stream, records and waits, kernels behind a wait,
-memory that no two streams share). While the device is behind its host, the same kernels do run side by side. Which of
-the two it is can be asked when the region is entered: if the caller's stream and the side streams hold nothing, `enter`
-hands the caller's stream out for each of them, and the region's records, waits and switches are left out
-(`multi_stream` is False). The side streams are ordered before it when it is entered, or hold nothing, and behind it
-when it is left. The launches, their order and the memory plan are the same in both.
+A kernel that needs less device time than the host needs to launch the next one has ended when the next one arrives: on
+whatever streams they are, two such kernels never run side by side. Only the cost of the streams remains, some 35 us of
+217 for eight experts of three kernels each (switches of the current stream, records and waits, kernels after a wait,
+memory that no two streams share). While the device has a queue of launches, the same kernels do run side by side. Which
+of the two is the case can be queried when the region is entered: if the caller's stream and the side streams hold
+nothing, `enter` returns the caller's stream for each of them, and the region's records, waits and switches are left out
+(`multi_stream` is False). The side streams are ordered before the region when it is entered, or hold nothing, and after
+it when it is left. The launches, their order and the memory plan are the same in both cases.
 
 That is right for any region whose side streams fork from the caller's stream and join it; it can't lose where each
 kernel is short. A region with records or synchronisations of the user's, with events of the caller, with copies, or
@@ -39,14 +39,16 @@ if TYPE_CHECKING:
 
 
 def _is_forked_and_joined(node: BaseSchedulerNode) -> bool:
-    """The user forked what this node computes from the caller's stream, and joined it again."""
+    """True if the user forked what this node computes from the caller's stream, and joined it again."""
     facts = [fact_of(n) for n in fx_origins(node) if node_stream(n)]
     known = [fact for fact in facts if fact.is_placed]
     return bool(known) and all(CALLER in (fact.after or ()) and CALLER in fact.promises for fact in known)
 
 
 def _hands_out(region: Region) -> bool:
-    """The caller gets memory of a side stream, which it may use there and drop while that stream still reads it."""
+    """True if the caller gets memory of a side stream, which it may use there and drop while that stream still reads
+    it.
+    """
     graph: Any = V.graph
     for position in handed_out(graph.module.graph, graph.is_backward):
         output = graph.graph_outputs[position]

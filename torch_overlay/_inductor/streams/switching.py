@@ -1,4 +1,4 @@
-"""Where the current stream has to be switched in the finished lines of a wrapper.
+"""Insert switches of the current stream into the finished lines of a wrapper.
 
 After memory planning has decided which allocations remain, `switch_streams` walks the lines and switches the current
 stream only where a line reads it: an allocation, an extern kernel, a copy. Triton kernels get the raw handle of their
@@ -52,7 +52,7 @@ _INDIFFERENT = (
 
 
 def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
-    """The stream that must be current when this line runs; None if it doesn't matter."""
+    """Return the stream that must be current when this line runs; None if it doesn't matter."""
     if isinstance(line, IfMultiStream):
         line = line.line
     if isinstance(line, upstream.AllocateLine):
@@ -75,7 +75,7 @@ def _allocates_on(line: Any) -> int | None:
 
 
 def share_memory(lines: list[Any]) -> list[Any]:
-    """What calls do about memory that keep to one stream: see stream_reuse."""
+    """Replace lines so that calls that keep to one stream share memory between streams: see `streams.reuse`."""
     regions: list[RegionEmitter] = []
     inside: dict[RegionEmitter, list[Any]] = {}
     for line in lines:
@@ -92,7 +92,7 @@ def share_memory(lines: list[Any]) -> list[Any]:
 
 
 def switch_streams(lines: list[Any]) -> list[Any]:
-    """Insert the switches of the current stream, and hand launches the handle of their stream."""
+    """Insert the switches of the current stream, and give launches the handle of their stream."""
     out: list[Any] = []
     regions: list[dict[str, Any]] = []
     guards = 0
@@ -154,7 +154,7 @@ def _switch(out: list[Any], region: dict[str, Any], stream: int | None) -> None:
 
 
 def _restore(out: list[Any], region: dict[str, Any]) -> None:
-    """Give the caller its current streams back, also when a kernel raises."""
+    """Restore the caller's current streams at the region's end, also when a kernel raises."""
     if not region["current"]:
         return
     emitter = region["emitter"]

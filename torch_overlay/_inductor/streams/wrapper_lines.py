@@ -1,4 +1,4 @@
-"""Lines of Inductor's wrapper that a planned region adds, and statements of the module around them."""
+"""Define the lines of Inductor's wrapper that a planned region adds, and write the module's statements around them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_s
 
 @dataclasses.dataclass
 class StreamLine(upstream.WrapperLine):
-    """A statement on streams and events. It doesn't read the current stream."""
+    """A statement on streams and events, which doesn't read the current stream."""
 
     text: str
 
@@ -50,7 +50,7 @@ class EndRegion(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class OnStream(upstream.WrapperLine):
-    """The lines that follow belong to a node of this stream; None: to one of the host."""
+    """A mark: the lines that follow belong to a node of this stream; None: to a node of the host."""
 
     emitter: RegionEmitter
     stream: int | None
@@ -103,7 +103,7 @@ def root_of(wrapper: Any) -> Any:
 
 
 Operation = tuple[str, str, str]
-"""What a region does with an event and a stream at its boundary: ("wait", "ev0", "stream1")."""
+"""An operation on an event and a stream at a region's boundary: ("wait", "ev0", "stream1")."""
 
 
 def declare_runtime(root: Any) -> None:
@@ -122,7 +122,9 @@ def define_region(root: Any, name: str, **fields: Any) -> None:
 
 
 def record_stream_text(name: str, stream: str) -> str:
-    """Memory of a captured graph isn't the allocator's to hand on."""
+    """Return a `record_stream` statement, skipped while capturing: memory of a captured graph isn't reused by the
+    allocator.
+    """
     text = f"{name}.record_stream({stream})"
     captures = inductor_config.triton.cudagraphs
     return f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text

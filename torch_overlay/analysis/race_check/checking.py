@@ -1,14 +1,14 @@
-"""`check`: is this function, as it is compiled, ordered? Answered by running its generated code on a simulated device.
+"""Check a function for races as it is compiled (`check`), by running its generated code on a simulated device.
 
     report = check(fn, x)
     print(report)
     report.raise_if_any()
 
-The function is run twice over: in eager, to see what its own synchronisation promises to the code around it, and
-compiled. Around each call stands a caller that relies on those promises. Before the call it has work on each of its
-streams, and writes the inputs and what the function captures (as an optimizer does) on the current one. After it, it
-reads outputs and gradients there, joining the other streams first only where eager makes no promise; then it drops
-them, so that the next call may get their memory.
+The function runs in eager, to find what its own synchronisation promises to the code around it, and then compiled.
+Around each call, a simulated caller relies on those promises. Before the call, the caller has work on each of its
+streams, and writes the inputs and the captured tensors (as an optimizer does) on the current stream. After the call, it
+reads outputs and gradients on the current stream, and joins the other streams first only where eager makes no promise.
+Then the caller drops outputs and gradients, so that the next call may reuse their memory.
 
 No GPU is needed, and none is used.
 """
@@ -53,10 +53,11 @@ CALLER = "the caller"
 
 @dataclass(frozen=True)
 class Eager:
-    """What eager orders: for each call what may be relied on after it (None: not known); which of the captured
-    tensors the caller must not write between calls, for that would race in eager; of which streams' memory outputs are
-    that it must tell the allocator that it reads, for they would be handed on under its hands; and the races that it
-    has (with a backward: seems to have, for the engine's accumulation is not modelled in full).
+    """The order that eager provides. `promises`: the guarantees after each call (None: not known). `keeps`: captured
+    tensors that the caller must not write between calls, because that would race in eager. `recorded_on`: allocation
+    streams of outputs on which the caller must call `record_stream`, because the allocator would reuse their memory
+    during the caller's reads. `races`: eager's races (approximate with a backward: the engine's accumulation is not
+    modelled in full).
     """
 
     promises: Promises | None = None
@@ -80,19 +81,19 @@ def check(
     misaligned: bool = True,
     rewrite: Callable[[str], str] | None = None,
 ) -> Report:
-    """Compile `fn`, run it `calls` times on `args` on a simulated device, and say what is not ordered.
+    """Compile `fn`, run it `calls` times on `args` on a simulated device, and report what is not ordered.
 
-    `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
-    and so is one that calls compiled functions, with `compile=False`; any other is given to `torch.compile` with
-    `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function isn't run in eager: the caller is then
-    taken to rely on all outputs, gradients and mutated inputs on the current stream. Code that copies inputs
-    which aren't aligned is checked with such inputs, too, unless `misaligned` is False. If small branches are folded
-    into the caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is compiled and checked
-    without that, too: with larger tensors it runs so. `rewrite` changes the text of a generated module before it
-    runs: to see what the check says to it.
+    `backward` runs the backward of the outputs after each call. A function that is compiled already runs as it is, and
+    so does, with `compile=False`, one that calls compiled functions; any other is compiled by `torch.compile` with
+    `mode`, `dynamic`, `options` and `fullgraph`. Without `eager` the function doesn't run in eager: the check then
+    assumes that the caller relies on all outputs, gradients and mutated inputs on the current stream. Code that copies
+    misaligned inputs is also checked with misaligned inputs, unless `misaligned` is False. If small branches are folded
+    into the caller's stream (`torch_overlay.config.fold_branches_below_us`), the program is also compiled and checked
+    without folding, as it would run with larger tensors. `rewrite` changes the text of a generated module before it
+    runs, to see how the check judges the changed text.
 
-    Tensors are only looked at for their layout. Without a GPU they, and the streams of the function, have to be made
-    inside `torch_overlay.testing.simulated_gpu()`, and `check` called there.
+    Only the layout of tensors matters. Without a GPU, make the tensors and the streams of the function, and call
+    `check`, inside `torch_overlay.testing.simulated_gpu()`.
     """
     if calls < 1:
         raise ValueError(f"check: calls must be at least 1, got {calls}")
@@ -104,7 +105,7 @@ def check(
         device.checks_captures = True
         if eager:
             before = _in_eager(device, fn, args, calls, backward, notes)
-        events = frozenset(device.events.values())  # of which eager saw something
+        events = frozenset(device.events.values())  # the events that eager code used
         torch._dynamo.reset()
         compiled = fn
         if compile and not _is_compiled(fn):
@@ -130,7 +131,7 @@ def check(
 
 
 def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned: bool, traces: list[Trace]) -> Caller:
-    """Run the compiled code in each way that it has to go, and keep the traces."""
+    """Run the compiled code in each applicable mode (idle streams, misaligned inputs, captures); keep the traces."""
     first = len(device.modules)
     device.captures = device.misaligned = device.asked_idle = device.has_partitions = False
     caller = run()
@@ -153,7 +154,7 @@ def _in_each_way(device: SimulatedDevice, run: Callable[..., Caller], misaligned
 
 @contextlib.contextmanager
 def _watched_folding() -> Iterator[list[int]]:
-    """The streams whose branches are folded into the caller's."""
+    """Collect the streams whose branches are folded into the caller's stream inside the context."""
     folded: list[int] = []
     fold = lowering.fold_branches
 
@@ -167,7 +168,7 @@ def _watched_folding() -> Iterator[list[int]]:
 
 
 def _simulated(gpu: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Real tensors as fake ones of the same layout."""
+    """Replace real tensors by fake ones of the same layout."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, torch._subclasses.FakeTensor):
@@ -184,7 +185,7 @@ def _is_compiled(fn: Any) -> bool:
 def _in_eager(
     device: SimulatedDevice, fn: Any, args: Sequence[Any], calls: int, backward: bool, notes: list[str]
 ) -> Eager:
-    """What eager orders; nothing where the function doesn't run in eager here."""
+    """Run the function in eager and return the order it provides; an empty `Eager`, and a note, if it fails here."""
     try:
         with torch.compiler.set_stance("force_eager"), device:
             caller = _run(device, fn, args, calls, backward, Eager())
@@ -204,23 +205,23 @@ def _in_eager(
 
 
 def _promises(trace: Trace) -> Promises:
-    """What the calls of a trace promise. That the host waits while a constant is copied is no promise of the function:
-    compiled code has the constant on the device.
+    """Return the promises of the calls of a trace. The host's wait while a constant is copied is no promise of the
+    function: compiled code has the constant on the device.
     """
     return analyse(op for op in trace.operations if not (isinstance(op, Synchronize) and op.of_constant)).boundaries
 
 
 def _made_twice(first: Promises, second: Promises) -> Promises:
-    """What a second run of the same calls promises, too.
+    """Return the promises that a second run of the same calls makes, too.
 
-    A function may keep what it makes: events in a log, the place in a ring of buffers. The compiled run comes to what
-    earlier runs left behind, and so does a second run in eager: a promise that depends on it is no promise.
+    A function may keep state between runs: events in a log, the position in a ring of buffers. The compiled run finds
+    the state of earlier runs, and so does a second run in eager: a promise that depends on that state is no promise.
     """
     both: Promises = {}
     for call in first.keys() & second.keys():
         one, two = first[call], second[call]
         rows = {name: row & two[name] for name, row in one.items() if name in two}
-        # Of memory that one of the runs doesn't free nothing is to be feared there.
+        # If one of the runs doesn't free memory of a pool, the pool is safe in that run.
         rows |= {name: row for name, row in (one | two).items() if name not in rows and name.startswith("free memory")}
         both[call] = rows
     return both
@@ -264,7 +265,7 @@ def _backward(outputs: Any) -> None:
 
 
 def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
-    """Named tensors with gradients: arguments, and parameters of a module."""
+    """Return the named leaf tensors that require a gradient: arguments, and parameters of a module."""
     found = [(f"input {i}", t) for i, t in enumerate(pytree.tree_leaves(args)) if isinstance(t, torch.Tensor)]
     if isinstance(fn, torch.nn.Module):
         found += [(name.removeprefix("_orig_mod."), p) for name, p in fn.named_parameters()]
@@ -272,20 +273,20 @@ def _gradients(fn: Any, args: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 class Caller:
-    """The code around a call, which does all that eager allows it to do."""
+    """The simulated code around a call: it does everything that eager allows it to do."""
 
     def __init__(self, device: SimulatedDevice, before: Eager, joins: bool = False) -> None:
         self.device, self.before, self.joins = device, before, joins
-        self.current = device.current()  # the stream on which it goes on after the last call
+        self.current = device.current()  # its current stream after the last call
         self.outputs: set[Memory] = set()
-        self.work: dict[str, Memory] = {}  # on each stream the caller has something to do
+        self.work: dict[str, Memory] = {}  # stream -> memory that the caller writes on it
 
     @property
     def trace(self) -> Trace:
         return self.device.trace
 
     def prepare(self, args: Any) -> None:
-        """Work of its own on every stream, then the inputs."""
+        """Launch the caller's own work on every stream, then write captured tensors and the inputs."""
         self.device.mode.made_up.begin()
         self.work_on_streams()
         self.device.before_backward = self.work_on_streams
@@ -300,7 +301,7 @@ class Caller:
                 mine = [t for t in tensors if self.device.place(t) == stream]
                 self.device.launch(CALLER, stream, [], mine, line="")
             for event in pytree.tree_leaves(args):
-                if isinstance(event, torch.Event):  # which the function waits for
+                if isinstance(event, torch.Event):  # the function waits for it
                     self.trace.add(Record(self.device.event_name(event), self.device.current(), CALLER))
 
     def work_on_streams(self) -> None:
@@ -310,7 +311,7 @@ class Caller:
             self.trace.launch(CALLER, stream, [], [self.work[stream]], site=CALLER)
 
     def rely(self, call: str, args: Any, outputs: Any, gradients: Sequence[tuple[str, Any]]) -> None:
-        """Ask what may be relied on, then rely on what eager promises, and drop gradients."""
+        """Add a boundary after `call`, then use the results as eager's promises allow, and drop the gradients."""
         named = [(f"output {i}", t) for i, t in enumerate(_tensors(outputs))]
         named += [(f"input {i}", t) for i, t in enumerate(_tensors(args))]
         named += [(f"gradient of {name}", t.grad) for name, t in gradients if t.grad is not None]
@@ -324,7 +325,7 @@ class Caller:
             views |= {memory.name: View(memory) for memory in self.work.values()}
             current = {name: self.device.place(t) for name, t in named}
             self.trace.add(Boundary(call, tuple(views.items()), self.device.public, self.events(outputs)))
-            # The caller reads results, and writes to inputs and to what the function captured before the next call.
+            # The caller reads results, and before the next call it writes to inputs and captured tensors.
             written = {name: memory.stream for name, memory in captured.items() if name not in self.before.keeps}
             promised = all(self.promised(call, name, stream) for name, stream in [*current.items(), *written.items()])
             if self.joins or not promised:
@@ -341,7 +342,7 @@ class Caller:
                 tensor.grad = None
 
     def events(self, outputs: Any) -> tuple[tuple[str, str], ...]:
-        """Those that are returned, and those that exist: of these, eager and compiled code share the caller's."""
+        """Label the returned events, then all events; the caller's are the same in eager and compiled code."""
         returned = [v for v in pytree.tree_leaves(outputs) if isinstance(v, torch.Event)]
         found = [(f"event {i} of the output", self.device.event_name(event)) for i, event in enumerate(returned)]
         return (*found, *((name, name) for name in self.device.events.values()))
@@ -355,7 +356,7 @@ class Caller:
         return stream in (reliance.readable if reads else reliance.writable)
 
     def join(self) -> None:
-        """The host waits for all streams: what a correct caller does where nothing is promised."""
+        """Make the host wait for all streams, as a correct caller does where nothing is promised."""
         self.trace.add(Synchronize(streams=tuple(self.device.streams.values()), site=CALLER))
 
 

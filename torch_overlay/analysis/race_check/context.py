@@ -1,4 +1,4 @@
-"""What a report says of races and promises, in the words of the program."""
+"""Build the report of a run: judge its findings against eager's promises, in terms of the user's program."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ Promises = dict[str, dict[str, Reliance]]
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is judged by: eager's promises, to the streams and events that the caller has."""
+    """The facts that a run is judged by: eager's promises, and the streams and events that the caller has."""
 
     promises: Promises | None
     current: str
     public: frozenset[str]
     events: frozenset[str]
-    pools: frozenset[str] = frozenset()  # streams of the caller's, whose memory others allocate after the call
-    about: dict[str, str] = field(default_factory=dict)  # of captured tensors
+    pools: frozenset[str] = frozenset()  # the caller's streams; code after the call allocates from their pools
+    about: dict[str, str] = field(default_factory=dict)  # captured tensor -> its description
 
     @classmethod
     def of(cls, device: SimulatedDevice, current: str, promises: Promises | None, events: frozenset[str]) -> Context:
-        # A backward promises its caller's stream, and no other one.
+        # A backward makes promises to its caller's stream only.
         return cls(
             promises,
             current,
@@ -52,7 +52,7 @@ class Context:
         )
 
     def boundary(self, found: Findings) -> Iterator[Promise]:
-        """Each promise, kept or not."""
+        """Yield every promise at the boundaries, kept or lost."""
         for call, rows in found.boundaries.items():
             for name, now in rows.items():
                 if self.promises is None:
@@ -84,7 +84,7 @@ class Context:
             ("reuse" if is_pool else "read", before.readable, now.readable),
             ("overwrite", before.writable, now.writable),
         ):
-            done = HOST in compiled  # what the host need not wait for, nobody whom it launches later has to
+            done = HOST in compiled  # over for the host: over for later launches
             for who in filter(self.pools.__contains__ if is_pool else self.is_public, sorted(eager | compiled)):
                 yield Promise(
                     call,
@@ -99,8 +99,9 @@ class Context:
                 )
 
     def judge(self, operations: Iterable[Operation]) -> Report:
-        """The report of one run, or of a variation of it. No code may count on the waits that pageable memory implies:
-        an event is redundant if it is so without them, too.
+        """Return the report of one run, or of a variation of it. Only events of the compiler are reported as redundant.
+        No code may count on the waits that copies of pageable memory imply: an event is redundant only if it is so
+        without those waits, too.
         """
         operations = list(operations)
         found = analyse(operations)
@@ -113,7 +114,7 @@ class Context:
 
 
 def _statement(site: str) -> str:
-    """A statement of the user's with its text."""
+    """Format the site of a user's statement with its source text."""
     path, _, line = site.rpartition(":")
     if not line.isdigit():
         return site
@@ -127,14 +128,14 @@ def _in_the_way(found: Reliance, who: str) -> str:
 def assemble(
     reports: Sequence[Report], seen: Compiled, traces: list[Trace], notes: list[str], context: Context
 ) -> Report:
-    """One report of several runs of the same code. Of events only those count that the compiler made."""
+    """Merge the reports of several runs of the same code into one."""
     races = {race.key: race for report in reports for race in report.races}
     boundary = dict.fromkeys(row for report in reports for row in report.boundary)
-    # Redundant is what none of the runs needs; a run that doesn't come to it doesn't need it.
+    # An event is redundant if none of the runs needs it; a run that doesn't reach it doesn't need it.
     needed = {site for report in reports for site in report.needed}
     redundant = list(dict.fromkeys(r for report in reports for r in report.redundant if r.site not in needed))
     frames = {(f.name, f.file, f.line) for region in seen.regions if (f := region.frame) is not None}
-    if len(frames) > 1:  # none of them knows what lies between them
+    if len(frames) > 1:  # no frame knows what runs between frames
         redundant = [r for r in redundant if not _BOUNDARY.search(r.site)]
     plan = "\n\n".join(p.table() for p in seen.plans)
     return Report(list(races.values()), redundant, list(boundary), plan, notes, traces, seen, context)

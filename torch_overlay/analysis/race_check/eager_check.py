@@ -1,12 +1,13 @@
-"""`check_eager`: races of eager code, on a GPU, while it runs, found by PyTorch's own `torch.cuda._sanitizer`.
+"""Find races of eager code while it runs on a GPU (`check_eager`), with PyTorch's own `torch.cuda._sanitizer`.
 
     with check_eager() as report:
         step()
     print(report)
 
-The sanitizer hears of every kernel that the dispatcher launches, of every event, stream and synchronisation, and keeps
-the order of streams. It stops a program at its first race; here the report collects what it finds, and the program goes
-on. It takes a tensor for one piece of memory, and knows neither compiled kernels nor what the allocator hands on.
+The sanitizer observes every kernel that the dispatcher launches, every event, stream and synchronisation, and tracks
+the order of streams. By itself it stops a program at its first race; here the report collects the races, and the
+program goes on. The sanitizer treats a tensor as one unit of memory, and knows neither compiled kernels nor the
+allocator's reuse of freed memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def check_eager() -> Iterator[Report]:
-    """Collects the races of the eager code inside into the report that it yields; at the end the device is idle."""
+    """Yield a report that collects the races of the eager code inside the context; at the end the device is idle."""
     if not torch.cuda.is_available():
         raise RuntimeError("check_eager: no GPU. Without one, check(fn, *args) runs eager code on a simulated device")
     from torch.cuda import _sanitizer
@@ -48,7 +49,7 @@ def check_eager() -> Iterator[Report]:
         return []
 
     sanitizer = _sanitizer.CUDASanitizer()
-    torch.cuda.synchronize()  # what came before is in order
+    torch.cuda.synchronize()  # earlier work is over, so it can't race
     with mock.patch.object(_sanitizer.EventHandler, "_handle_kernel_launch", collect):
         sanitizer.enable()
         try:
@@ -59,7 +60,7 @@ def check_eager() -> Iterator[Report]:
 
 
 def _race(error: Any) -> Race:
-    """An UnsynchronizedAccessError of the sanitizer, in the words of this package."""
+    """Convert an UnsynchronizedAccessError of the sanitizer to a `Race`."""
     names = error.previous_access.aliases or error.current_access.aliases
     memory = Memory(f"tensor at {error.data_ptr:#x}" + (f" ({', '.join(names)})" if names else ""), 0, "")
     first, second = _done(error.previous_access, memory), _done(error.current_access, memory)
@@ -75,7 +76,7 @@ def _done(access: Any, memory: Memory) -> Done:
 
 
 def _line(stack: Any) -> str:
-    """The innermost frame of the user's."""
+    """Format the innermost frame of the user's code."""
     users = [frame for frame in stack if not frame.filename.startswith((TORCH, OURS))]
     return f"{os.path.basename(users[-1].filename)}:{users[-1].lineno}: {users[-1].line}" if users else ""
 

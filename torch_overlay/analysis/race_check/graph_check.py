@@ -1,18 +1,18 @@
-"""`check_graph`: is a captured CUDA graph ordered? Read off its nodes and edges; nothing runs.
+"""Find the races of a captured CUDA graph (`check_graph`) from its nodes and edges; nothing runs.
 
     graph = relaunch.graph.read.read(raw_graph, segments, low, high)
     print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
 
-Two nodes that no path of edges connects may run at the same time. What a node touches is read off its parameters, as
-`proof.prove` does it: a word that lies in a segment of the capture is a pointer to bytes of a region, and the kernel
-may touch the region from there to the end of that segment. Two segments that share bytes of one region (scratch memory
-that is used again) are told apart by nobody but the order of the nodes.
+Two nodes that no path of edges connects may run at the same time. The memory that a node accesses follows from its
+parameters, as in `proof.prove`: a pointer slot whose value lies in a segment of the capture is a pointer to bytes of a
+region, and the kernel may access the region from there to the end of that segment. If two segments share bytes of one
+region (reused scratch memory), only the order of the nodes keeps their uses apart.
 
-Whether a kernel reads or writes through a pointer, the graph doesn't say. Memset and memcpy nodes are known; for
-generated Triton kernels `kernel_modes(source)` knows. For others this much is certain: memory that the graph allocates
-holds nothing before its first user, so a node which no other user of that memory precedes writes it. Later users are
-taken for readers, and so are all users of `inputs`, save those of `mutated`, which are taken to update. A race between
-two later writers of unknown kernels is what this misses.
+The graph doesn't say if a kernel reads or writes through a pointer. Memset and memcpy nodes are known, and for
+generated Triton kernels `kernel_modes(source)` knows. For other kernels, one fact is certain: memory that the graph
+allocates holds nothing before its first user, so a node that no other user of the memory precedes writes it. Later
+users are assumed to read, and so are all users of `inputs`, except users of `mutated`, which are assumed to update. So
+the check misses a race between two later writers if their kernels are unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ READ, WRITE, UPDATE = "r", "w", "u"
 
 @dataclasses.dataclass(frozen=True)
 class Touch:
-    """A node may touch these bytes of a region, through this segment. `mode` "" is not known."""
+    """A range of bytes of a region that a node may access through a segment. `mode` is "" if it isn't known."""
 
     node: int
     region: int
@@ -59,12 +59,12 @@ def check_graph(
     names: Mapping[int, str] | None = None,
     kernels: Mapping[str, str] | None = None,
 ) -> Report:
-    """The races of a captured graph, and the edges that order nothing in `redundant`.
+    """Return a report with the races of a captured graph; `redundant` lists the edges that order nothing.
 
     `raw_graph` is a `CapturedGraph`, or a `torch.cuda.CUDAGraph(keep_graph=True)` after its capture, which is read with
-    `segments`, `low` and `high`. `inputs` are the regions that hold something before the graph is launched, `mutated`
-    those of them that it updates; `names` are names of regions. `kernels` gives, by a kernel's name, a letter for each
-    parameter: "r" read, "w" written, "u" both, "-" no pointer, "?" unknown.
+    `segments`, `low` and `high`. `inputs` are the regions that hold data before the graph is launched, `mutated` those
+    that the graph updates; `names` maps regions to names. `kernels` maps a kernel's name to a string with a letter for
+    each parameter: "r" read, "w" written, "u" both, "-" no pointer, "?" unknown.
     """
     if isinstance(raw_graph, CapturedGraph):
         graph = raw_graph
@@ -89,7 +89,7 @@ def check_graph(
 
 
 def _order(graph: CapturedGraph) -> list[int]:
-    """The nodes in an order that all edges allow, else by number."""
+    """Return the nodes in topological order; of several ready nodes, the lowest number comes first."""
     waiting = {node.index: 0 for node in graph.nodes}
     after: dict[int, list[int]] = {node.index: [] for node in graph.nodes}
     for first, second in graph.edges:
@@ -116,7 +116,7 @@ def _order(graph: CapturedGraph) -> list[int]:
 
 
 def _ancestors(graph: CapturedGraph, order: list[int]) -> dict[int, int]:
-    """For each node the nodes before it, as bits."""
+    """Return for each node the set of nodes before it, as a bit mask."""
     before = dict.fromkeys(order, 0)
     following: dict[int, list[int]] = {index: [] for index in order}
     for first, second in graph.edges:
@@ -154,7 +154,7 @@ def _touches(graph: CapturedGraph, kernels: Mapping[str, str]) -> Iterator[Touch
 
 
 class _Places:
-    """Which bytes of which segment an address stands for."""
+    """Maps addresses to bytes of segments."""
 
     def __init__(self, graph: CapturedGraph) -> None:
         self.segments = AddressMap(graph).segments
@@ -172,7 +172,7 @@ class _Places:
             yield Touch(node, segment.region, segment, dataclasses.replace(span, offset=at), mode)
 
     def unknown(self, node: int, value: bytes, mode: str) -> Iterator[Touch]:
-        """Every aligned word of a parameter; what is inside of a pointer is no pointer."""
+        """Yield a touch for each pointer in a parameter, at any multiple of 4 bytes; pointers don't overlap."""
         skip = 0
         for offset in range(0, len(value) - 7, 4):
             address = int.from_bytes(value[offset : offset + 8], "little")
@@ -202,7 +202,7 @@ def _modes(
 
 
 def _trace(graph: CapturedGraph, order: list[int], modes: Mapping[Touch, str], names: Mapping[int, str]) -> Trace:
-    """The graph as streams: each is a chain of nodes, and an edge between two chains is an event."""
+    """Return the graph as a trace: a stream for each chain of nodes, and an event for each edge between two chains."""
     trace = Trace()
     memories: dict[int, Memory] = {}
     for region in sorted({segment.region for segment in graph.segments}):
@@ -226,7 +226,7 @@ def _trace(graph: CapturedGraph, order: list[int], modes: Mapping[Touch, str], n
         mine = next((chain[s] for s in sources[index] if last[chain[s]] == s), None)
         chain[index] = mine or f"branch {len(last) + 1}"
         last[chain[index]] = index
-        for source in sorted(sources[index], key=position.__getitem__, reverse=True):  # the last implies most
+        for source in sorted(sources[index], key=position.__getitem__, reverse=True):  # the last source implies most
             if chain[source] != chain[index]:
                 trace.add(Wait(f"node {source}", chain[index], f"edge from node {source} to node {index}"))
         touched = tuple(
@@ -242,8 +242,8 @@ _SIGNATURE = re.compile(r"@triton\.jit\s+def (\w+)\((.*?)\):", re.DOTALL)
 
 
 def kernel_modes(source: str) -> dict[str, str]:
-    """What the Triton kernels of a generated module do with their parameters, for `check_graph(kernels=...)`. Constants
-    are no parameters of a launch; pointers about which nothing is known are "?".
+    """Return the letters of the Triton kernels of a generated module, for `check_graph(kernels=...)`. Constants are no
+    parameters of a launch; a parameter of which nothing is known is "?".
     """
     found = {}
     for body in re.split(r"(?=@triton\.jit)", source)[1:]:

@@ -1,21 +1,21 @@
-"""Which accesses of a trace are ordered, which are not, and which events order nothing.
+"""Find the accesses of a trace that nothing orders (races), and the waits and records that order nothing.
 
-A stream is a queue: what is launched on it runs in order. Across streams there is the order that records and waits
-make, and through the host: what the host has waited for is over before anything that it launches later. So one clock
-a stream suffices, a position for every other stream, and the order is exact: Note [Streams are placement,
-dependencies are order] in `streams.planner` uses the same clocks the other way round.
+A stream is a queue: its launches run in order. Launches on different streams are ordered by records and waits, and
+through the host: work that the host has waited for is over before anything that the host launches later. So one clock
+per stream, which holds a position for every other stream, gives the exact order. Note [Streams are placement,
+dependencies are order] in `streams.planner` uses the same clocks for the reverse: to choose the waits.
 
 Note [Memory that the allocator hands on]
-A block that is freed goes back to the pool of the stream it was allocated on, and the next allocation there may get
-it at once, in whole or in part, although kernels of other streams, and of that one, may still be at work on it. Which
-block it gets depends on sizes, fragmentation and history. So every block of a pool that was freed is taken for every
-later one of that pool: what touches new memory has to be ordered after everything that touched freed memory of its
-pool, but for what is over when the streams that `record_stream` named have done what they held at the free: the
-allocator waits for that. Nothing is wrong about a free whose memory is never asked for again.
+A block that is freed goes back to the pool of the stream it was allocated on. The next allocation from that pool may
+get the block at once, in whole or in part, although kernels of any stream may still be at work on it. Which block an
+allocation gets depends on sizes, fragmentation and history. So the checker assumes that each allocation may reuse every
+block freed to its pool before: an access to new memory has to be ordered after every access to freed memory of its
+pool. An access is exempt if it is over once the streams named by `record_stream` have done the work they held at the
+free, since the allocator waits for that work. A free is no error if its memory is never allocated again.
 
-Kinds of a race: RAW, WAR, WAW by what the two accesses of one memory do; "host" where one of them is the host's own;
-"reuse" where the earlier one was of memory that the pool may have handed on; "use-after-free" where the program itself
-has given the memory back before. Pure Python; no torch.
+Kinds of race: RAW, WAR and WAW, by what the two accesses to one memory do; "host" if one of the two is the host's own;
+"reuse" if the earlier access was to freed memory that the pool may have reused for the later one; "use-after-free" if
+the program accesses memory that it has freed itself. Pure Python; no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Clock(dict[str, int]):
-    """For each stream the last position that is known to be over."""
+    """Maps each stream to the last of its positions that is known to be over."""
 
     def join(self, other: dict[str, int]) -> None:
         for stream, position in other.items():
@@ -62,7 +62,7 @@ class Clock(dict[str, int]):
 
 
 class Done(NamedTuple):
-    """An access that was made: by which launch, and at which position of its stream."""
+    """An access of a launch, with the launch's position on its stream."""
 
     launch: Launch
     view: View
@@ -77,7 +77,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses that nothing orders. `edge` says in words what is missing."""
+    """Two accesses that nothing orders. `edge` describes the missing dependency in words."""
 
     kind: str
     first: Done
@@ -86,14 +86,14 @@ class Race:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same race in several calls."""
+        """Identify the race: equal for the same race in several calls."""
         parts = ((d.launch.name, d.launch.stream, d.launch.line, d.view.memory.name) for d in (self.first, self.second))
         return self.kind, *parts
 
 
 @dataclass(frozen=True)
 class Redundant:
-    """A wait or a record without which the order would be the same; `site` is where it stands."""
+    """A wait or record without which the order would be the same; `site` is the statement that issues it."""
 
     what: str
     why: str
@@ -102,17 +102,17 @@ class Redundant:
 
 @dataclass(frozen=True)
 class Reliance:
-    """What holds for one view at a boundary: who may read it there without waiting, and who may overwrite it; and whose
-    use of its memory the allocator knows of."""
+    """Guarantees for one view at a boundary: who (streams, or waiters for an event) may read it without a further wait,
+    who may overwrite it, and which streams' use of its memory the allocator knows of."""
 
     readable: frozenset[str]
     writable: frozenset[str]
     known: frozenset[str]
-    because: dict[str, str] = field(default_factory=dict, compare=False)  # whom it holds for -> where the wait stands
-    unordered: dict[str, Done] = field(default_factory=dict, compare=False)  # whom it doesn't -> what is in the way
+    because: dict[str, str] = field(default_factory=dict, compare=False)  # who may -> site of the wait that allows it
+    unordered: dict[str, Done] = field(default_factory=dict, compare=False)  # who may not -> access that isn't over
 
     def __and__(self, other: Reliance) -> Reliance:
-        """What holds in both of two runs."""
+        """Return the guarantees that hold in both of two runs."""
         return Reliance(
             self.readable & other.readable, self.writable & other.writable, self.known & other.known, self.because
         )
@@ -128,11 +128,11 @@ class Findings:
 
 @dataclass
 class _Block:
-    """A memory while the trace is read."""
+    """State of one memory while the trace is read: accesses to it, and those inherited from its pool."""
 
     inherited: dict[str, Done]
     done: dict[tuple[object, ...], Done] = field(default_factory=dict)
-    lent: dict[str, str] = field(default_factory=dict)  # stream -> where the allocator was told of it
+    lent: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
 
 
@@ -143,18 +143,18 @@ class _Reader:
         self.clocks: dict[str, Clock] = {HOST: Clock()}
         self.events: dict[str, Clock] = {}
         self.recorded_at: dict[str, str] = {}
-        self.why: dict[str, dict[str, str]] = {HOST: {}}  # stream -> other stream -> the wait by which it is ahead
+        self.why: dict[str, dict[str, str]] = {HOST: {}}  # stream -> other -> site of the last wait for it
         self.blocks: dict[Memory, _Block] = {}
         self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
         self.pool_streams: dict[str, str] = {}
-        self.told: dict[str, str] = {}  # pool -> where the allocator was told of a stream that uses its memory
+        self.told: dict[str, str] = {}  # pool -> site of a record_stream that covers an access
         self.never_recorded: set[tuple[str, str]] = set()
         self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
         self.last_record: dict[str, tuple[str, str]] = {}
 
     def clock(self, stream: str) -> Clock:
-        """What the next launch on the stream is after."""
+        """Return the clock of a stream: everything that its next launch is ordered after."""
         clock = self.clocks.get(stream)
         if clock is None:
             clock = self.clocks[stream] = Clock()
@@ -167,7 +167,7 @@ class _Reader:
         return clock
 
     def learn(self, who: str, state: dict[str, int], site: str) -> None:
-        """Whatever `state` covers is now over for `who`, by the wait at `site`."""
+        """Advance the clock of `who` to cover `state`, by the wait at `site`."""
         clock = self.clocks[who]
         for other, position in state.items():
             if clock.get(other, 0) < position:
@@ -197,7 +197,7 @@ class _Reader:
         clock, state = self.clock(op.stream), self.events.get(op.event)
         where = _place(op.site, f"wait of {op.stream} for {op.event}")
         known = state is None or clock.implies(state)
-        # What autograd's engine happens to have ordered is no part of the code that is judged.
+        # The code under check must not rely on order that comes from waits of autograd's engine.
         known &= not any(self.why[op.stream].get(other) == ENGINE for other in state or ())
         self.orders[where] = self.orders.get(where, False) or not known
         if state is None:
@@ -275,12 +275,12 @@ class _Reader:
             self.seen.add(race.key)
             self.found.races.append(race)
 
-    # ---- the outside
+    # ---- boundaries: what the code around may rely on
 
     def boundary(self, op: Boundary) -> None:
         rows = self.found.boundaries[op.name] = {}
         ends = {stream: self.clock(stream) for stream in dict.fromkeys((*op.streams, *self.clocks))}
-        for label, event in op.events:  # whoever waits from now on is launched after what the host itself did
+        for label, event in op.events:  # a later waiter is launched after the host's own work so far
             ends[label] = Clock(self.events.get(event, {}))
             ends[label].join({HOST: self.clocks[HOST].get(HOST, 0)})
         recorded = {label: self.recorded_at.get(event, "") for label, event in op.events}
@@ -306,7 +306,7 @@ class _Reader:
             rows[f"free memory of {pool}"] = found
 
     def explain(self, found: Reliance, who: str, clock: Clock, accesses: Iterable[Done], recorded: str | None) -> None:
-        """By which statement the accesses are over for `who`, or which of them may not be."""
+        """Note the statement by which the accesses are over for `who`, or the first access that may not be over."""
         for done in accesses:
             stream = done.launch.stream
             if not clock.covers(stream, done.position):
@@ -349,7 +349,7 @@ class _Reader:
 
 
 def _place(site: str, what: str) -> tuple[str, str]:
-    """A statement of generated code is one, whatever event objects it runs with."""
+    """Identify a wait or record: a statement of generated code counts once, whatever event objects it runs with."""
     return (site, site.rpartition(": ")[2]) if site.startswith("wrapper") else (site, what)
 
 
@@ -370,7 +370,7 @@ def _kind(first: Done, second: Done) -> str:
 
 
 def missing_edge(kind: str, first: Done, second: Done) -> str:
-    """What would order the two, in words."""
+    """Describe the dependency that would order the two accesses."""
     early, late = first.launch, second.launch
     if kind == "use-after-free":
         return f"{second.view.memory} must be given back after the launch of `{late.name}`"
@@ -385,7 +385,7 @@ def missing_edge(kind: str, first: Done, second: Done) -> str:
 
 
 def analyse(operations: Iterable[Operation]) -> Findings:
-    """Everything there is to find in a trace; linear in its length for a bounded number of streams."""
+    """Return all findings of a trace. Linear in its length for a bounded number of streams."""
     reader = _Reader()
     for operation in operations:
         reader.read(operation)

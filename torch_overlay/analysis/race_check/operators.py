@@ -1,4 +1,4 @@
-"""What an operator reads and writes, by its schema."""
+"""Find the tensors that an operator reads and writes, from its schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Identical:
-    """Membership by identity: tensors compare element by element."""
+    """A set of tensors with membership by identity, since `==` compares tensors element by element."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.ids = {id(t) for t in tensors}
@@ -25,7 +25,7 @@ class Identical:
 
 
 class Operator:
-    """The tensors of one call of an operator, by what its schema says about them."""
+    """The tensors that one call of an operator reads, writes and returns, from its schema."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.reads: list[torch.Tensor] = []
@@ -45,8 +45,8 @@ class Operator:
                 (self.writes if written else self.reads).extend(tensors)
             if written and not argument.is_out:  # updated in place
                 self.reads.extend(tensors if not func._schema.name.endswith(_OVERWRITE) else ())
-        # The schema of _unsafe_view doesn't say so. What changes a tensor in place, but not what is in its memory, says
-        # that it writes; to make memory larger is to copy it.
+        # The schema of _unsafe_view doesn't declare a view. An operator that changes a tensor in place, but not the
+        # data in its memory, declares a write. resize_ is no view: to enlarge memory is to copy it.
         names_memory = torch.Tag.inplace_view in func.tags and func._schema.name != "aten::resize_"
         self.is_view = (aliases and not self.writes) or names_memory or func is torch.ops.aten._unsafe_view.default
         known = {t.untyped_storage()._cdata for t in (*self.reads, *self.writes)}
@@ -59,7 +59,7 @@ class Operator:
 
 
 def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
-    """Arguments that an operator writes although its schema doesn't say so."""
+    """Return the arguments that an operator writes although its schema doesn't declare it."""
     if func._schema.name not in ("aten::native_batch_norm", "aten::cudnn_batch_norm"):
         return ()
     names = [argument.name for argument in func._schema.arguments]
@@ -67,7 +67,7 @@ def _undeclared(func: Any, args: Any, kwargs: Any) -> tuple[str, ...]:
     return ("running_mean", "running_var") if training else ()
 
 
-_LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # of the tensor that they are given
+_LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")  # these read only their argument's layout
 
 
 _OVERWRITE = ("::copy_", "::_foreach_copy_", "::zero_", "::fill_")

@@ -1,12 +1,12 @@
-"""What a check found, as a value and as text.
+"""Define `Report`, the findings of a check, and format it as text.
 
     report = check(fn, x)
     print(report)
     report.raise_if_any()
 
-`races` are pairs of accesses that nothing orders, `redundant` events that order nothing, `boundary` what the code
-around a call may rely on: in eager, and in the compiled code. A row of `boundary` is lost where eager promises
-something that the compiled code does not keep.
+`races` are pairs of accesses that nothing orders, `redundant` lists events that order nothing, and `boundary` lists
+what the code around a call may rely on, in eager and in the compiled code. A promise in `boundary` is lost if eager
+makes it and the compiled code does not keep it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class RaceError(RuntimeError):
 
 
 class LostPromiseError(RaceError):
-    """Raised by `Report.raise_if_any` where nothing races, but eager promises what compiled code doesn't keep."""
+    """Raised by `Report.raise_if_any` if there is no race, but the compiled code loses a promise of eager."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """After the call, `who` may `what` a value without waiting: what eager says to that, and the compiled code.
+    """A promise that, after the call, `who` may `what` the value without waiting; `eager` and `compiled` say if eager
+    and the compiled code keep it.
 
-    `because` is the statement by which it is so in eager, `missing` the access of the compiled code that isn't over,
-    `about` what is known of the value.
+    `because` is the statement by which eager keeps it, `missing` the access of the compiled code that isn't over,
+    `about` a description of the value.
     """
 
     call: str
@@ -81,19 +82,19 @@ class Report:
     compiled: Any = field(default=None, repr=False)
     context: Any = field(default=None, repr=False)
     needed: set[str] = field(default_factory=set, repr=False)
-    # Of eager's own run with a backward, in which the engine may drop what another stream still reads.
+    # Races of eager's own run with a backward, in which the engine may drop memory that another stream still reads
     in_eager: tuple[Race, ...] = field(default=(), repr=False)
-    eager_races: tuple[Race, ...] = ()  # of eager's own run without a backward
+    eager_races: tuple[Race, ...] = ()  # races of eager's own run without a backward
 
     @property
     def lost(self) -> list[Promise]:
-        """What eager promises to the code around the call, and the compiled code does not keep."""
+        """Promises of eager to the code around the call that the compiled code does not keep."""
         return [p for p in self.boundary if p.lost]
 
     @property
     def ok(self) -> bool:
-        """No race in the compiled code, and no promise lost. Redundant events cost time, and break nothing. Races that
-        eager has of its own are in `eager_races`: the compiled code may well be in order where the program is not.
+        """True if the compiled code has no race and loses no promise. Redundant events cost time, and break nothing.
+        Eager's own races are in `eager_races`: the compiled code may be ordered where the program in eager is not.
         """
         return not (self.races or self.lost)
 
@@ -125,15 +126,15 @@ class Report:
         return "\n".join(lines)
 
 
-_LISTED = 3  # of promises that rest on one statement
+_LISTED = 3  # at most so many lost promises are listed for one statement
 
 
 def _describe_lost(promises: list[Promise]) -> str:
-    """Promises that in eager rest on one statement: the first of them, and what the compiled code leaves open."""
+    """Describe lost promises that in eager rest on one statement: the first of them, and what isn't ordered."""
     alike: dict[str, list[Promise]] = {}
-    for promise in sorted(promises, key=lambda p: p.who.startswith("event")):  # whoever waits for one is no stream
+    for promise in sorted(promises, key=lambda p: p.who.startswith("event")):  # streams first
         alike.setdefault(promise.text, []).append(promise)
-    first = {lost[0].value: text for text, lost in reversed(alike.items())}  # one of each value before another of one
+    first = {lost[0].value: text for text, lost in reversed(alike.items())}  # each value once before any twice
     lines = []
     for text, lost in sorted(alike.items(), key=lambda row: first[row[1][0].value] != row[0])[:_LISTED]:
         about = f" ({lost[0].about})" if lost[0].about else ""
@@ -146,7 +147,7 @@ def _describe_lost(promises: list[Promise]) -> str:
 
 
 def check_trace(trace: Trace) -> Report:
-    """The report of a trace that was written by hand. What it asks at a boundary is in `notes`."""
+    """Return the report of a trace that was written by hand. `notes` lists the guarantees at its boundaries."""
     found = analyse(trace.operations)
     notes = []
     for name, rows in found.boundaries.items():
@@ -159,7 +160,7 @@ def check_trace(trace: Trace) -> Report:
 
 
 def describe(race: Race) -> str:
-    """A race in four lines: what it is, the two accesses, and the edge that is missing."""
+    """Describe a race in four lines: its kind, the two accesses, and the missing edge."""
     view = race.second.view
     what = {
         "RAW": f"{view.memory} is read before it is known to be written",

@@ -1,10 +1,10 @@
-"""What autograd's engine does to streams in a backward, which it does in C++ and nobody below Python sees.
+"""Simulate what autograd's engine does to streams in a backward; the engine does it in C++, out of Python's sight.
 
-A node runs on the stream that was current when its forward ran. Where a gradient comes from a node of another stream,
-or from the caller, the engine makes the consumer's stream wait for the producer's, and records it on the
-gradient. Gradients for one place are added up on the consumer's stream, as they come. When all is done, the
-stream that is current for the caller waits for those that wrote into leaves. Hooks on the nodes of the graph say the
-same to the simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
+A node runs on the stream that was current when its forward ran. If a gradient comes from a node of another stream,
+or from the caller, the engine makes the consumer's stream wait for the producer's stream, and records the consumer's
+stream on the gradient. Gradients for one input are added up on the consumer's stream, in order of arrival. At the end,
+the caller's current stream waits for the streams that wrote into leaves. Hooks on the nodes of the graph report the
+same operations to the simulated device. (Compiled autograd traces such hooks; it has the engine run one node.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _nodes(tensors: Any) -> list[Any]:
 class _Hooks:
     def __init__(self, device: SimulatedDevice, caller: str) -> None:
         self.device, self.caller = device, caller
-        self.produced: dict[Any, list[tuple[str, str]]] = {}  # node -> (stream, event) of what it takes
+        self.produced: dict[Any, list[tuple[str, str]]] = {}  # node -> (stream, event) of each producer
         self.leaves: dict[str, str] = {}  # stream -> event after the last leaf
         self.handles: list[Any] = []
 
@@ -75,7 +75,7 @@ class _Hooks:
             self.leaves[stream] = event
 
     def begin(self, tensors: Any) -> None:
-        """The incoming gradients are the caller's."""
+        """Note the caller as the producer of the incoming gradients."""
         event = self.event(self.caller)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:

@@ -1,15 +1,14 @@
-"""A device that runs nothing and writes down everything: a trace of what compiled and eager code do to it.
+"""Simulate a device: run no kernel, and write a trace of all that eager and compiled code do to the device.
 
     with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:
         fn(x)
     findings = analyse(device.trace.operations)
 
-Inside `simulated_gpu()` tensors are fake, and streams and events are names. This class listens to them. Operators tell
-by their schema what they read and write (`simulated_operators`), generated kernels by their signature
-(`simulated_module`); a tensor is a
-strided range of bytes of its storage. Storages are allocated where they appear, on the stream that is current, and
-freed where their last reference goes away. What Dynamo and the compiler do to fake tensors is no part of the program,
-and left out.
+Inside `simulated_gpu()` tensors are fake, and streams and events are names. `SimulatedDevice` listens to their
+operations. The reads and writes of an operator follow from its schema (`simulated_operators`), those of a generated
+kernel from its signature (`simulated_module`); a tensor is a strided range of bytes of its storage. A storage is
+allocated when it first appears, on the current stream, and freed when its last reference goes away. Operations of
+Dynamo and the compiler on fake tensors are no part of the program, and are left out.
 """
 
 from __future__ import annotations
@@ -66,12 +65,13 @@ class _OfThread(threading.local):
 
 
 class SimulatedDevice:
-    """Writes `trace` while it is entered. `idle` is what regions that ask whether their streams are idle are told.
+    """A context manager that writes `trace` while it is entered. `idle` is the answer to regions that ask whether their
+    streams are idle.
 
-    With `captures`, partitions run as CUDA graphs: all that one does is done by the stream that launches the graph, and
-    its own records and waits order nothing outside.
+    With `captures`, partitions run as CUDA graphs: all operations of a partition run on the stream that launches the
+    graph, and its own records and waits order nothing outside.
 
-    Threads of the program write one trace, in the order in which they come by, as if one thread did it all: what one of
+    All threads of the program write to one trace, in order of arrival, as if they were one thread: work that one of
     them has waited for is taken to be over for the others.
     """
 
@@ -86,13 +86,13 @@ class SimulatedDevice:
         self.has_partitions = False
         self.graph_stream: str | None = None
         self.checks_captures = False  # Note [A capture is whole]
-        self.capture: Memory | None = None  # of the partition that runs
+        self.capture: Memory | None = None  # stands for the capture of the running partition
         self.asked_idle = False
         self.ran_backward = False
-        self.in_backward = 0  # backwards that run inside one another
-        # Storage of a gradient that autograd's engine adds to others -> their producers: streams, events
+        self.in_backward = 0  # nesting depth of backwards
+        # Storage of a gradient that autograd's engine adds to others -> (stream, event) of all their producers
         self.gradients: dict[int, list[tuple[str, str]]] = {}
-        self.before_backward: Callable[[], None] | None = None  # what the code around the program does before one
+        self.before_backward: Callable[[], None] | None = None  # the surrounding code's work before a backward
         self.modules: list[Any] = []  # of generated code, in order of compilation
         self.seen: Any = None  # what `observe` collects, for the user's lines
         self.streams: dict[tuple[int, int], str] = {}
@@ -100,9 +100,9 @@ class SimulatedDevice:
         self.events: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.event_count = 0
         self.memories: dict[int, tuple[StorageWeakRef, Memory]] = {}
-        # What the program didn't allocate, and how it is called
+        # Storages that the program didn't allocate, with their names
         self.outside: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.described: dict[str, str] = {}  # what is known of captured tensors
+        self.described: dict[str, str] = {}  # captured tensor -> its description
         self.slabs: dict[int, torch.Tensor] = {}
         self.names: dict[str, int] = {}
         self.home: list[str] = []  # the stream of the code around the program, on each device
@@ -144,7 +144,7 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """What is done inside is no part of the program."""
+        """Leave out operations inside the context: they are no part of the program."""
         self.of_thread.paused += 1
         try:
             yield
@@ -153,7 +153,7 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def streams_put_back(self) -> Iterator[None]:
-        """The current device and the current stream of each device are those of before at the end."""
+        """Restore the current device, and the current stream of each device, at exit."""
         index = torch._C._accelerator_getDeviceIndex()
         streams = [torch._C._accelerator_getStream(i) for i in range(self.devices.count)]
         try:
@@ -166,12 +166,12 @@ class SimulatedDevice:
 
     @contextlib.contextmanager
     def partition(self) -> Iterator[None]:
-        """Inside runs a partition of generated code.
+        """Run a partition of generated code inside the context.
 
         Note [A capture is whole]
-        What a graph holds is captured between the first and the last operation of the stream that captures it: other
-        streams are forked from that one and joined to it. A run without capture says so by memory that nobody has:
-        the capturing stream writes it first and last, and all that is launched in between reads it.
+        All operations of a graph are captured between the first and the last operation of the capturing stream: other
+        streams are forked from that stream and joined to it. A run without capture checks this with a made-up memory:
+        the capturing stream writes it first and last, and all launches in between read it.
         """
         self.has_partitions = True
         if self.capture is not None or self.graph_stream is not None or not (self.captures or self.checks_captures):
@@ -212,23 +212,23 @@ class SimulatedDevice:
 
     @property
     def public(self) -> tuple[str, ...]:
-        """The streams that the caller has."""
+        """Names of the streams that the caller has."""
         return tuple(name for name in self.streams.values() if name not in self.private)
 
     def name(self, stream: torch.Stream) -> str:
         return self.stream_name(stream.stream_id, stream.device_index)
 
     def current(self, device: int | None = None) -> str:
-        """The current stream of a device."""
+        """Return the current stream of a device (None: of the current one)."""
         index = torch._C._accelerator_getDeviceIndex() if device is None else device
         return self.name(torch._C._accelerator_getStream(index))
 
     def of_handle(self, handle: int, device: int) -> str:
-        """The stream of a raw handle; all default streams have the same."""
+        """Return the stream of a raw handle; the default streams of all devices have the same handle."""
         return self.stream_name(handle, device)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """The stream on which an operator works on a tensor."""
+        """Return the stream on which an operator works on a tensor."""
         if self.graph_stream is not None and tensor.is_cuda:
             return self.graph_stream
         return self.current(tensor.device.index or 0) if tensor.is_cuda else HOST
@@ -263,8 +263,8 @@ class SimulatedDevice:
     def engine_takes(
         self, stream: str, producers: Iterable[tuple[str, str]], gradients: Iterable[torch.Tensor | None] = ()
     ) -> None:
-        """Autograd's engine makes a stream wait for the events of those that produced gradients, and records the stream
-        on the gradients.
+        """Add what autograd's engine does before it uses gradients on a stream: the stream waits for the producers'
+        events, and is recorded on the gradients.
         """
         others = [event for other, event in producers if other != stream]
         for event in others:
@@ -301,13 +301,13 @@ class SimulatedDevice:
 
     @_one_at_a_time
     def sweep(self) -> None:
-        """Note what was freed since the last time."""
+        """Add a free for each memory whose storage went away since the last call."""
         gone = [key for key, (storage, _) in self.memories.items() if storage.expired()]
         for key in gone:
             self.trace.add(Free(self.memories.pop(key)[1], site() if gone else ""))
 
     def allocate(self, tensor: torch.Tensor, name: str = "", stream: str = "") -> Memory:
-        """New memory from the pool of the current stream; with `stream`, memory of that one which was there before."""
+        """Return new memory from the pool of the current stream; with `stream`, older memory of that stream's pool."""
         self.sweep()
         storage = tensor.untyped_storage()
         label = name or assigned_name() or "memory"
@@ -325,8 +325,8 @@ class SimulatedDevice:
                 self.allocate(tensor, f"{name} {index}")
 
     def memory(self, tensor: torch.Tensor, name: str = "") -> Memory:
-        """The memory of a tensor. One that nobody saw being allocated is the caller's: in every run it is called the
-        same.
+        """Return the memory of a tensor. If no allocation of it was seen, the memory is the caller's; its name is the
+        same in every run.
         """
         storage = tensor.untyped_storage()
         found = self.memories.get(storage._cdata)
@@ -342,7 +342,7 @@ class SimulatedDevice:
         return self.allocate(tensor, known[1], self.home[tensor.device.index or 0] if tensor.is_cuda else HOST)
 
     def take_slab(self, nbytes: int, device: int, strict: bool = True) -> torch.Tensor:
-        """Pinned host memory that is used again by every call."""
+        """Return pinned host memory of a size; every call reuses it."""
         if nbytes not in self.slabs:
             with self.pause():
                 self.slabs[nbytes] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -352,7 +352,7 @@ class SimulatedDevice:
         return slab
 
     def captured(self) -> list[tuple[str, Memory]]:
-        """What the program uses of the caller's."""
+        """Return the caller's memories that the program uses, with their names."""
         return [
             (self.outside[key][1], memory)
             for key, (storage, memory) in self.memories.items()
@@ -377,7 +377,7 @@ class SimulatedDevice:
         writes: Sequence[torch.Tensor | View],
         line: str | None = None,
     ) -> None:
-        """Work on tensors, or on the parts of their memory that are named."""
+        """Add a kernel, a copy or host work on tensors, or on views of their memory."""
         if self.graph_stream is not None and stream != HOST:
             stream = self.graph_stream
         modes: dict[View, list[bool]] = {}
@@ -392,7 +392,7 @@ class SimulatedDevice:
         self.trace.add(Launch(name, stream, accesses, user_line() if line is None else line, site()))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Called by the fake mode for each operator that the program calls."""
+        """Run an operator that the program calls, and trace it; the fake mode calls this for each operator."""
         if not self.is_listening():
             return run()
         with self.lock:

@@ -1,10 +1,10 @@
-"""Generated code on the simulated device: the text of a wrapper is executed as it is.
+"""Run generated code on the simulated device: execute the unchanged text of a wrapper.
 
 The wrapper's own Python runs: allocations, deletions, reuse, partitions, the region's entry and exit, extern kernels,
-operators. In place of a Triton or C++ kernel stands a function that notes which arguments the kernel reads and which
-it writes: by Inductor's names (`in_ptr`, `out_ptr`, `in_out_ptr`), by `mutated_arg_names`, and by the stores in its
-source, and which elements of them (`kernel_ranges`); of a kernel of the user's whose stores go through computed
-pointers, every pointer.
+operators. Each Triton or C++ kernel is replaced by a function that notes which arguments the kernel reads and which it
+writes, by Inductor's names (`in_ptr`, `out_ptr`, `in_out_ptr`), `mutated_arg_names` and the stores in its source, and
+which elements of the arguments (`kernel_ranges`). A user's kernel that stores through computed pointers is taken to
+write through every pointer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SOURCES = re.compile(r"\s*# Topologically Sorted Source Nodes: \[(.*?)\]")
 
 
 class CheckError(RuntimeError):
-    """The program, or the code that was generated for it, can't be run on the simulated device."""
+    """Raised if the program, or the code generated for it, can't run on the simulated device."""
 
 
 class Module:
-    """A generated module whose code runs on the device."""
+    """A generated module that runs on the simulated device."""
 
     def __init__(self, device: SimulatedDevice, text: str, number: int) -> None:
         self.device, self.number = device, number
@@ -73,7 +73,7 @@ class Module:
 
     @property
     def lines(self) -> dict[str, str]:
-        """The user's line by the name of a node."""
+        """Map the names of nodes to the user's source lines."""
         if self._lines is None:
             regions = self.device.seen.regions if self.device.seen is not None else ()
             frame = next((r.frame for r in regions if r.wrapper == self.original), None)
@@ -94,7 +94,7 @@ class Module:
 
 
 def _labels(text: str) -> list[str]:
-    """For each line the names of the nodes that its comment names."""
+    """Return for each line the node names in the last comment up to it that lists source nodes."""
     found, label = [], ""
     for line in text.splitlines():
         if match := _SOURCES.match(line):
@@ -104,7 +104,7 @@ def _labels(text: str) -> list[str]:
 
 
 def execute(device: SimulatedDevice, text: str, stub: Any) -> Any:
-    """The module to hand to Inductor in place of a stub."""
+    """Return the module that Inductor gets in place of a stub."""
     module = Module(device, text, len(device.modules))
     device.modules.append(module)
 
@@ -121,7 +121,7 @@ def execute(device: SimulatedDevice, text: str, stub: Any) -> Any:
 
 
 class _Kernels:
-    """`async_compile` of a generated module."""
+    """Replacement for `async_compile` in a generated module."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
@@ -166,7 +166,7 @@ class _Triton:
         stored = re.findall(r"tl\.(?:store|atomic_\w+)\(\s*(\w+)", source)
         self.written = {*re.findall(r"'(\w+)'", mutated[1] if mutated else ""), *stored}
         named = {p for p in self.parameters if p in self.written or "out_ptr" in p}
-        # Stores through computed pointers of a kernel about which nothing else is known may go anywhere.
+        # If nothing else is known of a kernel, its stores through computed pointers may go anywhere.
         self.anywhere = not named and bool(stored)
         self.ranges = KernelRanges(source)
 
@@ -186,7 +186,7 @@ class _Triton:
         self.device.launch(self.name, self.device.of_handle(stream, index), reads, writes)
 
     def touched(self, tensor: torch.Tensor, parameter: str, kind: str, numbers: dict[str, int]) -> list[Any]:
-        """The tensor, or the parts of its memory that are known to be all that the kernel loads, or stores."""
+        """Return the views that the kernel loads or stores (`kind`), or the whole tensor if they aren't known."""
         return _touched(self.device, tensor, self.ranges.of(parameter, kind, numbers) if tensor.numel() else None)
 
 
@@ -209,7 +209,7 @@ def _strided(device: str, pinned: bool = False) -> Callable[..., torch.Tensor]:
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-    """The same memory, and no view to autograd: an output of its functions that is one has other rules."""
+    """Return the same memory with another layout, hidden from autograd: outputs that are views have other rules."""
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
@@ -223,8 +223,8 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
-    """Names of generated code that are C functions below the dispatcher, that read addresses, or that pin memory of the
-    host.
+    """Return replacements for functions that generated code calls: C functions below the dispatcher, and functions that
+    read addresses or pin host memory.
     """
 
     def copy(tensor: torch.Tensor, stream: torch.cuda.Stream | None = None) -> torch.Tensor:
@@ -243,7 +243,7 @@ def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
         "assert_size_stride_grouped": _ignore,
         "assert_alignment": _ignore,
         "assert_tensor_metadata": _ignore,
-        # Host memory for saved activations: the same at every call, as when one forward is alive at a time.
+        # Host memory for saved activations: the same in every call, as if only one forward is alive at a time.
         "take_slab": device.take_slab,
         "note_use": _ignore,
     }
@@ -251,10 +251,10 @@ def _stand_ins(device: SimulatedDevice) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def runtime(device: SimulatedDevice) -> Iterator[None]:
-    """Regions are simulated, and so is what runs outside of them."""
+    """Simulate regions, and the user's Triton kernels and Inductor's input copies outside of them."""
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        """A kernel of the user's, outside of compiled code."""
+        """Launch a user's kernel outside of compiled code."""
         if device.is_listening() and not warmup:
             given = dict(zip(kernel.arg_names, args)) | {k: v for k, v in kwargs.items() if k in kernel.arg_names}
             name = kernel.fn.__name__
@@ -262,7 +262,7 @@ def runtime(device: SimulatedDevice) -> Iterator[None]:
             _Triton(device, name, kernel.src).run(**given, stream=stream)
 
     def realign(inputs: list[Any], indices: Sequence[int], mutated: Any = ()) -> tuple[list[Any], list[Any]]:
-        """Upstream's copies around a call, of the inputs that are not aligned in generated code."""
+        """Copy misaligned inputs, as upstream does around a call of generated code."""
         given = {i: inputs[i] for i in indices if device.misaligned}
         for i, tensor in given.items():
             inputs[i] = tensor.clone()

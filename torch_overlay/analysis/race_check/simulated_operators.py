@@ -1,6 +1,4 @@
-"""Operators that the program calls, on the simulated device: what they allocate, read and write, and whether they block
-the host.
-"""
+"""Simulate the operators that the program calls: what they allocate, read and write, and if they block the host."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _ALLOCATES = ("aten::empty", "aten::new_empty")
 class SimulatedOperators:
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
-        self.constants: dict[int, StorageWeakRef] = {}  # host memory that no input of the program reaches
+        self.constants: dict[int, StorageWeakRef] = {}  # host memory that doesn't depend on the program's inputs
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         name = func._schema.name
@@ -83,7 +81,7 @@ class SimulatedOperators:
             self.device.trace.add(wait)
 
     def note_constants(self, func: Any, operator: Operator) -> None:
-        """Host memory that an operator fills with what a compiler knows, or no longer."""
+        """Note if the host memory that an operator writes is now a constant that a compiler knows, or no longer is."""
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(self.is_constant, operator.reads))
         for storage in (t.untyped_storage() for t in (*operator.writes, *operator.results) if not t.is_cuda):
             if known:
@@ -96,19 +94,19 @@ class SimulatedOperators:
         return known is not None and not known.expired()
 
     def blocks_host(self, func: Any, operator: Operator) -> bool:
-        """Whether the operator returns only when the device is done: copies between host and device, by default."""
+        """True if the operator returns only when the device is done: by default, copies between host and device."""
         if not any(t.numel() for t in operator.touched):
             return False  # nothing is copied: `torch.tensor([], device="cuda")`
         host_writes = [t for t in (*operator.writes, *operator.results) if not t.is_cuda]
         if host_writes:
-            made = func is aten._to_copy.default  # into pinned memory, if it may return early
+            made = func is aten._to_copy.default  # a new tensor: pinned if the copy doesn't block
             return not (operator.no_wait and (made or all(self.device.mode.is_pinned(t) for t in host_writes)))
         return (
             func in _WAITING_COPIES and not operator.no_wait and any(not t.is_cuda and t.dim() for t in operator.reads)
         )
 
     def peer_copy(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """A copy between devices runs on the source's stream, and PyTorch orders both streams around it."""
+        """Add a copy between devices: it runs on the source's stream, and PyTorch orders both streams around it."""
         source, target = self.device.place(reads[-1]), self.device.place(writes[0])
         for event, first, second in (("before", target, source), ("after", source, target)):
             if event == "after":

@@ -1,7 +1,7 @@
-"""The boundary of generated code, by the simulated device's streams and events, in the place of the native one.
+"""Replace the native region (the boundary of generated code) by one on the simulated device's streams and events.
 
-Nothing is captured there, so the events for a caller's capture are ordinary ones; and whether streams are idle is what
-the run is to be told.
+The simulation captures nothing, so the events for a caller's capture are ordinary ones. `SimulatedDevice.idle` sets
+whether streams count as idle in a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedEvent:
-    """`events.Event` of the C module: it takes raw handles of streams."""
+    """Replacement for `events.Event` of the C module: its methods take raw stream handles."""
 
     def __init__(self, device: SimulatedDevice, index: int) -> None:
         self.device, self.index = device, index
@@ -74,7 +74,7 @@ class SimulatedFrame(EventFrame):
             self.run([("record", "ev0", caller), *(("wait", "ev0", name) for name in spec.idle_streams)])
 
     def _holds_nothing(self) -> bool:
-        """Note [Streams can't pay on an idle device]."""
+        """True if the streams are idle: Note [Streams can't pay on an idle device]."""
         device, idle_streams = self.device, self.region.spec.idle_streams or ()
         device.asked_idle = True
         caller = next(iter(self.streams.values()))

@@ -1,4 +1,4 @@
-"""Where a simulated operation stands: the line of generated code, and that of the user's."""
+"""Find the source of a simulated operation: the line of generated code, and the user's line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _is_compiling() -> bool:
-    """A graph of compiled autograd runs inside of a context of its own, in which no frame is compiled."""
+    """True during compilation. A running graph of compiled autograd doesn't count: its context compiles no frame."""
     context = torch._guards.CompileContext.try_get()
     if context is None:
         return False
@@ -44,7 +44,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def site() -> str:
-    """The statement that is being executed: of generated code, or of the user's."""
+    """Return the position of the current statement, in generated code or in the user's code."""
     operation = ""
     for frame in _frames():
         if frame.f_code is EventFrame.run.__code__:
@@ -63,7 +63,7 @@ def _statement(frame: FrameType) -> str:
 
 
 def user_line() -> str:
-    """The user's source line behind the statement that is being executed."""
+    """Return the user's source line for the current statement."""
     for frame in _frames():
         if _is_generated(frame):
             return frame.f_globals["_module"].user_line(frame.f_lineno)
@@ -76,7 +76,7 @@ def user_line() -> str:
 
 
 def assigned_name() -> str:
-    """The variable of generated code that the statement assigns."""
+    """Return the variable that the current statement of generated code assigns ("" if none)."""
     for frame in _frames():
         if _is_generated(frame):
             left = _statement(frame).removeprefix("if multi_stream: ").partition(" = ")[0]

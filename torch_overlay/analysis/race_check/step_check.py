@@ -1,15 +1,15 @@
-"""`check_step`: are a forward's module and its backward's ordered, one after the other, as autograd runs them?
+"""Check a forward's and its backward's generated modules for races (`check_step`), run in turn as autograd runs them.
 
     report = check_step(forward, backward)
 
-The two are regions that `torch_overlay.testing.observe` saw. What was saved reaches the backward in the memory, and in
-the state of the streams, in which the forward left it; the backward holds the last reference to it. In between stands
-autograd's engine, which writes the incoming gradients on the current stream. Afterwards an optimizer reads the
-gradients there and drops them, when a side stream may be far ahead: a gradient in that stream's memory must be known to
-the allocator as the current stream's, too. The next step takes the memory that this one left.
+Both arguments are regions that `torch_overlay.testing.observe` saw. The backward gets the saved tensors in the
+memory, and with the state of the streams, in which the forward left them; the backward holds the last reference to
+them. In between, autograd's engine writes the incoming gradients on the current stream. Afterwards an optimizer reads
+the gradients there and drops them, while a side stream may already run later work: a gradient in the side stream's
+memory must be recorded on the current stream, too. The next step reuses the memory that this step freed.
 
-Unlike `check` this needs neither the program nor its inputs, and one may change the text of a module to see what
-becomes of it.
+Unlike `check`, this needs neither the program nor its inputs, and one may change the text of a module to see the
+effect.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def output_names(region: Region) -> list[str]:
-    """The graph's outputs, by the names of their nodes."""
+    """Return the node names of the graph's outputs."""
     match = re.fullmatch(r"return \((.*?),?\)", str(region.nodes[-1].text), re.DOTALL)
     assert match is not None, region.nodes[-1].text
     return [name.strip() for name in match[1].split(",")]
@@ -49,13 +49,13 @@ def input_names(region: Region) -> list[str]:
 
 
 def saved_names(forward: Region, backward: Region) -> list[str]:
-    """What the backward takes from its forward and the forward computed, by node names."""
+    """Return the node names of the backward's inputs that the forward computed."""
     inputs = set(input_names(forward))
     return [name for name in input_names(backward) if "tangents" not in name and name not in inputs]
 
 
 def check_step(forward: Region, backward: Region, *, steps: int = 2) -> Report:
-    """The report of `steps` training steps with the modules of the two regions, on one device."""
+    """Return the report of `steps` training steps with the modules of the two regions, on one device."""
     if forward.wrapper is None or backward.wrapper is None:
         raise ValueError("check_step: a region has no generated module")
     with simulated_gpu() as gpu, SimulatedDevice(gpu) as device:

@@ -1,4 +1,4 @@
-"""What a program does to streams, events and memory, written down in the order in which the host does it.
+"""Define `Trace`: a program's operations on streams, events and memory, in the order in which the host issues them.
 
 A trace is the common language of this package: the simulated device writes one while generated code runs, a test or a
 person writes one by hand, and `happens_before` reads it. It is plain data; this module imports no torch.
@@ -11,9 +11,9 @@ person writes one by hand, and `happens_before` reads it. It is plain data; this
     t.launch("use", "s1", reads=[x[0:32]])     # bytes 0 to 31
     t.free(x)
 
-Streams and events are names. Memory is an object: `alloc` takes it from the pool of a stream, `free` gives it back,
-and two allocations never are the same object, even where an allocator would hand the same block out again. That it
-may do so at once is for the checker to consider. `HOST` is the program's own thread: what it launches runs at once.
+Streams and events are names. Memory is an object: `alloc` takes it from the pool of a stream, `free` returns it to the
+pool, and every allocation is a new object, even where an allocator would reuse a freed block. The checker considers
+that the allocator may reuse a block at once. `HOST` is the program's own thread: its launches run immediately.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 HOST = "host"
 ENGINE = "autograd's engine"
-_MOST_RUNS = 4096  # beyond that many pieces a range is told apart from others by arithmetic alone
+_MOST_RUNS = 4096  # a span of more runs is compared with others by arithmetic alone
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A strided set of bytes: at `offset`, `sizes[i]` steps of `strides[i]` bytes, `item` bytes at each place."""
+    """A strided set of bytes: from `offset`, `sizes[i]` steps of `strides[i]` bytes, `item` bytes at each step."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Span:
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides)) + self.item
 
     def simplified(self) -> Span:
-        """Dimensions that step over adjacent bytes become part of the item, others are merged where they can be."""
+        """Return an equal span: dimensions over adjacent bytes join the item, others are merged where possible."""
         item, rest = self.item, []
         for stride, size in sorted((s, n) for n, s in zip(self.sizes, self.strides) if n > 1):
             if stride <= item:  # adjacent, overlapping, or the same byte again (expanded)
@@ -57,14 +57,14 @@ class Span:
         return Span(self.offset, tuple(n for _, n in rest), tuple(s for s, _ in rest), item)
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """The adjacent pieces, (first byte, end), ascending per innermost dimension; of a simplified span."""
+        """Yield the contiguous runs of a simplified span as (first byte, end), ascending per innermost dimension."""
         starts = [self.offset]
         for size, stride in zip(self.sizes, self.strides):
             starts = [at + i * stride for at in starts for i in range(size)]
         return ((at, at + self.item) for at in starts)
 
     def overlaps(self, other: Span) -> bool:
-        """Exact where one of the two has few pieces; otherwise it errs on the side of True."""
+        """True if the spans share a byte; errs on the side of True if one of them has many runs."""
         if self == other:
             return True
         if self.end <= other.offset or other.end <= self.offset:
@@ -97,7 +97,7 @@ class Span:
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation, from its `alloc` to its `free`: for a stream (HOST: host memory), maybe from a private pool."""
+    """One allocation, from `alloc` to `free`, for a stream (HOST: host memory), optionally in a private pool."""
 
     name: str
     size: int
@@ -106,7 +106,7 @@ class Memory:
 
     @property
     def pool(self) -> str:
-        """What it goes back to."""
+        """Name of the pool that the memory returns to when it is freed."""
         return f"{self.private} of {self.stream}" if self.private else self.stream
 
     def __getitem__(self, part: slice) -> View:
@@ -121,7 +121,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Some bytes of a memory; `span` None: all of them."""
+    """A strided set of bytes of a memory; all its bytes if `span` is None."""
 
     memory: Memory
     span: Span | None = None
@@ -139,7 +139,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel, a copy, or what the host computes itself. `line` is the user's source line as text."""
+    """A kernel, a copy, or a computation of the host. `line` is the user's source line as text."""
 
     name: str
     stream: str
@@ -157,7 +157,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`stream` waits for the last record of the event; without any it waits for nothing."""
+    """A wait of `stream` for the last record of the event; if there is none, it waits for nothing."""
 
     event: str
     stream: str
@@ -166,9 +166,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """The host waits for an event, for a stream, or (both None) for all streams of the devices. `of_constant`: it waits
-    because it copies a constant of its own to the device, which code that has the constant there already doesn't do.
-    `implied`: nobody asked for it, for the copy is not to block, but it is to or from pageable memory.
+    """A wait of the host: for an event, for a stream, for `streams`, or (all None) for all streams of the devices.
+    `of_constant`: the host waits because it copies a constant of its own to the device; code that already has the
+    constant there doesn't wait. `implied`: a non-blocking copy waits anyway, since it is to or from pageable memory.
     """
 
     event: str | None = None
@@ -193,7 +193,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """The allocator is told that `stream` uses the memory: it hands the block on when that stream is done with it."""
+    """A `record_stream`: after the free, the allocator reuses the block only when `stream` is done with it."""
 
     memory: Memory
     stream: str
@@ -202,13 +202,13 @@ class RecordStream:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A point at which it is asked what the code after it may rely on, for each named view: code on which streams, and
-    code that waits for which events."""
+    """A point at which the checker reports, for each named view, which streams, and which waiters for an event, may use
+    the view from there on."""
 
     name: str
     views: tuple[tuple[str, View], ...]
     streams: tuple[str, ...] = ()
-    events: tuple[tuple[str, str], ...] = ()  # what to call it, and which it is
+    events: tuple[tuple[str, str], ...] = ()  # (label, event)
 
 
 Operation: TypeAlias = Launch | Record | Wait | Synchronize | Alloc | Free | RecordStream | Boundary
@@ -243,7 +243,7 @@ class Trace:
         line: str = "",
         site: str = "",
     ) -> None:
-        """A kernel; what is in both `reads` and `writes` is updated."""
+        """Add a kernel; it updates each view that is in both `reads` and `writes`."""
         modes: dict[View, list[bool]] = {}
         for target, which in [*((v, 0) for v in reads), *((v, 1) for v in writes)]:
             view = View(target) if isinstance(target, Memory) else target

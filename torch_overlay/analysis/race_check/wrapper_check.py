@@ -1,10 +1,10 @@
-"""`check_wrapper`: is a generated module ordered, taken by itself? For text that `TORCH_LOGS=output_code` printed.
+"""Check a generated module by itself for races (`check_wrapper`), from the text that `TORCH_LOGS=output_code` prints.
 
     print(check_wrapper(Path("output_code.py").read_text()))
 
-The module's own `get_args` makes its inputs. What its caller ordered around it is not known here, nor what eager
-promises: inputs are taken to be ready on the current stream, the caller's streams and events to have been recorded
-there before the call, and outputs to be read there after it.
+The module's own `get_args` makes its inputs. The order that the caller provides is not known here, nor are eager's
+promises: the check assumes that inputs are ready on the current stream, that the caller's streams and events were
+recorded there before the call, and that outputs are read there after it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def check_wrapper(
     text: str, *, calls: int = 2, owned: bool = False, misaligned: bool = False, joined: bool = True, devices: int = 1
 ) -> Report:
-    """The report of a generated module, called `calls` times.
+    """Return the report of a generated module, called `calls` times.
 
-    `owned` says that the module gets the last reference to its inputs, as a backward does; `misaligned` that they
-    aren't aligned. Without `joined` the caller waits for all streams before it reads the outputs.
+    With `owned`, the module gets the last reference to its inputs, as a backward does; with `misaligned`, the inputs
+    aren't aligned. Without `joined`, the caller waits for all streams before it reads the outputs.
     """
     with simulated_gpu(devices) as gpu, SimulatedDevice(gpu, misaligned=misaligned) as device:
         try:
@@ -55,7 +55,7 @@ def check_wrapper(
 
 
 def idle_patterns(text: str) -> Sequence[Sequence[bool]]:
-    """What regions that ask whether their streams are idle are told in one call after the other."""
+    """Return the runs to make: each lists the answers, call after call, to regions that ask if streams are idle."""
     return (
         ((False,), (True,), (True, False), (False, True))
         if "idle_streams=" in text or "record_busy" in text
@@ -84,13 +84,13 @@ def _run(device: SimulatedDevice, module: Module, calls: int, owned: bool, joine
 
 
 def empty(size: Any, stride: Any, dtype: Any = torch.float32, device: Any = "cpu", **kwargs: Any) -> torch.Tensor:
-    """An input of a module. Whether host memory is pinned, its text doesn't say: copies don't wait if it is."""
+    """Make an input of a module. Host memory is pinned, so copies don't wait: the module's text doesn't say."""
     pin = torch.device(device).type == "cpu"
     return torch.empty_strided(size, stride, dtype=dtype, device=device, pin_memory=pin)
 
 
 def caller_objects(modules: Sequence[Module]) -> list[Any]:
-    """Streams and events of the caller, as the regions of modules of one frame number them."""
+    """Make the caller's streams and events, in a list by the numbers that the regions of one frame use for them."""
     found: dict[int, Any] = {0: objects.callers_stream(0)}
     for region in (value for module in modules for value in module.scope.values()):
         if isinstance(region, Region):

@@ -1,11 +1,11 @@
-"""When each operation of a trace would run: one pass over it, with a clock for each stream and one for the host.
+"""Compute when each operation of a trace would run, in one pass with a clock for each stream and one for the host.
 
-A stream runs what it is given in order. A record notes how far its stream is, a wait moves its stream to where the
-event was recorded, a synchronisation moves the host. Copies between host and device run one after the other in each
-direction, on whatever streams they are, for they share the link.
+A stream runs its launches in order. A record notes the time of its stream, a wait advances its stream to the time of
+the record, a synchronisation advances the host. Copies between host and device run one after the other in each
+direction, whatever their streams, since they share the link.
 
-Memory is counted as streams come by: it is taken when its first kernel starts, and freed when its own stream has
-reached the point at which the host freed it, and every kernel that used it has ended.
+Memory is counted in device time: it counts as allocated when its first kernel starts, and as freed when its own stream
+has reached the point at which the host freed it, and every kernel that used it has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a launch takes, in microseconds, and what it is: a kind of slice."""
+    """The duration of a launch, in microseconds, the kind of its slice, and the bytes it moves."""
 
     us: float
     kind: str = KERNEL
@@ -47,7 +47,7 @@ class Cost:
 @dataclass
 class _Stream:
     free: float = 0.0
-    last: int | None = None  # the slice that it ran last
+    last: int | None = None  # its last slice, by index
     pending: list[tuple[str, _Moment]] = field(default_factory=list)  # events that its next slice waits for
 
 
@@ -63,11 +63,11 @@ class _Clock:
         self.costs, self.saved = costs, saved
         self.host = 0.0
         self.streams: dict[str, _Stream] = {}
-        self.links: dict[str, float] = {}  # when the link is free, by direction
+        self.links: dict[str, float] = {}  # direction -> time at which the link is free
         self.events: dict[str, _Moment] = {}
         self.slices: list[tuple[str, Slice]] = []
         self.arrows: list[tuple[str, _Moment, str, float, int | None]] = []
-        self.used: dict[Memory, list[float]] = {}  # from the first start to the last end
+        self.used: dict[Memory, list[float]] = {}  # -> [start of the first use, end of the last one]
         self.fresh: set[Memory] = set()
         self.changes: list[tuple[float, int]] = []
 
@@ -143,8 +143,8 @@ def schedule(
     saved: Mapping[int, tuple[str, str]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Timeline:
-    """The timeline of a trace. `costs` belong to launches by their index; `devices` are those of the streams. `saved`
-    gives name and line of what a copy moves, where it is a saved activation.
+    """Return the timeline of a trace. `costs` maps the index of a launch to its cost, `devices` a stream to its device,
+    and `saved` the index of a copy of a saved activation to the activation's name and line.
     """
     clock = _Clock(costs, saved or {})
     for index, operation in enumerate(operations):
@@ -170,7 +170,7 @@ def _assemble(clock: _Clock, title: str, devices: Mapping[str, int], notes: tupl
     names += [m.stream for _, m, *_ in clock.arrows if m.stream not in names]
     names = list(dict.fromkeys(names))
     titles = {n: lane_name(n, [s for lane, s in clock.slices if lane == n]) for n in names}
-    # Default streams, others in order of use, those of copies, the host.
+    # Order: default streams, other streams in order of use, streams of copies, the host.
     names.sort(key=lambda n: (n == HOST, titles[n] != n, not n.startswith("default stream")))
     lanes = [Lane(titles[n], -1 if n == HOST else devices.get(n, 0)) for n in names]
     number = {name: index for index, name in enumerate(names)}
@@ -186,7 +186,7 @@ def _assemble(clock: _Clock, title: str, devices: Mapping[str, int], notes: tupl
 
 
 def running_sum(changes: Iterable[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """Bytes from each time on. At one time memory is freed before it is taken."""
+    """Return (time, bytes from then on). At equal times, frees count before allocations."""
     found: dict[float, int] = {}
     total = 0
     for at, change in sorted(changes):

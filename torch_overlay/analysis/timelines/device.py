@@ -1,4 +1,4 @@
-"""A simulated device that also says how long each launch would take: Note [Times of a simulated run]."""
+"""Simulate a device, and estimate the time of each launch: Note [Times of a simulated run]."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.race_check.trace import Launch, View
     from torch_overlay.testing import Simulation
 
-LEAST_US = 2.0  # a kernel that does nothing
-HOST_BYTES_PER_US = 1e4  # what the host computes itself
+LEAST_US = 2.0  # time of a kernel that does nothing
+HOST_BYTES_PER_US = 1e4  # speed of the host's own computations
 
 
 class TimedDevice(SimulatedDevice):
-    """Keeps in `costs` what each launch of `trace` takes, by its index there."""
+    """A simulated device that keeps the cost of each launch in `costs`, by its index in `trace`."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
@@ -93,7 +93,7 @@ class TimedDevice(SimulatedDevice):
     # ---- what Inductor counts
 
     def _counted(self, kernel: str) -> tuple[int, int, int] | None:
-        """Of the generated kernel that is being launched."""
+        """Return bytes, operations and element size of the generated kernel that is being launched, if known."""
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename.startswith("<wrapper"):
@@ -103,7 +103,7 @@ class TimedDevice(SimulatedDevice):
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """While kernels are generated, note what the scheduler counts for each."""
+        """Note the scheduler's counts for each kernel that is generated inside the context."""
         from torch._inductor.codegen.wrapper import PythonWrapperCodegen
         from torch._inductor.graph import GraphLowering
         from torch._inductor.virtualized import V
@@ -123,7 +123,7 @@ class TimedDevice(SimulatedDevice):
         def keep_kernel(wrapper: Any, kernel_name: str, *args: Any, **kwargs: Any) -> Any:
             node = getattr(getattr(V.graph, "scheduler", None), "current_node", None)
             if open_modules and node is not None and kernel_name not in open_modules[-1]:
-                with contextlib.suppress(Exception):  # a size that isn't known: the arguments will tell
+                with contextlib.suppress(Exception):  # unknown size: the launch counts by its arguments
                     open_modules[-1][kernel_name] = _scheduled(node)
             return generate(wrapper, kernel_name, *args, **kwargs)
 
@@ -135,7 +135,7 @@ class TimedDevice(SimulatedDevice):
 
 
 def _scheduled(node: Any) -> tuple[int, int, int]:
-    """Bytes, operations, and the size of an element, of a node of the scheduler."""
+    """Return bytes, operations and element size of a node of the scheduler."""
     from torch_overlay._inductor.scheduler_nodes import element_size, flops_of
 
     flops = flops_of(node) if node.is_template() else 0
@@ -143,26 +143,26 @@ def _scheduled(node: Any) -> tuple[int, int, int]:
 
 
 def traffic(view: View) -> int:
-    """Bytes at the places of a view; what is expanded counts once."""
+    """Return the bytes that a view covers; expanded dimensions count once."""
     if view.span is None:
         return view.memory.size
     return view.span.item * math.prod(n for n, stride in zip(view.span.sizes, view.span.strides) if stride)
 
 
 def operations(func: Any, args: Any, kwargs: Any) -> int:
-    """Floating-point operations of an operator, by PyTorch's own formulas; 0 for one without."""
+    """Return the floating-point operations of an operator, by PyTorch's formulas; 0 if it has no formula."""
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0
     result = kwargs.get("out")
     try:
         return int(formula(*args, **{k: v for k, v in kwargs.items() if k != "out"}, out_val=result))
-    except Exception:  # a formula for other arguments: the time of its memory traffic remains
+    except Exception:  # the formula takes other arguments: memory traffic alone gives the time
         return 0
 
 
 def _direction(launch: Launch, call: tuple[Any, Any, Any] | None) -> str | None:
-    """The kind of a copy between host and device. What isn't pinned the host has read, in a launch of its own."""
+    """Return the kind of a copy between host and device. The host reads pageable memory in a launch of its own."""
     if "copy" not in launch.name:
         return None
     if any(a.writes and a.view.memory.stream == HOST for a in launch.accesses):

@@ -1,14 +1,14 @@
-"""A timeline as a Chrome trace, which ui.perfetto.dev and chrome://tracing load.
+"""Write a timeline as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-    X   a slice: a kernel, a copy, a wait of the host; on one track (tid) a stream
+    X   a slice: a kernel, a copy, a wait of the host; each stream has a track (tid)
     s,f an event: an arrow from inside the slice that was waited for to the slice that waited (`bp: e` binds it there)
     C   memory: a counter
     M   names and order of processes (devices) and threads (streams)
 
-Perfetto takes times in microseconds, and cuts them to nanoseconds; here they are cut before. It wants each track's
-slices nested or apart, so a slice that starts before the one in front has ended (which clocks that are read in two
-places can make it seem) begins where that one ends. An arrow needs a slice at each end: a wait for a stream that held
-nothing, and one that nothing comes after, have none, and are only in the picture.
+Perfetto takes times in microseconds, and cuts them to nanoseconds; this module rounds them first. Perfetto wants the
+slices of a track nested or disjoint, so a slice that seems to start before the end of the previous slice (as clocks
+read in two places can make it seem) begins at that end. An arrow needs a slice at each end: a wait for a stream that
+held no work, or a wait with no work after it, lacks one, and is shown only in the SVG picture.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DEVICE_PID = 10  # and up: of device 0, 1, ...
 
 
 def trace(timeline: Timeline) -> str:
-    """The text of the file."""
+    """Return the text of the file."""
     return json.dumps(
         {"displayTimeUnit": "ns", "otherData": {"title": timeline.title}, "traceEvents": events(timeline)}, indent=1
     )
 
 
 def events(timeline: Timeline) -> list[dict[str, Any]]:
-    """Metadata first, then everything in order of time."""
+    """Return the trace's events: metadata first, then all others in order of time."""
     where = [(_pid(lane.device), index + 1) for index, lane in enumerate(timeline.lanes)]
     placed = _placed(timeline)
     found: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ def events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def place(line: str) -> str:
-    """`file:number` of a line."""
+    """Return the `file:number` of a source line."""
     return ":".join(line.split(":", 2)[:2]) if line.count(":") >= 2 else line
 
 
@@ -91,7 +91,7 @@ def _pid(device: int) -> int:
 
 
 def _placed(timeline: Timeline) -> dict[int, tuple[float, float]]:
-    """Start and end of each slice, in whole nanoseconds, apart from the others of its track."""
+    """Return start and end of each slice, in whole nanoseconds, without overlap on a track."""
     found: dict[int, tuple[float, float]] = {}
     lane_ends: dict[int, float] = {}
     for index in sorted(range(len(timeline.slices)), key=lambda i: (timeline.slices[i].start, timeline.slices[i].end)):

@@ -1,12 +1,12 @@
-"""Where everything of a timeline goes in a picture of fixed width: rows of time, lanes in a row, labels under boxes.
+"""Lay out a timeline in a picture of fixed width: rows of time, lanes in each row, labels under boxes.
 
-Time runs from left to right and goes on in the next row, as in a score: a step of 300 kernels fills a page or two and
-needs no scrolling sideways. The scale is one for all rows, and such that three quarters of the slices are wide enough
-for their line number; a row has the lanes that have something in it.
+Time runs from left to right and continues in the next row, as in a musical score: a step of 300 kernels fills a page or
+two and needs no scrolling sideways. All rows have the same scale, at which three quarters of the slices are wide enough
+for their line number. A row shows only the lanes that have something in it.
 
-A label stands in its box if it fits there. Otherwise it stands under the box, on the first of `LEVELS` levels that is
-free; neighbours of one source line share a label. One that finds no place is left out, and counted: its box has a
-tooltip like every other one. So labels never collide, by construction.
+A label is drawn in its box if it fits there. Otherwise it goes under the box, on the first of `LEVELS` levels that is
+free; neighbours of one source line share a label. A label without a place is left out, and counted: its box has a
+tooltip like every other box. So labels never collide, by construction.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Label:
     x: float
     y: float
     inside: bool = False
-    at: float = 0.0  # of the box that it belongs to, where it stands below
+    at: float = 0.0  # x of its box, if the label is under it
 
     @property
     def width(self) -> float:
@@ -54,14 +54,14 @@ class Label:
 
 @dataclass(frozen=True)
 class Box:
-    index: int  # of the slice
+    index: int  # the slice's index
     x: float
     width: float
 
 
 @dataclass
 class Strip:
-    """A lane in a row."""
+    """The part of a lane in one row."""
 
     lane: int
     y: float
@@ -94,16 +94,16 @@ class Row:
 @dataclass
 class Layout:
     rows: list[Row]
-    scale: float  # pixels of a microsecond
+    scale: float  # pixels per microsecond
     unlabelled: int
     bottom: float
-    ambiguous: frozenset[str]  # line numbers that more than one file has
+    ambiguous: frozenset[str]  # line numbers that occur in several files
 
     def x(self, row: Row, at: float) -> float:
         return LEFT + min(max((at - row.start) * self.scale, 0.0), ROOM)
 
     def texts(self, s: Slice) -> tuple[str, ...]:
-        """What a slice may be called, from long to short."""
+        """Return the possible labels of a slice, from long to short."""
         name = amount(s.nbytes) if s.kind in COPIES else s.name
         if not s.line:
             return (name,) if s.kind in (*COPIES, WAIT) else (name, clip(name, LONGEST), clip(name, 8))
@@ -134,7 +134,7 @@ def lay_out(timeline: Timeline, top: float) -> Layout:
 
 
 def _rows(timeline: Timeline) -> int:
-    """So many that a quarter of the slices, the shortest ones, may be narrower than a line number."""
+    """Return the number of rows at which only the shortest quarter of the slices is narrower than a line number."""
     widths = sorted(s.duration for s in timeline.slices if s.kind != WAIT)
     if not widths:
         return 1
@@ -168,7 +168,7 @@ def _fill(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> None:
 
 
 def _label(slices: Sequence[Slice], layout: Layout, row: Row, strip: Strip) -> None:
-    """Labels for the boxes of a strip. A slice that goes on from the row before has its label there, if it could."""
+    """Label the boxes of a strip. A slice that continues from the previous row is labelled again only if it is wide."""
     levels: list[list[_Below]] = [[] for _ in range(LEVELS)]
     run: list[Box] = []
     inside_y = strip.y + PAD + (BOX - LABEL) / 2
@@ -193,8 +193,8 @@ def _label(slices: Sequence[Slice], layout: Layout, row: Row, strip: Strip) -> N
 
 @dataclass(frozen=True)
 class _Below:
-    """A label under its box that has place for the last of its texts, which is the shortest; it gets the first one
-    that the next label leaves place for.
+    """A label under its box. It has room for the shortest of its texts, the last one, and gets the first text that fits
+    before the next label.
     """
 
     texts: tuple[str, ...]
@@ -211,7 +211,7 @@ def _length(text: str) -> float:
 
 
 def _same(slices: Sequence[Slice], a: Box, b: Box) -> bool:
-    """Of one source line; without a line, of one name."""
+    """True if two boxes have one source line; if neither has a line, one name."""
     first, second = slices[a.index], slices[b.index]
     if first.line or second.line:
         return place(first.line) == place(second.line)
@@ -219,7 +219,7 @@ def _same(slices: Sequence[Slice], a: Box, b: Box) -> bool:
 
 
 def _inside(slices: Sequence[Slice], layout: Layout, box: Box) -> str | None:
-    """The label that stands in the box; none that says less than one below it would."""
+    """Return the label that fits in the box, if any; only the two longest texts, as one below may say more."""
     return next((t for t in layout.texts(slices[box.index])[:2] if _length(t) <= box.width - 4), None)
 
 
@@ -231,7 +231,7 @@ def _below(
     levels: list[list[_Below]],
     inside_y: float,
 ) -> None:
-    """One label for neighbours of one line: under them; if there is no place, short and inside."""
+    """Add one label for neighbours of one source line: under them or, if there is no room, a short one inside."""
     texts = layout.texts(slices[boxes[0].index])
     texts = texts[1:] if len(texts) > 1 else texts
     if len(boxes) > 1:

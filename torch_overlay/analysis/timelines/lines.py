@@ -1,13 +1,13 @@
-"""Which source line launched what a profile shows: from the generated code, where the two agree; none is guessed.
+"""Find the source line of each kernel and copy in a profile, by matching it with generated code, without guessing.
 
-A Triton kernel is looked up by its name, where that is unique. A kernel of a library has no name that says so. Within
-one call of a compiled graph, operators run in the order of the generated statements: if the whole sequence of names is
-that of one module, each operator is its statement.
+A Triton kernel is looked up by its name, if the name is unique. The name of a library's kernel doesn't identify its
+line. Within one call of a compiled graph, operators run in the order of the generated statements: if the whole sequence
+of names is that of one module, each operator belongs to the statement at its position.
 
-The kernels of a CUDA graph are all launched by one call, and no operator is around them. But each of its streams runs
-what the generated code gives to one stream, in order, and Triton's kernels have names: if each stream's kernels are
-those of the statements of another stream of one generated function, what lies between two Triton kernels is known, too,
-as far as there is one kernel for each operator, or one operator.
+The kernels of a CUDA graph are all launched by one call, without operators around them. But each stream of the graph
+runs the statements that the generated code puts on one stream, in order, and Triton kernels have names. If each
+stream's kernels match the statements of a different stream of one generated function, the kernels between two Triton
+kernels are known, too, if there is one kernel for each operator, or only one operator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALLERS_STREAM = "stream0"
 
 
 class Statement(NamedTuple):
-    """Of generated code: `name` is what the profiler calls a launch, or an event; `stream` is a variable."""
+    """A statement of generated code. `name`: the profiler's name of a launch, or an event; `stream`: a variable."""
 
     kind: str
     name: str
@@ -40,11 +40,11 @@ class Statement(NamedTuple):
 
 
 Run = list[tuple[Statement, list[int]]]
-"""Statements in order, and which work of the profile each one launched."""
+"""Statements in order, each with the indices of the work in the profile that it launched."""
 
 
 def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
-    """What each function of a generated module launches, records and waits for, in order."""
+    """Return the launches, records and waits of each function of a generated module, in order."""
     found: list[list[Statement]] = []
     label, current = "", _CALLERS_STREAM
     for text in wrapper.splitlines():
@@ -72,11 +72,11 @@ def functions(wrapper: str, lines: dict[str, str]) -> list[list[Statement]]:
 
 
 class Lines:
-    """Name and source line of work on the device."""
+    """Names and source lines of work on the device."""
 
     def __init__(self, events: Iterable[Event], work: Sequence[Event], seen: Any) -> None:
-        """`work` are the kernels and copies, in order of time; `runs` has their positions there."""
-        self.runs: list[Run] = []  # of calls that are known
+        """Match `work` (kernels and copies, in order of time) with statements; `runs` holds positions in `work`."""
+        self.runs: list[Run] = []  # one for each matched call
         self.functions: list[list[Statement]] = []
         self.modules: list[list[Statement]] = []
         for region in seen.regions if seen is not None else ():
@@ -92,7 +92,7 @@ class Lines:
         self.triton = {
             n: next(iter(found)) for n, found in named.items() if n.startswith("triton_") and len(found) == 1
         }
-        self.operators: dict[int, str] = {}  # by correlation
+        self.operators: dict[int, str] = {}  # correlation -> operator
         self.work = work
         self.launched_by: dict[int, list[int]] = {}
         for index, event in enumerate(work):
@@ -101,7 +101,7 @@ class Lines:
         self.statements = {index: row for run in self.runs for row, done in run for index in done}
 
     def of(self, index: int) -> tuple[str, str]:
-        """What work computes, and its line."""
+        """Return what the work at `index` computes, and its source line."""
         event = self.work[index]
         row = self.statements.get(index)
         operator = row.name if row is not None else self.operators.get(argument(event, "correlation"), "")
@@ -113,7 +113,7 @@ class Lines:
         return _library(symbol), line
 
     def _match(self, events: list[Event]) -> None:
-        """Launches by the call of a compiled graph around them, in order."""
+        """Match launches with statements, by the call of a compiled graph around them, in order."""
         operators: dict[Any, list[Event]] = {}
         launches: dict[Any, list[Event]] = {}
         graphs: set[int] = set()
@@ -142,7 +142,7 @@ class Lines:
                 self.runs.append(run)
 
     def _assign(self, calls: list[tuple[int, str, int, int]]) -> None:
-        """Rows of call, name, statement and correlation, in order: what one statement launches is in several rows."""
+        """Assign launches, rows of (call, name, statement, correlation), to statements; one may have several rows."""
         ran = {name for _, name, *_ in calls}
         graphs: dict[int, dict[tuple[str, int], list[int]]] = {}
         for call, name, statement, correlation in calls:
@@ -151,7 +151,7 @@ class Lines:
             names = [name for name, _ in launches]
             fitting = set()
             for module in self.modules:
-                # Other operators than PyTorch's own need not launch anything.
+                # Operators other than PyTorch's own may launch nothing.
                 rows = tuple(r for r in module if r.kind != LAUNCH or r.name in ran or _always_launches(r.name))
                 if [row.name for row in rows if row.kind == LAUNCH] == names:
                     fitting.add(rows)
@@ -174,8 +174,8 @@ def _always_launches(name: str) -> bool:
 
 
 def launched(operators: list[Event], launches: list[Event]) -> Iterator[tuple[int, int | None, str, int]]:
-    """Of one thread, in order of time: correlation of a launch, the call of a compiled graph around it, the outermost
-    operator inside of that (around all, if there is none), and which one it was.
+    """Yield for each launch of a thread, in order of time: its correlation; the call of a compiled graph around it; the
+    name of the outermost operator inside that call (without a call, of the innermost operator); the operator's index.
     """
     everything = [(float(e["ts"]), -float(e.get("dur", 0)), 0, number, e) for number, e in enumerate(operators)]
     everything += [(float(e["ts"]), 0.0, 1, number, e) for number, e in enumerate(launches)]
@@ -196,7 +196,7 @@ _FAMILIES = (("nvjet", "gemm"), ("cutlass", "gemm"), ("gemm", "gemm"), ("flash",
 
 
 def _library(symbol: str) -> str:
-    """A short name for a kernel of a library."""
+    """Return a short name for a library's kernel."""
     lowered = symbol.lower()
     for part, family in _FAMILIES:
         if part in lowered:
@@ -210,7 +210,7 @@ def _library(symbol: str) -> str:
 
 
 def of_graph(parts: Iterable[Sequence[Statement]], work: Sequence[Event], launched: Sequence[int]) -> Run | None:
-    """The statements of the one generated function that a graph was captured from; None if it isn't known."""
+    """Return the run of the generated function that a graph was captured from; None if it isn't known."""
     lanes: dict[int, list[int]] = {}
     for index in launched:
         if work[index]["cat"] == "kernel":
@@ -229,7 +229,7 @@ def of_graph(parts: Iterable[Sequence[Statement]], work: Sequence[Event], launch
 def _aligned(
     part: Sequence[Statement], streams: dict[str, list[int]], lanes: dict[int, list[int]], work: Sequence[Event]
 ) -> Run | None:
-    """Each lane has to be one stream, and no other one."""
+    """Match each lane with a stream of its own; None unless exactly one stream fits each lane."""
     done: list[list[int]] = [[] for _ in part]
     left = dict(streams)
     for lane in lanes.values():
@@ -249,7 +249,7 @@ def _aligned(
 
 
 def _pairs(statements: Sequence[str], kernels: Sequence[str]) -> list[tuple[int, int]] | None:
-    """Positions of statements and of what they launched: Triton kernels by name, and what lies between two of them."""
+    """Pair positions of statements and kernels: Triton kernels by name, others by their place between two of them."""
     triton = [[i for i, name in enumerate(names) if name.startswith("triton_")] for names in (statements, kernels)]
     if [statements[i] for i in triton[0]] != [kernels[i] for i in triton[1]]:
         return None
@@ -272,7 +272,7 @@ _TRITON = re.compile(r"^triton_[a-z]+\d*_(?:fused_)?(.*?)_\d+$")
 
 
 def readable(symbol: str) -> str:
-    """What a kernel computes, by how it is called."""
+    """Return what a kernel computes, from its name."""
     if match := _TRITON.match(symbol):
         return match[1].strip("_")
     parts = symbol.split(".")
@@ -280,7 +280,7 @@ def readable(symbol: str) -> str:
 
 
 def own_line(lines: str) -> str:
-    """Of the lines behind a kernel the last one: where its result was written. The others are those of its inputs."""
+    """Return the last of a kernel's source lines, which wrote its result; the others are those of its inputs."""
     return re.split(r"; (?=[^\s:;]+:\d+: )", lines)[-1]
 
 

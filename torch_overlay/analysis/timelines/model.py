@@ -1,4 +1,4 @@
-"""The parts of a timeline: lanes, slices and arrows, and what is asked of them."""
+"""Define the parts of a timeline (lanes, slices and arrows), and compute their texts and overlaps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPIES = (TO_HOST, FROM_HOST)
 
 @dataclass(frozen=True)
 class Lane:
-    """`device` is -1 for the host."""
+    """A row of a timeline: a stream, or the host, whose `device` is -1."""
 
     name: str
     device: int = 0
@@ -25,9 +25,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Slice:
-    """One kernel or copy. `name` says what it computes, `symbol` how the device calls it, `line` where the user wrote
-    it, as "file:number: text". `kind` is one of the constants of this module; `hidden` is known of a copy: the part of
-    its time, from 0 to 1, in which a kernel of its device ran as well.
+    """One kernel, copy, host computation or wait of the host. `name` says what it computes, `symbol` is the device's
+    name for it, `line` the user's source line as "file:number: text". `kind` is one of this module's constants;
+    `hidden`, known only for a copy, is the fraction of its time, from 0 to 1, in which a kernel of its device ran.
     """
 
     lane: int
@@ -47,8 +47,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Arrow:
-    """`lane` waits at time `at` for what `source_lane` did up to `source_at`. `source` and `target` are the slices at
-    both ends, by index: None where the stream held nothing before, or gets nothing afterwards.
+    """A wait of `lane`, at time `at`, for the work of `source_lane` up to `source_at`. `source` and `target` are the
+    slices at both ends, by index: None if the stream held no work before, or gets none afterwards.
     """
 
     name: str
@@ -65,7 +65,7 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def microseconds(time: float) -> str:
-    """As people read it."""
+    """Format a time with a readable unit."""
     if time >= 1_000_000:
         return f"{time / 1e6:.2f} s"
     if time >= 10_000:
@@ -74,21 +74,21 @@ def microseconds(time: float) -> str:
 
 
 def copied(copy: Slice) -> str:
-    """A copy as a line of text."""
+    """Describe a copy in a line of text."""
     hidden = "" if copy.hidden is None else f", {copy.hidden:.0%} hidden"
     when = f"{copy.start:.0f} to {copy.end:.0f} µs"
     return f"{copy.name}, {amount(copy.nbytes)}, {when}{hidden}" + (f", {copy.line}" if copy.line else "")
 
 
 def lane_name(name: str, slices: Iterable[Slice]) -> str:
-    """The name of a stream; of one that does nothing else than to copy in one direction, with that."""
+    """Return the name of a stream, with the direction if it only copies in one direction."""
     kinds = {s.kind for s in slices}
     only = kinds.pop() if len(kinds) == 1 else ""
     return name + {TO_HOST: ", to the host", FROM_HOST: ", from the host"}.get(only, "")
 
 
 def with_hidden(lanes: Sequence[Lane], slices: Sequence[Slice]) -> list[Slice]:
-    """The slices, with the part of each copy that is hidden."""
+    """Return the slices, with `hidden` set for each copy."""
     busy: dict[int, list[tuple[float, float]]] = {}
     for s in sorted(slices, key=lambda s: s.start):
         if s.kind == KERNEL:
@@ -110,7 +110,7 @@ def _covered(copy: Slice, spans: Iterable[tuple[float, float]]) -> float:
 
 
 def exposed(copy: Slice, slices: Iterable[Slice]) -> Iterator[tuple[float, float]]:
-    """The parts of a copy's time in which no kernel runs."""
+    """Yield the intervals of a copy's time in which no kernel runs."""
     at = copy.start
     for s in sorted((s for s in slices if s.kind == KERNEL and s.end > copy.start), key=lambda s: s.start):
         if at >= copy.end:

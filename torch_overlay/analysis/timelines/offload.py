@@ -1,11 +1,11 @@
-"""Copies of saved activations in a trace, told apart by their places in the slab.
+"""Name the copies of saved activations in a trace, by their offsets in the slab.
 
-What a forward saves on the host lies in one slab, each tensor at an offset of its own, in the order in which the
-forward makes them; the copies to the host and back are known by that offset. What the plan calls the tensor, and the
+The tensors that a forward saves on the host lie in one slab, each at its own offset, in the order in which the forward
+makes them; the offset identifies the tensor of a copy to the host or back. The plan's name of the tensor, and the
 user's line that made it, come from the report that is published when the graphs are split (`offload.log`).
 
-A profile has no offsets. It has the copies of a direction in the order in which the schedule launches them: if their
-sizes are those of the schedule, once or again and again, each copy is its tensor. If not, it has no name.
+A profile has no offsets, but it has the copies of a direction in the order in which the schedule launches them. If
+their sizes are those of the schedule, once or repeatedly, each copy gets the tensor at its position; otherwise none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def saved_tensors(operations: Sequence[Operation], reports: Sequence[Any]) -> dict[int, tuple[str, str]]:
-    """Name and user's line of what each copy moves, by the index of its launch."""
+    """Return name and user's line of the tensor that each copy moves, by the index of the copy's launch."""
     if not reports:
         return {}
     places: dict[int, tuple[Memory, int]] = {}
@@ -54,7 +54,7 @@ def saved_tensors(operations: Sequence[Operation], reports: Sequence[Any]) -> di
 
 
 def offloaded(slices: Sequence[Slice], seen: Any) -> list[Slice]:
-    """The slices of a profile, with name and line of the copies of saved activations."""
+    """Return the slices of a profile, with name and line set for copies of saved activations."""
     found = list(slices)
     reports = getattr(seen, "offloads", None) or ()
     graphs = [r.copies for r in getattr(seen, "regions", ()) if getattr(r, "copies", None) is not None]
@@ -84,7 +84,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _slab(rows: Sequence[Any]) -> dict[int, Any]:
-    """Rows by offset."""
+    """Map offsets in the slab to the report's rows."""
     found, offset = {}, 0
     for row in rows:
         found[offset] = row

@@ -1,10 +1,10 @@
-"""The timeline of a profile: of `torch.profiler.profile`, read from the Chrome trace that it exports.
+"""Read the timeline of a `torch.profiler.profile` from the Chrome trace that it exports.
 
-Kernels and copies are the trace's own, one lane a stream. An arrow is a `cudaStreamWaitEvent`: where the profiler knows
-which record it waits for, the last work launched before that record and the first work launched after the wait are its
-two ends. It doesn't know that of events that are recorded by the driver's own calls, as in compiled code; there the
-records and waits are those of the generated module. Memory is the allocator's count at each allocation.
-Which source line a kernel belongs to is found by `timelines.lines`.
+Kernels and copies are the trace's own, with one lane per stream. An arrow is a `cudaStreamWaitEvent`. If the profiler
+knows the record that it waits for, the arrow goes from the last work launched before the record to the first work
+launched after the wait. The profiler doesn't know the record of an event that the driver's own calls record, as in
+compiled code; there the records and waits come from the generated module. Memory is the allocator's count at each
+allocation. `timelines.lines` finds the source line of a kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def read(profile: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
-    """The fields of a `Timeline`. `profile`: a finished profile, or the path of an exported trace (.json, .json.gz)."""
+    """Return the fields of a `Timeline`. `profile`: a finished profile, or a path of a trace (.json, .json.gz)."""
     if isinstance(profile, (str, os.PathLike)):
         return of_trace(_load(Path(profile)), seen, title)
     with tempfile.TemporaryDirectory() as folder:
@@ -55,8 +55,8 @@ def _load(path: Path) -> Any:
 
 
 def of_trace(trace: Any, seen: Any = None, title: str = "profile") -> dict[str, Any]:
-    """The fields of a `Timeline`. `trace` is a Chrome trace as kineto writes it, parsed. ValueError if no work of a
-    device is in it.
+    """Return the fields of a `Timeline`. `trace` is a parsed Chrome trace of kineto. Raise ValueError if it has no
+    device work.
     """
     events: list[Event] = trace["traceEvents"] if isinstance(trace, dict) else trace
     work = sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in WORK), key=lambda e: float(e["ts"]))
@@ -113,7 +113,7 @@ def _slice(event: Event, zero: float, lane: int, name: str, line: str) -> Slice:
 def _arrows(
     events: Iterable[Event], work: Sequence[Event], slices: Sequence[Slice], number: Any, zero: float
 ) -> Iterator[Arrow]:
-    """By the numbers of launches, which grow in the order in which the host made them."""
+    """Yield the arrows of the profiler's waits. Launch numbers (correlations) grow in the host's order."""
     launched: dict[int, list[tuple[int, int]]] = {}
     for index, event in enumerate(work):
         launched.setdefault(slices[index].lane, []).append((argument(event, "correlation"), index))
@@ -132,13 +132,13 @@ def _arrows(
         recorded, waited = argument(event, "wait_on_cuda_event_record_corr_id"), argument(event, "correlation")
         before = bisect.bisect_left(launched[source], (recorded, -1)) - 1
         if before < 0:
-            continue  # the stream held nothing that is in the profile
+            continue  # the profile has no earlier work of the stream
         first = launched[source][before][1]
         following = bisect.bisect_left(launched[lane], (waited, -1))
         target = launched[lane][following][1] if following < len(launched[lane]) else None
         at = slices[target].start if target is not None else max(slices[first].end, float(event["ts"]) - zero)
         name = f"event {given.get('wait_on_cuda_event_id', '')}".strip()
-        # Of waits for one stream before the same work the last record counts.
+        # Of several waits for one stream before the same work, the last one counts.
         waits[source, -1 if target is None else target] = Arrow(
             name, source, slices[first].end, lane, at, first, target
         )
@@ -146,9 +146,9 @@ def _arrows(
 
 
 def _generated_arrows(runs: Iterable[Run], slices: Sequence[Slice]) -> Iterator[Arrow]:
-    """By the records and waits of generated code, where its launches are known."""
+    """Yield the arrows of the records and waits of generated code whose launches are known."""
     for rows in runs:
-        lanes: dict[str, set[int]] = {}  # of the stream that a statement names
+        lanes: dict[str, set[int]] = {}  # a statement's stream -> lanes of its work
         for row, done in rows:
             if row.kind == LAUNCH and row.stream:
                 lanes.setdefault(row.stream, set()).update(slices[i].lane for i in done)
@@ -171,8 +171,8 @@ def _generated_arrows(runs: Iterable[Run], slices: Sequence[Slice]) -> Iterator[
 
 
 def _memory(events: Iterable[Event], zero: float, end: float) -> Iterator[tuple[float, int]]:
-    """What the allocator had given out, of the first device, from each allocation on; before the first work counts as
-    its start."""
+    """Yield (time, allocated bytes of the first device from then on) for each allocation and free. Times before the
+    first work count as its start."""
     found: dict[float, int] = {}
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])):
         given = event.get("args", {})

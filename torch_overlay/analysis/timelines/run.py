@@ -1,4 +1,4 @@
-"""Running a function for its timeline: on a simulated device, or on a GPU under the profiler."""
+"""Run a function for its timeline: on a simulated device, or on a GPU under the profiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_overlay.analysis.timelines.device import TimedDevice
     from torch_overlay.testing import Compiled, Simulation
 
-WARM_UP = 4  # calls on a GPU before the profiler starts: a graph is captured at the second one
+WARM_UP = 4  # calls on a GPU before the profiler starts; the second call captures a CUDA graph
 
 
 def timeline(
@@ -38,12 +38,13 @@ def timeline(
     devices: int = 1,
     title: str = "",
 ) -> Timeline:
-    """Compile `fn`, and draw `calls` calls of it after the first ones, which compile it.
+    """Compile `fn`, and return the timeline of `calls` calls of it after the first ones, which compile it.
 
-    `backward` runs the backward of the outputs after each call. A function that is compiled already is run as it is,
-    and so is one that calls compiled functions, with `compile=False`. `simulate` None means: where there is no GPU, or
-    inside `torch_overlay.testing.simulated_gpu()`, in which tensors and streams have to be made then; `devices` is how
-    many are simulated. Times of a simulated run are estimates: Note [Times of a simulated run].
+    `backward` runs the backward of the outputs after each call. A function that is compiled already runs as it is, and
+    so does, with `compile=False`, one that calls compiled functions. With `simulate` None, the device is simulated if
+    there is no GPU, or inside `torch_overlay.testing.simulated_gpu()`, where tensors and streams must then be made;
+    `devices` is the number of simulated devices. Times of a simulated run are estimates: Note [Times of a simulated
+    run].
     """
     if calls < 1:
         raise ValueError(f"timeline: calls must be at least 1, got {calls}")
@@ -69,14 +70,14 @@ def simulated(
     devices: int,
     title: str,
 ) -> Timeline:
-    """The first call compiles; the ones after it are drawn."""
+    """Return the timeline of `calls` calls on a simulated device, after a first call that compiles."""
     from torch_overlay.analysis.timelines.device import TimedDevice
 
     with simulated_gpu(devices) as gpu:
         convert = gpu.fake_mode.from_tensor
         given = pytree.tree_map(lambda a: convert(a) if _is_real(a) else a, tuple(args))
         device = TimedDevice(gpu)
-        torch._dynamo.reset()  # what was compiled before has no module on this device
+        torch._dynamo.reset()  # earlier compiled code has no module on this device
         fn = compiled()
         with observe() as seen, device:
             device.seen = seen
@@ -93,8 +94,8 @@ def simulated(
 
 @contextlib.contextmanager
 def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Iterator[Callable[[], Timeline]]:
-    """Whatever runs inside is drawn: by the function that is handed out, to be called afterwards. `seen` is what
-    `observe()` gave around it.
+    """Watch all that runs inside the context; yield a function that returns its timeline, to be called afterwards.
+    `seen` is the value that `observe()` yielded around the context.
     """
     if simulation is None:
         with profiler() as profile:
@@ -110,7 +111,7 @@ def watching(simulation: Simulation | None, seen: Compiled, title: str) -> Itera
 
 
 def of_device(device: TimedDevice, title: str) -> Timeline:
-    """What a device has seen since its last `begin`."""
+    """Return the timeline of all that a device has seen since its last `begin`."""
     device.sweep()
     devices = {name: index for (index, _), name in device.streams.items()}
     operations = device.trace.operations
@@ -123,7 +124,7 @@ def _is_real(value: Any) -> bool:
 
 
 def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
-    """One call. A backward makes gradients anew; it adds none to those of the call before."""
+    """Run one call. A backward makes new gradients; it adds none to those of the previous call."""
     if backward:
         parameters = fn.parameters() if isinstance(fn, torch.nn.Module) else ()
         for tensor in (*pytree.tree_leaves(args), *parameters):
@@ -140,7 +141,7 @@ def step(fn: Callable[..., Any], args: Sequence[Any], backward: bool) -> Any:
 
 @contextlib.contextmanager
 def profiler() -> Iterator[Any]:
-    """`torch.profiler.profile` with all that a timeline draws: kernels, events between streams, memory."""
+    """Run `torch.profiler.profile` with all that a timeline shows: kernels, events between streams, memory."""
     from torch.profiler import _ExperimentalConfig, profile, ProfilerActivity
 
     with profile(

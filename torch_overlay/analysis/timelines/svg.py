@@ -1,8 +1,8 @@
-"""A timeline as a picture: one SVG, no script, no drawing library.
+"""Draw a timeline as one SVG picture, without script or drawing library.
 
-Boxes are kernels and copies, to scale; a copy is red for as long as no kernel hides it. Arrows are events: from where
-one stream was to where another one went on. Under the lanes is the memory of the device, under it all the source lines
-that boxes are numbered by. What a box is, and when it ran, is its tooltip.
+Boxes are kernels and copies, to scale; a copy is red while no kernel hides it. Arrows are events: from the point that
+one stream had reached to the point at which another stream continued. Under the lanes is the memory of the device,
+under the memory the source lines whose numbers label the boxes. A tooltip tells what a box is and when it ran.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#9d755d", "#e
 GREY, RED, INK = "#9aa0a8", "#d62728", "#30343b"
 TOP = 56
 MOST_LINES = 48
-AT_ONCE = 5.0  # us that a device may take to go on after an event
+AT_ONCE = 5.0  # us that a device may need to continue after an event
 
 STYLE = """text { font: 10px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #22262c; }
 .title { font-size: 15px; font-weight: bold; }
@@ -51,7 +51,7 @@ HEAD = """<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidt
 
 
 def svg(timeline: Timeline) -> str:
-    """The text of the picture."""
+    """Return the text of the picture."""
     layout = lay_out(timeline, TOP)
     parts: list[str] = []
     for number, row in enumerate(layout.rows):
@@ -89,7 +89,7 @@ def colour(lane: int) -> str:
 
 
 def _axis(layout: Layout, row: Row) -> list[str]:
-    """Lines and times at round distances, some 90 pixels apart."""
+    """Draw the time axis: lines and times at round distances, at least 90 pixels apart."""
     step = 10 ** math.ceil(math.log10(90 / layout.scale))
     step = next((step / d for d in (5, 2) if step / d * layout.scale >= 90), step)
     parts = []
@@ -173,7 +173,7 @@ def _arrows(timeline: Timeline, layout: Layout, row: Row, is_last: bool) -> list
         y1, y2 = source.middle, target.middle
         bend = min(max(10.0, (x2 - x1) / 2), 40.0)
         late = arrow.at - arrow.source_at > (1e-6 if timeline.simulated else AT_ONCE)
-        style = "event slack" if late else "event"  # pale: what waited was held up by something else
+        style = "event slack" if late else "event"  # pale: something else delayed the waiting work
         names = timeline.lanes[arrow.lane].name, timeline.lanes[arrow.source_lane].name
         tip = f"{arrow.name}: {names[0]} waits for {names[1]}"
         parts.append(
@@ -212,7 +212,7 @@ def _memory(timeline: Timeline, layout: Layout, row: Row) -> list[str]:
 
 
 def _legend(timeline: Timeline, layout: Layout) -> tuple[list[str], float]:
-    """Source lines with their time, and what there is to know; the height of the whole picture."""
+    """Draw the source lines with their times, and the notes; return them with the height of the whole picture."""
     time: dict[str, float] = {}
     number: dict[str, int] = {}
     for s in timeline.slices:

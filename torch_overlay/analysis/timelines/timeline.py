@@ -1,26 +1,26 @@
-"""What ran when, on which stream, after which event: of a simulated run, or of a profile.
+"""Define `Timeline`: what ran when, on which stream, after which event, in a simulated run or a profile.
 
     from torch_overlay.analysis import timeline, Timeline
 
-    found = timeline(fn, *args)            # on the GPU if there is one, else on a simulated one
+    found = timeline(fn, *args)            # on the GPU if there is one, else on a simulated device
     found.save("step.svg")                 # a picture
     found.save("step.json")                # for ui.perfetto.dev
     print(found)
 
-    found = Timeline.from_profile(prof)    # of a finished torch.profiler.profile
+    found = Timeline.from_profile(prof)    # from a finished torch.profiler.profile
 
-A timeline is plain data: lanes (one a stream, and the host where it has something to do), slices in them (kernels and
-copies, with the user's line), arrows (an event: one slice waits for another), and memory over time. All times are in
-microseconds from the start of the first slice; memory is in bytes.
+A timeline is plain data: lanes (one per stream, and the host if it has work), slices in them (kernels and copies, with
+the user's line), arrows (events: one slice waits for another), and memory over time. All times are in microseconds from
+the start of the first slice; memory is in bytes.
 
 Note [Times of a simulated run]
 Nothing runs on a device, so times are estimates. A kernel takes as long as its memory traffic or its arithmetic,
 whichever is longer, at 80 % of the bandwidth and 50 % of the arithmetic of an H200's data sheet, and `LEAST_US` at
-least. Traffic is what Inductor's scheduler counts for the kernel, arithmetic what PyTorch's FLOP counter counts for the
-operator. A copy takes its bytes over the link that `device_rates` assumes. The host launches in no time, and waits
-where the program makes it wait: what is drawn is a device that never waits for launches. Kernels on different streams
-are taken to run side by side at full speed, which is the best that the order allows. A region that gets a CUDA graph is
-drawn as it runs without.
+least. Inductor's scheduler counts the traffic of a kernel, PyTorch's FLOP counter the arithmetic of an operator. A copy
+takes the time of its bytes over the link that `device_rates` assumes. The host launches in no time, and waits where the
+program makes it wait, so the device never waits for launches. Kernels on different streams are assumed to run
+concurrently at full speed, the best that the order allows. A region that gets a CUDA graph is drawn as it runs without
+one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Timeline:
     slices: tuple[Slice, ...]
     arrows: tuple[Arrow, ...] = ()
     memory: tuple[tuple[float, int], ...] = ()
-    """Bytes of the device from a time on, ascending; in a simulated run what the program allocates, else all."""
+    """(time, bytes of the device from then on), ascending; in a simulated run the program's allocations, else all."""
     simulated: bool = True
     notes: tuple[str, ...] = field(default=())
 
@@ -59,32 +59,32 @@ class Timeline:
 
     @property
     def hidden(self) -> float | None:
-        """The part of all copies' time in which a kernel ran as well; None without copies."""
+        """Fraction of all copies' time in which a kernel ran as well; None without copies."""
         total = sum(s.duration for s in self.copies)
         return sum(s.duration * (s.hidden or 0.0) for s in self.copies) / total if total else None
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Peak memory in bytes."""
         return max((nbytes for _, nbytes in self.memory), default=0)
 
     @property
     def overlap(self) -> Any:
-        """For how long work of different streams ran at the same time: an `overlap.Overlap`."""
+        """Time in which work of different streams ran at the same time, as an `overlap.Overlap`."""
         return overlap(Work(s.lane, s.start, s.end) for s in self.slices if self.lanes[s.lane].device >= 0)
 
     @classmethod
     def from_profile(cls, profile: Any, *, seen: Any = None, title: str = "profile") -> Timeline:
-        """The timeline of a finished `torch.profiler.profile`, or of the path of a Chrome trace that one exported.
+        """Read the timeline of a finished `torch.profiler.profile`, or of an exported Chrome trace, given by its path.
 
         Arrows need the profiler's synchronisation events, memory needs `profile_memory=True`; both are on in
-        `profiler()`. `seen` is what `torch_overlay.testing.observe()` gave while the program was compiled: with it
-        compiled kernels have the user's lines.
+        `profiler()`. `seen` is the value that `torch_overlay.testing.observe()` yielded while the program was compiled:
+        with it, compiled kernels have the user's lines.
         """
         return cls(**read(profile, seen, title))
 
     def save(self, path: str | Path) -> Path:
-        """Write a picture (.svg) or a trace for Perfetto (.json). ValueError for any other suffix."""
+        """Write a picture (.svg) or a trace for Perfetto (.json). Raise ValueError for any other suffix."""
         target = Path(path)
         if target.suffix == ".svg":
             text = self.svg()
@@ -103,7 +103,7 @@ class Timeline:
         return trace(self)
 
     def summary(self) -> str:
-        """One line."""
+        """Return a summary in one line."""
         kernels = sum(s.kind == KERNEL for s in self.slices)
         found = [count(kernels, "kernel"), count(len(self.copies), "copy", "copies")] if self.copies else []
         found = found or [count(kernels, "kernel")]

@@ -1,1 +1,1 @@
-"""The first run of a region as a graph: recorded on addresses that mean nothing."""
+"""Captures a region, at placeholder addresses, and makes executable graphs of the capture."""

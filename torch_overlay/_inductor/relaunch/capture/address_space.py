@@ -1,4 +1,4 @@
-"""The address space of one capture: whatever a region allocates, however large, on a few MiB of the device.
+"""Provides the address space of one capture: a region may allocate any amount in it, on a few MiB of the device.
 
     space = AddressSpace(device)
     with space:                                         # this thread's pools of the space take memory from here
@@ -6,15 +6,16 @@
         with torch.cuda.graph(graph, pool=space.pool()):
             ...
     space.allocations(), space.low, space.high          # sealed: every address that the capture can have seen
-    space.close()                                       # after this the addresses name nothing
+    space.close()                                       # after this the addresses are unmapped
 
-All addresses map the same physical block, so nothing may run on them that is meant to compute. Note [Addresses of
-captures] in `native` says what the addresses promise; two captures that are to be compared take different gaps.
+All addresses map the same physical block, so a kernel that runs on them computes nothing of use. Note [Addresses of
+captures] in `native` says what is guaranteed about the addresses; two captures that are to be compared use different
+gaps.
 
-Life: 1. A space allocates while it is entered, and never again after. 2. Its pools belong to it: close() drops them.
-A graph that was captured with a pool retains it, and torch then counts the pool's segments as reserved memory until
-the graph is reset, though no memory is behind them. 3. close() is for outside of a capture, like any release of a
-pool.
+Life: 1. A space allocates only while it is entered, and never after that. 2. Its pools belong to it: close() drops
+them. A graph that was captured with a pool retains the pool, and torch counts the pool's segments as reserved memory
+until the graph is reset, though they map no memory. 3. close() must be called outside of a capture, like any release of
+a pool.
 """
 
 from __future__ import annotations
@@ -28,26 +29,28 @@ import torch
 from torch_overlay._inductor.relaunch.launch import native
 
 
-# Address space costs nothing until it is mapped, and what is left over goes back when the space is sealed.
+# Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
 SIZE = 1 << 40
 
 
 @functools.cache
 def _allocator(module: Any) -> Any:
-    """One for all spaces: the thread says which space it fills."""
+    """Return the allocator that all spaces share: it allocates in the space that the thread has entered."""
     return torch._C._cuda_customAllocator(module.alloc_address, module.free_address)
 
 
 class AddressSpace:
     def __init__(self, device: int | torch.device, *, gap: int = 1, size: int = SIZE, module: Any = None) -> None:
-        """`gap`: between two allocations, in 64 KiB. `size`: more address space than the capture can ask for."""
+        """Reserve the address space. `gap`: distance between two allocations, in units of 64 KiB. `size`: more bytes of
+        address space than the capture can ask for."""
         index = device if isinstance(device, int) else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._module = module or native.implementation()
         self._range: int | None = self._module.reserve(self.device.index, size, gap)
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []
-        self._last: tuple[tuple[int, int], list[tuple[int, int]], str | None]  # what is known after close()
+        # Bounds, allocations and error, after close().
+        self._last: tuple[tuple[int, int], list[tuple[int, int]], str | None]
 
     def __enter__(self) -> AddressSpace:
         if self._range is None:
@@ -61,20 +64,20 @@ class AddressSpace:
             self._module.seal(self._range)
 
     def pool(self, no_split: bool = False) -> torch.cuda.MemPool:
-        """A new pool over the space. `no_split`: each allocation has a segment of its own."""
+        """Return a new pool that allocates in the space. `no_split`: each allocation has a segment of its own."""
         pool = torch.cuda.MemPool(_allocator(self._module), no_split=no_split)
         self._pools.append(pool)
         return pool
 
     def allocate(self, bytes: int) -> int:
-        """An address, with a segment of its own, that no allocator of torch's knows of: no rounding to 2 or 20 MiB, no
-        part in a capture, no accounts, and nothing to free."""
+        """Allocate a segment that torch's allocator doesn't know, and return its address: the size is not rounded to 2
+        or 20 MiB, no capture and no statistics contain it, and it needs no free."""
         if self._range is None:
             raise RuntimeError("this address space is closed")
         return self._module.take(self._range, bytes)
 
     def clear_stack(self) -> None:
-        """Sets the part of this thread's stack to zero that the functions it calls next will use."""
+        """Zero the part of this thread's stack that the functions it calls next will use."""
         self._module.clear_stack()
 
     @property
@@ -90,19 +93,19 @@ class AddressSpace:
         return self.bounds[1]
 
     def allocations(self, first: int = 0) -> list[tuple[int, int]]:
-        """(address, requested size) of each segment, in the order in which they were asked for, from that one on."""
+        """Return (address, requested size) of each segment in order of allocation, from number `first` on."""
         return self._last[1][first:] if self._range is None else self._module.allocations(self._range, first)
 
     def count(self) -> int:
-        """How many segments there are."""
+        """Return the number of segments."""
         return len(self._last[1]) if self._range is None else self._module.count(self._range)
 
     def error(self) -> str | None:
-        """Why the last allocation failed, if one did; torch only says that there is no memory."""
+        """Return why the last allocation failed, if one did; torch only says that it is out of memory."""
         return self._last[2] if self._range is None else self._module.error(self._range)
 
     def close(self) -> None:
-        """Gives the device's memory back. What was allocated stays known, and stays no memory."""
+        """Free the device's memory. The list of allocations can still be read; their addresses map no memory."""
         if self._range is None:
             return
         self._last = self.bounds, self.allocations(), self.error()
@@ -111,7 +114,7 @@ class AddressSpace:
         self._module.release(closing)
 
     def __del__(self) -> None:
-        # An exception on the way to close() must not keep the block; one of the driver's has nobody to tell.
+        # After an exception before close(), the block must be freed, too; nobody could handle an error of the driver.
         if getattr(self, "_range", None) is not None:
             with contextlib.suppress(Exception):
                 self.close()

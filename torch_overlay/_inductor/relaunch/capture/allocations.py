@@ -1,10 +1,10 @@
-"""Which allocations of a region become outputs.
+"""Finds out which allocations of a region become outputs.
 
 Generated code allocates by a function among its module's globals. While a thread runs a region under an `Observer`,
-that thread's calls of it are numbered; the numbers are the same in every run with the same shapes. What operators
-allocate inside is seen by a dispatch mode, which numbers the operators' calls, if a region needs it.
+that thread's calls of this function are numbered; the numbers are the same in every run with the same shapes. If a
+region needs it, a dispatch mode (`Watch`) numbers the calls of operators, and notes the storages that they allocate.
 
-`Lives` notes in a capture when each allocation came and went.
+`Lives` notes when each allocation of a capture was made and freed.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ TUNING = "torch._inductor.runtime.triton_heuristics"
 
 @dataclass(frozen=True)
 class Plan:
-    """The allocations to be placed by themselves: by number, those of generated code and those inside operators."""
+    """Allocations that get memory of their own in a capture: numbers of generated code's allocations, and numbers of
+    operators that allocate inside. With them, the other facts that a run showed of the region."""
 
     allocations: frozenset[int] = frozenset()
     operators: frozenset[int] = frozenset()
-    watch: bool = False  # there are outputs whose allocation generated code didn't make
+    watch: bool = False  # there are outputs that generated code didn't allocate
     random: bool = False  # the region draws random numbers
-    detail: bool = False  # what operators allocate inside has lives, too
-    dying: frozenset[int] = frozenset()  # positions of inputs that are gone when the region has run
+    detail: bool = False  # the lives of allocations inside operators are noted, too
+    dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
     asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
 
 
 class Observer:
-    """Numbers the allocations of one run, and remembers the last one at each address."""
+    """An observer of one run: numbers the run's allocations, and keeps the last one at each address."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -63,15 +64,16 @@ class Observer:
         self.count += 1
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs one."""
+        """Run an operator."""
         return func(*args, **kwargs)
 
     def note_results(self, number: int, made: Mapping[int, int]) -> None:
-        """Of an operator: the sizes of new storages, by address."""
+        """Note the new storages of operator `number`. `made`: address -> size."""
         self.last |= dict.fromkeys(made, ("operator", number))
 
     def plan(self, addresses: Iterable[int], base: Plan) -> Plan:
-        """`base`, and what is known of the storages at these addresses. An unknown one has to be looked for."""
+        """Return `base` with the allocations at these addresses added. If one is unknown, the next capture has to watch
+        the operators."""
         found = [self.last.get(address) for address in addresses]
         return dataclasses.replace(
             base,
@@ -82,7 +84,8 @@ class Observer:
 
 
 class Lives:
-    """When the program got and gave up what stands at an address; its clock is the number of allocations so far."""
+    """The times at which the program allocated and freed the memory at each address. The clock counts allocations of
+    generated code, and operators where they are watched."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -91,7 +94,7 @@ class Lives:
         self._storages: dict[int, StorageWeakRef] = {}
         self._is_gone: Any = torch.UntypedStorage._expired
         self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._maybe: list[int] = []  # the tensor is gone, its storage may be
+        self._maybe: list[int] = []  # addresses of tensors that are deleted; their storages may be freed
 
     def begin(self, tensor: torch.Tensor) -> None:
         address = tensor.data_ptr()
@@ -101,11 +104,12 @@ class Lives:
         self._tensors.append(weakref.ref(tensor, lambda _: maybe.append(address)))
 
     def track_output(self, address: int) -> None:
-        """Of memory that the program gives away: nobody need look whether it is gone."""
+        """Note the time of an allocation that the region returns; it is not checked for being freed."""
         self.made[address] = self.now
 
     def tick(self) -> None:
-        """Before an allocation: what is gone by now was freed before it, and not before the one before it."""
+        """Advance the clock just before an allocation. Memory found freed now was freed after the previous allocation
+        and before this one."""
         self.now += 1
         if self._maybe:
             waiting, self._maybe[:] = list(self._maybe), []
@@ -117,7 +121,7 @@ class Lives:
                     stays(address)
 
     def note(self, address: int) -> None:
-        """Memory of the operator that has just run, which gave nothing of it away."""
+        """Note memory that the operator that has just run allocated and didn't return: it lives for this time only."""
         self.made[address] = self.now
         self.freed[address] = self.now + 1
 
@@ -125,7 +129,7 @@ class Lives:
         return Life(size, self.made.get(address, 0), self.freed.get(address))
 
     def remaining(self) -> list[int]:
-        """Addresses of what is still there."""
+        """Return the addresses of storages that still exist."""
         return [address for address, storage in self._storages.items() if not storage.expired()]
 
 
@@ -140,7 +144,7 @@ _hooks_lock = threading.RLock()  # a finalizer may come here while it is held
 
 @contextlib.contextmanager
 def observed(namespace: dict[str, Any] | None, observer: Observer) -> Iterator[None]:
-    """What this thread allocates in the generated module with these globals goes through the observer."""
+    """Route the allocations of this thread in the generated module with these globals through the observer."""
     if namespace is None or ALLOCATOR not in namespace:
         yield
         return
@@ -171,16 +175,16 @@ def _hook(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def namespace_of(model: Any) -> dict[str, Any] | None:
-    """The globals of the generated module that a compiled function belongs to."""
+    """Return the globals of the generated module that a compiled function belongs to."""
     while model is not None and not hasattr(model, "__globals__"):
         model = getattr(model, "__func__", None) or getattr(model, "func", None)
     return None if model is None else model.__globals__
 
 
 class Watch(TorchDispatchMode):
-    """Numbers the operators that a region calls, and notes which storages each of them made. Those that a kernel calls
-    while it is tuned are none of the region's: no later run has them. They are looked for if the globals of the
-    generated module are given."""
+    """A dispatch mode that numbers the operators of a region, and notes the storages that each of them made. If the
+    globals of the generated module are given (`tuned_in`), operators that are called while a kernel is tuned are left
+    out: no later run has them."""
 
     supports_higher_order_operators = True
 
@@ -190,7 +194,7 @@ class Watch(TorchDispatchMode):
         run: Callable[[int, Callable[[], Any], bool], Any],
         tuned_in: dict[str, Any] | None = None,
     ) -> None:
-        """`run(number, call, makes)` runs an operator. `makes`: it may return new tensors."""
+        """Take `run(number, call, makes)`, which runs an operator. `makes`: the operator may return new tensors."""
         super().__init__()
         self.observer, self.run, self.tuned_in = observer, run, tuned_in
         self.count = 0
@@ -211,13 +215,13 @@ class Watch(TorchDispatchMode):
 
 @functools.cache
 def _makes(func: Any) -> bool:
-    """May the operator return tensors of its own? Higher-order operators have no schema."""
+    """True if the operator may return new tensors. Higher-order operators have no schema, and always may."""
     schema = getattr(func, "_schema", None)
     return schema is None or any(result.alias_info is None for result in schema.returns)
 
 
 def _is_tuning(frame: FrameType | None, namespace: dict[str, Any]) -> bool:
-    """Does a kernel that the generated module launches try out its configurations?"""
+    """True if the stack shows that a kernel that the generated module launches is being tuned."""
     while frame is not None and frame.f_globals is not namespace:
         if frame.f_globals.get("__name__") == TUNING:
             return True
@@ -226,7 +230,7 @@ def _is_tuning(frame: FrameType | None, namespace: dict[str, Any]) -> bool:
 
 
 def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Those that have bytes, among what an operator takes or returns."""
+    """Yield the tensors with bytes in a tree of an operator's arguments or results."""
     if isinstance(tree, torch.Tensor):
         if tree.layout is torch.strided and tree.untyped_storage().nbytes():
             yield tree
@@ -238,6 +242,6 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def storages(tree: Any) -> dict[int, int]:
-    """Sizes of the storages of the tensors in a tree, by address."""
+    """Return the sizes of the storages of the tensors in a tree, by address."""
     found = [tensor.untyped_storage() for tensor in tensors(tree)]
     return {storage.data_ptr(): storage.nbytes() for storage in found}

@@ -1,19 +1,20 @@
-"""One capture of a region, at addresses that mean nothing.
+"""Captures a region once, at placeholder addresses.
 
-    stand-ins   every tensor input is replaced by one of its shape at a fresh address; a launcher takes no notice
-    capture     the region runs, and its kernels are recorded instead of launched. An allocation that ends up as an
-                output stands at an address of its own, all else is scratch
+    stand-ins   every tensor input is replaced by one of its shape at a fresh address; kernel launchers can't notice
+    capture     the region runs, and its kernels are recorded instead of launched. An allocation that becomes an output
+                has an address range of its own; all other allocations are scratch
     layout      where each output's bytes come from
 
-While it is captured, each allocation of generated code has addresses of its own, and its life is noted (`Lives`).
+During the capture, each allocation of generated code has addresses of its own, and its life is noted (`Lives`).
 
 Note [Outputs of a capture]
-An output's memory must be nothing but that output's, or a relaunch would write other things into a tensor that the
-caller holds. Storage that generated code allocates is placed by the number of the allocation. Storage that an operator
-allocates inside is placed by giving that call a memory pool; whatever else the operator allocated there can have been
-at the same address before, so the storage is made as large as all of that together. Which allocations these are is
-known from a run before. If that knowledge fails, an output is found in the scratch, and the region is captured again
-with what this capture has learned. What can't be placed even so is copied out at the end of the graph.
+An output's memory must hold nothing but that output, or a relaunch would write other data into a tensor that the caller
+holds. Storage that generated code allocates is recognized by the number of the allocation. Storage that an operator
+allocates inside is isolated by giving that call a memory pool of its own; the operator's other allocations in the pool
+may have used the same address before, so the storage is made as large as all of them together, unless the operator used
+each address once. A run before has shown which allocations these are. If an output lies in the scratch all the same,
+the region is captured again with the plan that this capture has learned. An output that can't be isolated even then is
+copied out of the scratch at the end of the graph.
 """
 
 from __future__ import annotations
@@ -60,25 +61,25 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.refusals import Code
 
-ALIGNMENT = 256  # no library looks for more
-GROUP = 4  # operators whose memory ends together
+ALIGNMENT = 256  # no library checks for more
+GROUP = 4  # operators whose memory is freed together
 
 
 @dataclass
 class Captured:
     layout: Layout
-    segments: list[Segment]  # a region for each input, storage and piece of scratch memory
+    segments: list[Segment]  # a region for each input, storage and scratch allocation
     plan: Plan  # what the next capture should place
     recording: Any
     places: tuple[tuple[int, int], ...]  # (region, delta) in the layout of the inputs and storages
     lives: list[Life]  # of all regions
-    products: list[Product] | None  # None: what uses memory was not noted
+    products: list[Product] | None  # None: the uses of memory were not noted
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
 
 
 class _Placing(Observer):
-    """In a capture, allocations of generated code stand at addresses of their own. Those that are planned for are
-    outputs, all others are scratch."""
+    """An observer that gives each allocation of generated code an address range of its own in a capture. Allocations of
+    the plan are outputs, all others are scratch."""
 
     def __init__(self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
         super().__init__()
@@ -127,8 +128,8 @@ class _Group:
 
 
 class Capture:
-    """One capture of `model(inputs)`. `alignments` says to how many bytes each input's stand-in is aligned, `holes`
-    which blocks the device's allocator has free, `with_uses` whether what operators use is to be noted."""
+    """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
+    of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class Capture:
     def run(self, code: Code) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
-            # The program is to hold the only references: when it drops one, nothing of it will look there again.
+            # The region must hold the only references: when it drops one, it won't use that input again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
             run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
             watching = self.with_uses or run is not _run
@@ -176,7 +177,7 @@ class Capture:
         moved, storages, parts = place(
             recipes, sizes, code.saved_outputs, made, gradients=code.is_backward, holes=self.holes
         )
-        among = self.observer.scratch | self.placed  # the allocator's segments are larger
+        among = self.observer.scratch | self.placed  # the requested sizes; the allocator's segments are larger
         allocated = dict(self.recording.segments())
         others = self.input_at.keys() | set(addresses)
         scratch = [(address, among.get(address, size)) for address, size in allocated.items() if address not in others]
@@ -192,12 +193,12 @@ class Capture:
         return Captured(layout, segments, learned, self.recording, places, noted, observer.products, observer.results)
 
     def _check_kept(self) -> None:
-        """Addresses that somebody holds on to will mean nothing: a cache, or a generator of random numbers that the
-        region hadn't used before."""
+        """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a
+        cache, or a generator of random numbers that the region hadn't used before."""
         kept = list(self.recording.kept())
         scratch = self.observer.scratch
         if not scratch.keys().isdisjoint(self.observer.lives.remaining()):
-            gc.collect()  # it may be garbage, for nobody collected it
+            gc.collect()  # they may be garbage, since the collector was off during the capture
             kept += [scratch[address] for address in self.observer.lives.remaining() if address in scratch]
         if kept:
             many = f"{sum(kept)} bytes that it allocated are" if len(kept) > 1 else f"{kept[0]} bytes are"
@@ -217,8 +218,9 @@ class Capture:
         return made
 
     def _operator(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
-        """Runs an operator. Those of the plan allocate in a pool of their own; in detail, so do all that return
-        something new: what they allocate has the life of a result, or else their own."""
+        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
+        operator that may return new tensors: memory of a result lives as long as the result, other memory only as long
+        as the operator runs."""
         lives, planned = self.observer.lives, number in self.plan.operators
         lives.tick()
         if not planned and not (self.plan.detail and makes):
@@ -229,7 +231,7 @@ class Capture:
         made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
         temporary = aligned(apart.requested - sum(made.values()))
         for address, size in apart.segments.items():
-            # If an address was used twice, what comes second may be the smaller one.
+            # If an address was used twice, the second allocation there may be the smaller one.
             least = made.get(address, temporary)
             bytes = min(size, least if apart.once else max(least, temporary))
             (self.placed if planned and address in made else self.observer.scratch)[address] = bytes
@@ -240,8 +242,9 @@ class Capture:
         return result
 
     def _in_group(self, call: Callable[[], Any]) -> Any:
-        """Operators that return nothing new keep nothing: the memory of some of them, workspaces of matrix products
-        mostly, ends when the last of them has run."""
+        """Run an operator that returns nothing new, in a pool that it shares with up to `GROUP` - 1 others. They keep
+        no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
+        """
         if self.group.calls == GROUP:
             self._end_group()
         if self.group.pool is None:
@@ -260,7 +263,7 @@ class Capture:
         self.group = _Group()
 
     def _copy_out(self, outputs: list[Any]) -> None:
-        """Outputs in the scratch are replaced by copies, one for each storage."""
+        """Replace outputs in the scratch by copies, one for each storage."""
         copies: dict[int, torch.Tensor] = {}
         for i, out in enumerate(outputs):
             if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
@@ -280,7 +283,7 @@ class Capture:
             outputs[i] = fresh.set_(source, out.storage_offset(), out.size(), out.stride())
 
     def _recipes(self, outputs: list[Any], stand_ins: list[Any]) -> tuple[list[Recipe], list[int]]:
-        """How to make the outputs, and the addresses of the storages that they need."""
+        """Return the recipes of the outputs, and the addresses of the storages that the recipes use."""
         recipes: list[Recipe] = []
         addresses: dict[int, int] = {}  # in the order of their numbers
         inputs = {id(v): k for k, v in reversed(list(enumerate(stand_ins))) if isinstance(v, torch.Tensor)}
@@ -318,7 +321,7 @@ def _run(number: int, call: Callable[[], Any], makes: bool) -> Any:
 
 
 def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """(region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
+    """Return (region, delta) of the inputs, and of the storages that lie in these (storage, offset) of the layout."""
     own = {number: len(layout.inputs) + i for i, number in enumerate(layout.own)}
     places = [(region, 0) for region in range(len(layout.inputs))]
     for number, offset in parts:
@@ -327,5 +330,5 @@ def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int
 
 
 def is_region(value: Any) -> bool:
-    """Is this input a tensor whose address the graph's nodes hold? Tensors on the host are not."""
+    """True if this input is a tensor whose address the graph's nodes hold. A tensor on the host is not."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"

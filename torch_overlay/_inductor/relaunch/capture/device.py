@@ -1,4 +1,4 @@
-"""Captures and executables on a real device; `capture` and `runner` know devices only by what is here.
+"""Makes captures and executables on a real device; `capture` and `runner` use devices only through this interface.
 
     device = Cuda(index)
     recording = device.record(gap)          # an address space, and a graph that is captured in it
@@ -13,9 +13,8 @@
     arrangement, launchers = device.instantiate(first, arrange(...))
     recording.close()
 
-`make_graph` makes these steps.
-
-A recording is `capture.recording`, and what launches it `launch.launcher`.
+`make_graph` runs these steps. The recording is that of `capture.recording`, the launchers are those of
+`launch.launcher`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Cuda:
-    """One device."""
+    """A CUDA device, with the functions of torch that act on it."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -67,18 +66,19 @@ class Cuda:
         self.functions = native.torch_functions()
 
     def allocated(self) -> tuple[int, int]:
-        """Allocations and bytes that the device's allocator was ever asked for. It takes a while."""
+        """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
+        slow."""
         stats = torch._C._cuda_memoryStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
     def blocks(self) -> int:
-        """How many blocks the device's allocator has, but for segments that are free as a whole."""
+        """Return how many blocks the device's allocator has, without segments that are entirely free."""
         stats = torch._C._cuda_memoryStats(self.index)
         return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
 
     def holes(self) -> list[int]:
-        """Bytes of each free block of more than 1 MiB that an allocation on the current stream may be given, but for
-        segments larger than a chunk that are free as a whole. Note [Chunks] of `memory.outputs`"""
+        """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
+        except segments larger than a chunk that are entirely free. Note [Chunks] of `memory.outputs`"""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
         found = []
         for segment in torch.cuda.memory_snapshot(include_traces=False):
@@ -89,7 +89,7 @@ class Cuda:
         return found
 
     def is_ordinary(self, address: int) -> bool:
-        """Is this memory of the allocator in no pool of the caller's?"""
+        """True if the address lies in memory of torch's allocator that belongs to no memory pool."""
         return any(
             segment["segment_pool_id"] == (0, 0)
             for segment in torch.cuda.memory_snapshot(include_traces=False)
@@ -105,7 +105,7 @@ class Cuda:
         return Recording(self, gap)
 
     def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
-        """Those that a region with these inputs can draw from."""
+        """Return the random generators that a region with these inputs can draw from."""
         given = [v for v in inputs if isinstance(v, torch.Generator) and v.device == self.device]
         return [torch.cuda.default_generators[self.index], *given]
 
@@ -116,12 +116,12 @@ class Cuda:
         torch.cuda.set_rng_state(state, self.device)
 
     def prepare(self) -> None:
-        """What the first capture would have to wait for."""
+        """Load what the first capture would have to wait for."""
         with self.guard():
             prepare(self.index)
 
     def prove(self, first: Captured, second: Captured, namespace: Mapping[str, Any]) -> tuple[CapturedGraph, Template]:
-        """Proves the first capture by the second."""
+        """Prove the first capture against the second; return the graph of the first, and its template."""
         read = []
         for captured in (first, second):
             for kept in graphs.tidy(captured.recording.graph).kept:
@@ -141,7 +141,7 @@ class Cuda:
     def relax(
         self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
     ) -> tuple[tuple[int, int], ...]:
-        """The edges of the graph, some of which are taken away."""
+        """Remove edges from the graph that order nodes needlessly; return the edges that are left."""
         if captured.products is None:
             return graph.edges
         driver = Driver()
@@ -163,13 +163,14 @@ class Cuda:
         return tuple(edges)
 
     def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Launcher]]:
-        """A launcher for each stage, or for the whole if the driver can't cut the graph."""
+        """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
+        that the launchers follow."""
         graph = captured.recording.graph
-        _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # until the executables are made
+        _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
                 launchers = self._parts(graph, arrangement)
-            except DriverError as error:  # it takes more memory as a whole, and works
+            except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 arrangement = dataclasses.replace(arrangement, stages=())
             else:
@@ -180,7 +181,7 @@ class Cuda:
         return arrangement, [Launcher(graph, arrangement.template, direct=not captured.recording.fixed)]
 
     def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
-        """How many blocks of a kernel this device runs at once."""
+        """Return a function that says how many blocks of a kernel this device runs at once."""
         multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
         at_once = functools.cache(driver.blocks_at_once)
 
@@ -206,7 +207,8 @@ class Cuda:
 
 
 def check_libraries(graph: CapturedGraph) -> None:
-    """Note [Collectives] of `policy`: an operator of the user's may contain one."""
+    """Refuse a graph with a kernel of NCCL: an operator of the user's contains a collective. Note [Collectives] of
+    `policy`"""
     for node in graph.nodes:
         if "nccl" in (name := getattr(node, "name", "")):
             message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"

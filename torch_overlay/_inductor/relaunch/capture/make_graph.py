@@ -1,9 +1,9 @@
-"""From a compiled region to executable graphs: record twice, prove, relax the edges, arrange, instantiate.
+"""Makes executable graphs of a compiled region: record twice, prove, relax the edges, arrange, instantiate.
 
-record       the region runs on addresses that mean nothing, and its launches are recorded (`capture`)
-prove        the same again at other addresses, and every word that moved must be explained (`proof.prove`)
-relax        edges between nodes that share no memory go, so that they run side by side (`graph.concurrency`)
-arrange      what can share memory does, and a backward may be cut into stages (`memory.arrange`)
+record       the region runs on placeholder addresses, and its launches are recorded (`capture`)
+prove        a second capture at other addresses; each argument word that differs must be explained (`proof.prove`)
+relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
+arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
 instantiate  the graph, or a part of it for each stage, becomes executable (`launch.launcher`)
 """
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.refusals import Code
 
 ATTEMPTS = 3
-# A number that happens to be an address of these captures, or a library that allocates more when it is first used.
+# Reasons after which other addresses are tried: a number may equal an address of these captures by chance, or a library
+# may allocate more when it is first used.
 COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 
-# One capture at a time in the process: a thread that finds another one at it runs its region as compiled.
+# One capture at a time in the process: while one thread captures, any other thread runs its region as compiled.
 capturing = threading.Lock()
 
 
@@ -44,9 +45,8 @@ def make_graph(
     plan: Plan,
     code: Code,
 ) -> tuple[Arrangement, list[Any]]:
-    """How a region is launched, and a launcher for each of its stages. `alignments`: to how many bytes each input is
-    aligned. Raises Refusal, or what the region itself raises.
-    """
+    """Capture a region, and return its arrangement and a launcher for each of its stages. `alignments`: to how many
+    bytes each input is aligned. Raises Refusal, or what the region itself raises."""
     check_streams(model)
     check_collectives(model)
     namespace = namespace_of(model) or {}
@@ -61,7 +61,7 @@ def make_graph(
         for _ in range(ATTEMPTS - 1):
             if first.plan == plan:
                 break
-            plan = first.plan  # it has learned which allocations are outputs
+            plan = first.plan  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses)
         second = take(record(2))
@@ -70,7 +70,8 @@ def make_graph(
         except Refusal as refusal:
             if refusal.reason not in COINCIDENCES:
                 raise
-            elsewhere = record(3)  # while theirs are taken: the same number must not be an address again
+            # Reserved before the first ranges are freed: the number that equals an address must not be one again.
+            elsewhere = record(3)
             first.recording.discard()
             second.recording.discard()
             first, second = take(elsewhere, with_uses), take(record(5))
@@ -84,7 +85,7 @@ def make_graph(
 
 @contextlib.contextmanager
 def _recordings(device: Any) -> Iterator[Callable[[int], Any]]:
-    """Makes recordings, and closes all that were made."""
+    """Yield a function that makes recordings; close all of them at the end."""
     made: list[Any] = []
 
     def record(gap: int) -> Any:
@@ -99,7 +100,7 @@ def _recordings(device: Any) -> Iterator[Callable[[int], Any]]:
 
 
 def _prove(device: Any, first: Captured, second: Captured, namespace: dict[str, Any]) -> tuple[Any, Template]:
-    """The graph of the first capture, and its template."""
+    """Prove the first capture against the second, and return the graph of the first and its template."""
     if first.layout != second.layout or first.places != second.places:
         raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
     with no_collection():
@@ -134,8 +135,9 @@ def _proven(
 
 
 def check_streams(model: Any) -> None:
-    """A partition orders its side streams against the caller's stream alone, and what it owes to other streams is
-    done around it. A graph that is not partitioned does both itself."""
+    """Refuse a region that has to order streams of the caller's. A partition orders its side streams against the
+    caller's stream alone, and the code around the partition orders them against other streams. Code that is not
+    partitioned does both itself."""
     namespace = namespace_of(model) or {}
     for name in _names_in(model):
         spec = getattr(namespace.get(name), "spec", None)
@@ -147,13 +149,14 @@ def check_streams(model: Any) -> None:
 
 
 def _orders_others(spec: Spec) -> bool:
-    """At its exit, a side stream has to wait; or at its entry, it is asked for its state."""
+    """True if a side stream has to wait at the region's exit, or an event is recorded on one at the entry."""
     waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
     return waits or any(k == "record_entry" for k, *_ in spec.entry)
 
 
 def check_collectives(model: Any) -> None:
-    """Note [Collectives] of `policy`. Code from a cache may have been compiled for other graphs than ours."""
+    """Refuse code that contains collectives: it may come from a cache, compiled for other graphs than ours. Note
+    [Collectives] of `policy`"""
     if found := set(_names_in(model)).intersection(COMMUNICATION):
         message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
         raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")

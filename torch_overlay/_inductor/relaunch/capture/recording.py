@@ -1,22 +1,23 @@
-"""A capture into an address space of its own, on streams of its own, that leaves no trace in the process.
+"""Records a capture into an address space of its own, on streams of its own, without side effects on the process.
 
 Note [Memory pools of a capture]
-A graph retains the pool that it is captured into, with every segment in it, and the books of the allocator would show
-address space as reserved memory for as long as the graph lives. So the graph is begun with an empty pool; that one is
-taken out of the allocator's list of active pools at once, and a pool of the address space is selected for the thread
-in its place. It also means that one filter of the allocator matches at a time, whatever its rule for several. Before
-the capture ends, the empty pool is put back, for the end of a capture takes its pool out of the list.
+A graph retains the pool that it is captured into, with every segment in it, and the allocator's statistics would show
+address space as reserved memory for as long as the graph lives. So the graph is begun with an empty pool; this pool is
+removed from the allocator's list of active pools at once, and a pool of the address space is selected for the thread
+instead. So only one filter of the allocator matches at a time, whatever its rule for several. Before the capture ends,
+the empty pool is put back into the list, because the end of a capture removes its pool from the list.
 
 Note [Random numbers]
-Kernels of a graph read a generator's seed and offset from memory, which a launch of the graph fills before. A generator
-makes that memory when it is first used in a capture, by an ordinary allocation: it would land in the address space. So
-the generators that the region draws from, as a run before has shown, are asked to make it before our pool is selected.
-It goes with the graph. A generator that was not asked leaves an allocation in use (`kept`), and there is no graph.
+Kernels of a graph read a generator's seed and offset from memory that each launch of the graph fills first. A generator
+allocates that memory when it is first used in a capture, by an ordinary allocation, which would lie in the address
+space. So the generators that the region draws from, as a run before has shown, are made to allocate it before our pool
+is selected. That memory lives as long as the graph. Any other generator that is used leaves an allocation in use
+(`kept`), and there is no graph.
 
 Note [Streams of a capture]
-A region is captured on a stream that nobody else knows, and so are its side streams: a stream that others could use in
-the meantime would take their launches into the graph. The table of stream objects of the running frame is exchanged
-for the time of the capture, and so are the copy streams of saved activations.
+A region and its side streams are captured on streams that only captures use: if other code could use a stream in the
+meantime, its launches would be captured into the graph. For the time of the capture, the stream objects of the running
+frame are replaced by these streams, and so are the copy streams of saved activations.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.memory.outputs import View
 
-# Blocks: fewer than a snapshot of everything lists in the time that one of a pool takes with nothing in it, 0.13 ms.
+# Blocks. A snapshot of an empty pool takes 0.13 ms; in that time, a snapshot of all memory lists more blocks than this.
 AS_LONG = 64
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
 class IsolatedAllocations:
-    """What was allocated in a pool of its own: sizes of the segments by address, the bytes asked for, and whether no
-    address was handed out twice."""
+    """Allocations of a call in a pool of its own: sizes of the segments by address, the bytes asked for, and whether
+    each address was used only once."""
 
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
@@ -62,12 +63,12 @@ class Recording:
         self.owner, self.device = owner, owner.device
         self.space: Any = AddressSpace(owner.device, gap=gap)
         self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
-        self._placed: dict[int, tuple[int, int]] = {}  # address that the space gave -> (address in use, bytes)
+        self._placed: dict[int, tuple[int, int]] = {}  # address of the segment -> (address of the tensor, bytes)
         self._ignored: set[int] = set()
         self._pools: list[Any] = []  # ids
         self._active: Any = None
-        self._capturing: tuple[Driver, int] | None = None  # the graph, while it is captured
-        self.fixed: list[int] = []  # addresses of words of 8 bytes, outside of the space, that stay with the graph
+        self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
+        self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
 
     def __enter__(self) -> Recording:
@@ -80,10 +81,11 @@ class Recording:
     # -- memory
 
     def place(self, view: View, alignment: int = 256) -> torch.Tensor:
-        """A tensor at an address that is aligned to so many bytes, and not to more if that is less than 256."""
+        """Return a tensor at a new address that is aligned to `alignment` bytes, and to no more if that is less than
+        256."""
         size = view.extent
         if not size:
-            with _no_modes():  # an operator of ours is none of the region
+            with _no_modes():  # this operator is not one of the region's
                 return torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=self.device)
         skew = alignment if alignment < 256 else 0
         given = self.space.allocate(size + skew)
@@ -96,13 +98,14 @@ class Recording:
         return self.space.low <= address < self.space.high
 
     def segments(self) -> list[tuple[int, int]]:
-        """(address, size) of all that was allocated, in order."""
+        """Return (address, size) of all allocations, in order."""
         used = ((address, size) for address, size in self.space.allocations() if address not in self._ignored)
         return [self._placed.get(address, (address, size)) for address, size in used]
 
     @contextlib.contextmanager
     def apart(self, asked: tuple[int, int] | None) -> Iterator[IsolatedAllocations]:
-        """`asked`: how many allocations there will be, and of how many bytes, if that is known."""
+        """Give this thread's allocations a pool of their own, and each a segment. `asked`: how many there will be, and
+        of how many bytes, if that is known."""
         apart, before = IsolatedAllocations(), self.space.count()
         then = (0, 0) if asked is not None else self.owner.allocated()
         with self._selected(self.space.pool(no_split=True)):
@@ -111,7 +114,7 @@ class Recording:
             return
         count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
         apart.segments = dict(self.space.allocations(before))
-        # Of the whole device: another thread may be counted, which makes more of what is here.
+        # The counts are of the whole device: other threads' allocations are included, and make them too large at most.
         apart.once = count == len(apart.segments)
 
     def new_pool(self) -> Any:
@@ -119,7 +122,7 @@ class Recording:
 
     @contextlib.contextmanager
     def within(self, pool: Any) -> Iterator[list[int]]:
-        """What this thread allocates comes from the pool. Yields a list, which gets the addresses of new segments."""
+        """Make this thread allocate from the pool. Yield a list that gets the addresses of new segments at the end."""
         made: list[int] = []
         before = self.space.count()
         with self._selected(pool):
@@ -127,7 +130,7 @@ class Recording:
         made += [address for address, _ in self.space.allocations(before)]
 
     def count(self) -> int:
-        """How many nodes the graph has by now."""
+        """Return how many nodes the graph has so far."""
         if self._capturing is None:
             driver = Driver()
             self._capturing = driver, driver.captured_into(streams_of(self.device.index).get(0).cuda_stream)
@@ -135,13 +138,14 @@ class Recording:
         return driver.count(graph)
 
     def clear_stack(self) -> None:
-        """What a launcher leaves uninitialised is to be of this capture: `proof.prove`, Note [What a word can hide]."""
+        """Zero the stack, so that a launcher's uninitialised fields hold only remains of this capture: `proof.prove`,
+        Note [What a word can hide]."""
         self.space.clear_stack()
 
     def kept(self) -> list[int]:
-        """Sizes of what is still in use of all that was allocated in pools."""
+        """Return the sizes of the allocations in pools that are still in use."""
         kept = self._in_use()
-        if kept:  # it may be garbage, for nobody collected it
+        if kept:  # they may be garbage, since the collector was off
             gc.collect()
             kept = self._in_use()
         return kept
@@ -157,7 +161,7 @@ class Recording:
 
     @contextlib.contextmanager
     def _selected(self, pool: Any) -> Iterator[None]:
-        """This thread allocates from the pool, and from no other."""
+        """Make this thread allocate from the pool, and from no other."""
         index, before = self.device.index, self._active
         if before is not None:
             torch._C._cuda_endAllocateToPool(index, before.id)
@@ -171,7 +175,7 @@ class Recording:
             torch._C._cuda_releasePool(index, pool.id)
             self._active = before
             if before is not None:
-                # The first selection's reference is still held: this one gives its own back.
+                # The first selection still holds a reference to the pool: release the one of this selection.
                 torch._C._cuda_beginAllocateCurrentThreadToPool(index, before.id)
                 torch._C._cuda_releasePool(index, before.id)
 
@@ -179,7 +183,7 @@ class Recording:
 
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
-        """What this thread launches goes into the graph."""
+        """Capture into the graph what this thread launches."""
         streams = streams_of(self.device.index)
         main = streams.get(0)
         main.wait_stream(torch.cuda.current_stream(self.device))
@@ -187,7 +191,7 @@ class Recording:
             stack.enter_context(torch.cuda.device(self.device))
             torch.cuda.current_blas_handle()  # to create one later would break the capture
             torch._C._cuda_clearCublasWorkspaces()
-            # Workspaces that the capture took must not be used after it.
+            # Workspaces that were allocated in the capture must not be used after it.
             stack.callback(torch._C._cuda_clearCublasWorkspaces)
             stack.enter_context(no_collection())
             stack.enter_context(torch.cuda.stream(main))
@@ -201,16 +205,16 @@ class Recording:
             yield
 
     def _check_pool(self) -> None:
-        """Do allocations of this thread land here? If not, a pool that the caller has selected is before ours."""
+        """Raise if this thread's allocations don't lie in the space: then a pool that the caller selected is first."""
         before = self.space.count()
-        # Not a tensor: those may be filled, and that would be a node of the graph.
+        # Not a tensor: torch may fill new tensors, which would add a node to the graph.
         address = torch.UntypedStorage(16, device=self.device).data_ptr()
         self._ignored |= {given for given, _ in self.space.allocations(before)}
         if not self.covers(address):
-            raise RuntimeError("another memory pool is selected in this thread")  # may be none at the next call
+            raise RuntimeError("another memory pool is selected in this thread")  # perhaps not at the next call
 
     def _hold_generators(self, inputs: Sequence[Any]) -> None:
-        """Note [Random numbers]"""
+        """Make the generators allocate their seed and offset outside of the space. Note [Random numbers]"""
         for generator in self.owner.generators(inputs):
             seed, offset, _ = generator.philox_state(0)
             # Two generators can have one state.
@@ -218,14 +222,14 @@ class Recording:
 
     @contextlib.contextmanager
     def _graph_begun(self) -> Iterator[None]:
-        """Note [Memory pools of a capture]."""
+        """Begin the capture with an empty pool, and end it. Note [Memory pools of a capture]."""
         index, empty = self.device.index, torch.cuda.graph_pool_handle()
         self.graph.capture_begin(pool=empty, capture_error_mode="thread_local")
         torch._C._cuda_endAllocateToPool(index, empty)
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is broken, and what broke it is what to report
+            with contextlib.suppress(RuntimeError):  # the capture is broken; report the error that broke it
                 self._end_graph(empty)
             raise
         self._end_graph(empty)
@@ -236,7 +240,7 @@ class Recording:
         try:
             self.graph.capture_end()
         except BaseException:
-            # It may have ended before the allocator heard of it.
+            # The capture may have ended before the allocator removed the pool from its list.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(index, empty)
             raise
@@ -244,14 +248,14 @@ class Recording:
             torch._C._cuda_releasePool(index, empty)
 
     def discard(self) -> None:
-        """Nothing of it is needed."""
+        """Free the graph and the addresses."""
         graph, self.graph = self.graph, None
         if graph is not None:
             graph.reset()
         self.close()
 
     def close(self) -> None:
-        """Gives the addresses back. The graph lives on if somebody holds it."""
+        """Free the addresses. The graph lives on if something else references it."""
         self.graph = None
         if self.space is not None:
             self.space.close()
@@ -259,13 +263,13 @@ class Recording:
 
 
 def _no_modes() -> contextlib.AbstractContextManager[Any]:
-    """Without the modes that see operators; most often there are none, and one look tells."""
+    """Disable the dispatch modes. Most often none is active, which is cheap to check."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """The collector could destroy things whose destruction a capture forbids."""
+    """Turn the garbage collector off: it could destroy objects whose destruction a capture forbids."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

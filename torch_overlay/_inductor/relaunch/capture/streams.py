@@ -1,4 +1,4 @@
-"""Streams that a capture uses in the place of the caller's: Note [Streams of a capture] in `capture.recording`."""
+"""Replaces the caller's streams during a capture: Note [Streams of a capture] in `capture.recording`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """Streams of a device that captures alone use; made at need, and kept."""
+    """Streams of a device that only captures use. They are made when they are first needed, and kept."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -42,7 +42,7 @@ def streams_of(index: int) -> Streams:
 
 @contextlib.contextmanager
 def exchanged_streams(streams: Streams) -> Iterator[None]:
-    """Note [Streams of a capture]."""
+    """Replace the copy streams and the table of stream objects. Note [Streams of a capture]."""
     names: dict[tuple[int, int], int] = {(-1, 0): 0}
     memcpy_nodes = runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
     with memcpy_nodes, exchanged_table(streams, names):
@@ -58,7 +58,7 @@ def exchanged_table(streams: Streams, names: dict[tuple[int, int], int]) -> Iter
     exchanged = []
     for index, found in enumerate(table):
         if type(found) is objects.Owned:
-            # An owned stream is made when it is first looked up; an owned event stays.
+            # An owned stream is made when it is first looked up; an owned event is not replaced.
             found = found.resolve()
         if isinstance(found, torch.Stream):
             key = (found.device_index, found.stream_id) if index else (-1, 0)

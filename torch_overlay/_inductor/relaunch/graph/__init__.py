@@ -1,1 +1,1 @@
-"""Captured CUDA graphs: read, edited and split, through the driver."""
+"""Reads, edits and splits captured CUDA graphs, through the driver."""

@@ -1,35 +1,36 @@
-"""Which nodes of a captured graph may run side by side.
+"""Finds the nodes of a captured graph that may run concurrently, and relaxes the edges between them.
 
-A stream runs kernels one after the other, and so does the graph that was captured from it, though many don't need each
-other's results: the projections of an attention block, the two halves of a gated MLP, a gradient of a weight and that
-of the input. Where a batch is small, each of them leaves most of the device idle. In a graph the order is what its
-edges say, so neighbours of which is known that they are independent get none.
+A stream runs kernels one after the other, and so does the graph that was captured from it, though many kernels don't
+need each other's results: the projections of an attention block, the two halves of a gated MLP, the gradients of a
+weight and of the input. Where a batch is small, each of them leaves most of the device idle. In a graph only the edges
+give the order, so neighbours that are known to be independent get no edge.
 
 Note [What is independent]
-Two nodes are, if neither may write what the other one may touch. What a node touches is what the proof found among its
-arguments (`proof.prove`), which of it is only read is declared: by the names of an Inductor kernel's parameters, and by
-what a matrix product was called with. Of anything else nothing is known, and it stays in order with all before and
-after it: it could look for addresses in memory. The inputs count as one piece of memory, for a call may pass two views
-of one; so do addresses outside of the capture that a node holds: they belong to the compiled module or to a library,
-who knows where they end. Regions of temporary memory share their place only if the edges that remain put one after the
-other (`memory.packing`).
+Two nodes are independent if neither may write memory that the other one may access. A node accesses the memory that the
+proof found among its arguments (`proof.prove`). What it only reads is declared: by the parameter names of an Inductor
+kernel, and by the arguments of a matrix product. Nothing is known of any other node, which could look for addresses in
+memory, so it stays in order with all nodes before and after it. All inputs count as one memory, for a call may pass two
+views of one tensor; so do addresses outside of the capture that a node holds: they belong to the compiled module or to
+a library, and their extent is unknown. Regions of temporary memory share addresses only if the remaining edges order
+one after the other (`memory.packing`).
 
-What operators allocate inside is one region, in which the program knows what they returned, and reuses it. So an
-argument of the program's own stands for what was returned there, while what a library holds for itself, which could
-begin at the same address at another time and be larger, stands for the whole region.
+The memory that operators allocate internally is one region; the program knows, and reuses, only the tensors that they
+returned from it. So an argument of the program's own kernels stands for the tensor that was returned at that address. A
+library's own pointer stands for the whole region, since its memory could have begun at the same address at another
+time, and be larger.
 
 Note [How far ahead]
-A node waits for what it depends on among the eight before it, and for all that is farther ahead; so memory lives hardly
-longer, and at most nine run at once. What makes a graph faster is that a kernel is launched, and fills its pipelines,
-while others compute. Two that fill the device by themselves gain nothing, and an edge to another stream costs a
-microsecond; so they wait for each other if they take more than twice as many blocks as the device has room for, by
-their registers and shared memory. On one H200, a launch of Llama's 16 layers (1 x 64 tokens) took 695 us instead of
+A node waits for the nodes that it depends on among the eight before it, and for every node before those; so memory
+lives hardly longer, and at most nine nodes run at once. The gain is that a kernel is launched, and fills its pipelines,
+while others compute. Two kernels that fill the device by themselves gain nothing, and an edge to another stream costs a
+microsecond; so one waits for the other if together they take more than twice as many blocks as the device has room for,
+by their registers and shared memory. On one H200, a launch of Llama's 16 layers (1 x 64 tokens) took 695 us instead of
 802, and one of BERT (1 x 128) 588 instead of 656. With twenty nodes instead of eight, Llama took 702. With groups of
 neighbours, each after all of the group before the last, they took 704 and 609.
 
 Note [Training]
-The graphs of a training step stay as they are. At eight sequences of 128 tokens, BERT's step took 0.7 % less with
-groups that fit on the device, and 1 % more with larger ones, and what it takes to find them is a part of the capture.
+The graphs of a training step keep their edges. At eight sequences of 128 tokens, BERT's step took 0.7 % less with
+groups that fit on the device, and 1 % more with larger ones, and finding the groups lengthens the capture.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
 
-READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, as `signatures.parameters_of` has them
-CALLER, OUTSIDE = -2, -3  # all inputs, and all memory that is no region
-Place: TypeAlias = "int | tuple[int, int]"  # a region, or (region, address) of what was returned in one
+READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, from `signatures.parameters_of`
+CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
+Place: TypeAlias = "int | tuple[int, int]"  # a region, or (region, address) of a tensor returned in it
 NEAR = 8  # nodes
 FULL = 2.0  # of the device
-ADDRESSES = 1 << 16  # the upper half of one is less
+ADDRESSES = 1 << 16  # the upper half of an address is less than this
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a node only reads, what it may write, and which part of the device it takes."""
+    """The memory that a node only reads, the memory that it may write, and its share of the device."""
 
     reads: frozenset[Place]
     writes: frozenset[Place]
@@ -74,8 +75,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Product:
-    """A call of a matrix product in a capture: the nodes [first, end) in the order of the stream, and (address, bytes)
-    of the memory that it was given to read, and to write."""
+    """A call of a matrix product in a capture: its nodes [first, end) in the order of the stream, and (address, bytes)
+    of the tensors that it reads, and of those that it writes."""
 
     first: int
     end: int
@@ -90,7 +91,7 @@ def is_product(operator: Any) -> bool:
 
 
 def chain_of(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
-    """The nodes in order, if each comes right after one other."""
+    """Return the nodes in order if the edges are one chain through all of them, else None."""
     following_of: dict[int, int] = dict(edges)
     firsts = set(range(nodes)).difference(following_of.values())
     if len(firsts) != 1:
@@ -113,10 +114,10 @@ def uses_of(
     room: Callable[[KernelNode], int],
     extent: Callable[[KernelNode], int | None],
 ) -> list[Use | None]:
-    """By node; None for one of which nothing is known. `segments` are those of the capture, of which the first `inputs`
-    regions are inputs; `results` has (address, bytes) of what operators returned; `letters` says what kernels do with
-    their parameters, by function handle; `room`, how many blocks of a kernel the device runs at once; `extent`, how
-    many bytes its pointers stand for, if that is known."""
+    """Return the `Use` of each node; None if nothing is known of the node. `segments` are those of the capture, whose
+    first `inputs` regions are inputs; `results` has (address, bytes) of the tensors that operators returned; `letters`
+    says what kernels do with their parameters, by function handle; `room`, how many blocks of a kernel the device runs
+    at once; `extent`, how many bytes its pointers stand for, if that is known."""
     memory = _Memory(segments, inputs, results)
     words: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
     for word in template.words:
@@ -139,7 +140,7 @@ def uses_of(
 
 
 class _Memory:
-    """Of a capture, in pieces."""
+    """Memory of a capture, by region and by the tensors that operators returned in it."""
 
     def __init__(self, segments: Iterable[Segment], inputs: int, results: Iterable[tuple[int, int]]) -> None:
         self.inputs = inputs
@@ -167,7 +168,7 @@ class _Memory:
         return {region, *((region, start) for start, _ in self.returned.get(region, ()))}
 
     def visible(self, region: int, delta: int) -> set[Place]:
-        """What an argument of the program's own stands for."""
+        """Return the memory that an argument of a kernel of the program's own stands for."""
         ranges = self.returned.get(region)
         if region >= self.inputs and ranges:
             address = self.address(region, delta)
@@ -177,7 +178,7 @@ class _Memory:
         return self.whole(region)
 
     def bytes(self, region: int, delta: int, size: int) -> set[Place]:
-        """What so many of them stand for."""
+        """Return the memory that `size` bytes from (region, delta) on stand for."""
         ranges = self.returned.get(region)
         if region < self.inputs or not ranges:
             return self.whole(region)
@@ -236,24 +237,24 @@ def _within(address: int, ranges: Iterable[tuple[int, int]]) -> bool:
 
 
 def _addresses(value: bytes) -> list[tuple[int, int]]:
-    """(offset, word) of what could be one."""
+    """Return (offset, word) for each word of the value that could be an address."""
     halves = struct.unpack_from(f"<{len(value) // 4}I", value)
     found = [i for i, half in enumerate(halves[1:]) if 0 < half < ADDRESSES]
     return [(4 * i, halves[i] | halves[i + 1] << 32) for i in found]
 
 
 def side_by_side(order: Sequence[int], uses: Sequence[Use | None]) -> list[tuple[int, int]] | None:
-    """The edges that the nodes need, of which the chain `order` says how they ran; None if it needs all that it has."""
+    """Return the edges that nodes need which ran in the order of the chain `order`; None if all must stay a chain."""
 
     def may_run_beside(u: int, v: int) -> bool:
         a, b = uses[u], uses[v]
         return a is not None and b is not None and a.share + b.share <= FULL and not a.conflicts(b)
 
     edges: list[tuple[int, int]] = []
-    ahead: list[int] = []  # by position: bits of the positions that a node comes after
+    ahead: list[int] = []  # by position: a bit for each position that the node comes after
     for position, node in enumerate(order):
         known = 0
-        # From the nearest on, so that no edge is implied by others. What is farther than this is before one that is.
+        # From the nearest on, so that no edge is implied by others. A node farther away is before one in this range.
         for other in range(position - 1, max(position - 2 * NEAR - 2, -1), -1):
             if known >> other & 1:
                 continue
@@ -266,7 +267,8 @@ def side_by_side(order: Sequence[int], uses: Sequence[Use | None]) -> list[tuple
 
 
 def relaxed(template: Template, edges: Sequence[tuple[int, int]], **known: Any) -> list[tuple[int, int]] | None:
-    """Edges for the graph, if it is a chain with independent neighbours. `known`: further arguments of `uses_of`."""
+    """Return new edges for the graph if it is a chain with independent neighbours, else None. `known` has the further
+    arguments of `uses_of`."""
     if (order := chain_of(len(template.nodes), edges)) is None:
         return None
     return side_by_side(order, uses_of(template, order, **known))

@@ -1,7 +1,7 @@
-"""The CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
+"""Wraps the CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
 
-`api` is the module cuda.bindings.driver, or whatever a test puts in its place. `fast` is the C module of
-`graph.native_read`, or None: it reads many nodes in one call, or takes them out; what it can't do is done one by one.
+`api` is the module cuda.bindings.driver, or a test's replacement. `fast` is the C module of `graph.native_read`, or
+None: it reads or removes many nodes in one call; the rest is done node by node.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Structure(NamedTuple):
 
 
 def kind_of(data: Any) -> tuple[int, int, int]:
-    """Of an edge."""
+    """Return (type, from port, to port) of an edge."""
     return int(data.type), int(data.from_port), int(data.to_port)
 
 
@@ -75,18 +75,19 @@ class Driver:
             try:
                 nodes, kinds, edges = self.fast.structure(graph)
                 return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
-            except RuntimeError:  # what follows tells it in full
+            except RuntimeError:  # the calls below raise it with more detail
                 pass
         nodes = self.nodes(graph)
         return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
 
     def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        """(func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, as far as it can be had at
-        once."""
+        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, or None if the C module
+        can't read it."""
         return self.fast.kernels(nodes) if self.fast is not None else [None] * len(nodes)
 
     def call(self, function: str, *args: Any) -> Any:
-        """The values that the driver returns, without the error code: None, one value, or a tuple of several."""
+        """Call a driver function, and return its values without the error code: None, one value, or a tuple of
+        several."""
         code, *values = getattr(self.api, function)(*args)
         if int(code):
             raise DriverError(function, int(code), getattr(code, "name", "unknown error"))
@@ -101,23 +102,23 @@ class Driver:
         return [int(n) for n in self.call("cuGraphGetNodes", handle, count)[0]] if count else []
 
     def count(self, graph: int) -> int:
-        """Of nodes."""
+        """Return the number of nodes."""
         if self.fast is not None:
             try:
                 return self.fast.count(graph)
-            except RuntimeError:  # what follows tells it in full
+            except RuntimeError:  # the calls below raise it with more detail
                 pass
         return int(self.call("cuGraphGetNodes", self.api.CUgraph(graph), 0)[1])
 
     def captured_into(self, stream: int) -> int:
-        """The graph that a stream is captured into; 0 if it isn't."""
+        """Return the graph that a stream is captured into; 0 if it isn't captured."""
         return int(self.call("cuStreamGetCaptureInfo", self.api.CUstream(stream))[2] or 0)
 
     def edges(self, graph: int) -> list[Edge]:
         return [Edge(u, v, kind_of(data) == PLAIN) for (u, v), data in self.edge_data(graph).items()]
 
     def edge_data(self, graph: int) -> dict[tuple[int, int], Any]:
-        """What kind of dependency each edge is, by its nodes."""
+        """Return (before, after) -> the driver's data of the edge, which say what kind of dependency it is."""
         handle = self.api.CUgraph(graph)
         count = self.call("cuGraphGetEdges", handle, 0)[-1]
         if not count:
@@ -141,7 +142,7 @@ class Driver:
         return self.call("cuGraphMemcpyNodeGetParams", self.api.CUgraphNode(node))
 
     def set_memcpy(self, node: int, copy: CopyNode) -> None:
-        """Of a node in a graph, not in an executable."""
+        """Set the parameters of a node in a graph, not in an executable."""
         kind = self.api.CUmemorytype
         params = self.api.CUDA_MEMCPY3D()
         for side, address, on_host, pitch, rows in (
@@ -159,7 +160,7 @@ class Driver:
         self.call("cuGraphMemcpyNodeSetParams", self.api.CUgraphNode(node), params)
 
     def function_of(self, kernel: int) -> int:
-        """The CUfunction of a CUkernel in the current context."""
+        """Return the CUfunction of a CUkernel in the current context."""
         return int(self.call("cuKernelGetFunction", self.api.CUkernel(kernel)))
 
     def name(self, func: int) -> str:
@@ -167,7 +168,7 @@ class Driver:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def layout(self, func: int) -> tuple[tuple[int, int], ...]:
-        """(offset, size) of each of the function's parameters in its packed block."""
+        """Return (offset, size) of each of the function's parameters in its packed block."""
         found = []
         while True:
             try:
@@ -179,7 +180,7 @@ class Driver:
             found.append((int(offset), int(size)))
 
     def memory_kind(self, address: int) -> int:
-        """MEMORY_HOST or MEMORY_DEVICE; 0 for an address that the driver doesn't know."""
+        """Return MEMORY_HOST, MEMORY_DEVICE or another kind; 0 for an address that the driver doesn't know."""
         attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         try:
             return int(self.call("cuPointerGetAttribute", attribute, self.api.CUdeviceptr(address)))
@@ -194,7 +195,7 @@ class Driver:
         self._change_edges("cuGraphAddDependencies", graph, edges)
 
     def remove_edges(self, graph: int, edges: list[tuple[int, int]], data: Mapping[Any, Any] | None = None) -> None:
-        """`data` of at least these edges, if they aren't all plain."""
+        """Remove the edges. If they aren't all plain, `data` must have the driver's data of each."""
         self._change_edges("cuGraphRemoveDependencies", graph, edges, data and [data[edge] for edge in edges])
 
     def _change_edges(self, function: str, graph: int, edges: list[tuple[int, int]], data: Any = None) -> None:
@@ -203,7 +204,7 @@ class Driver:
             self.call(function, self.api.CUgraph(graph), before, after, data, len(edges))
 
     def blocks_at_once(self, func: int, threads: int, shared_bytes: int) -> int:
-        """How many blocks of a kernel one multiprocessor holds."""
+        """Return how many blocks of a kernel one multiprocessor holds."""
         function = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
         return int(self.call(function, self.api.CUfunction(func), threads, shared_bytes))
 
@@ -216,12 +217,12 @@ class Driver:
         return int(self.call("cuGraphClone", self.api.CUgraph(graph)))
 
     def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
-        """A clone that has these nodes alone, and their handles in it."""
+        """Return a clone that has only the wanted nodes, and node -> its handle in the clone."""
         if self.fast is not None:
             clone = self.clone(graph)
             try:
                 return clone, self.fast.cut(graph, clone, wanted)
-            except RuntimeError:  # what follows tells it in full
+            except RuntimeError:  # the calls below raise it with more detail
                 self.destroy_graph(clone)
         clone, handles = self.clone(graph), {}
         try:

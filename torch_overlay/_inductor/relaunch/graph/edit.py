@@ -1,4 +1,4 @@
-"""Edits of a cudaGraph_t before it is instantiated: a node becomes a kernel node, and implied edges go.
+"""Edits a cudaGraph_t before it is instantiated: replaces nodes by kernel nodes, and removes implied edges.
 
 Note [Which edges are implied]
 An edge u -> v is implied if another path leads from u to v on which every edge means full completion. Programmatic
@@ -33,7 +33,8 @@ class Launch:
 
 
 class PlainKernels(Protocol):
-    """What `tidy` puts in place of memset and memcpy nodes; the module `graph.fill_copy_kernels` is one."""
+    """The kernels that `tidy` puts in place of memset and memcpy nodes; the module `graph.fill_copy_kernels` has
+    them."""
 
     def fill(self, target: int, value: int, element_size: int, count: int) -> Launch: ...
 
@@ -43,7 +44,7 @@ class PlainKernels(Protocol):
 
 
 class Editor:
-    """The edges of a graph as they are edited."""
+    """A graph under edit, with its current edges."""
 
     def __init__(self, driver: Driver, graph: int, structure: Structure) -> None:
         self.driver, self.graph = driver, graph
@@ -90,13 +91,13 @@ def kernel_params(api: Any, launch: Launch, array: ctypes.Array[ctypes.c_void_p]
     params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
     params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
     params.sharedMemBytes = launch.shared_bytes
-    params.kernelParams = ctypes.addressof(array)  # the driver copies what it points to
+    params.kernelParams = ctypes.addressof(array)  # the driver copies the arguments
     return params
 
 
 def implied_edges(after: Mapping[int, Collection[int]]) -> list[tuple[int, int]]:
-    """The edges of an acyclic graph that its transitive reduction lacks, in a fixed order. `after` has the ends of the
-    edges that begin at each node."""
+    """Return the edges of an acyclic graph that its transitive reduction lacks, in a fixed order. `after` maps each
+    node to its successors."""
     order = _topological(after)
     position = {node: i for i, node in enumerate(order)}
     reachable: dict[int, int] = {}  # bits by position

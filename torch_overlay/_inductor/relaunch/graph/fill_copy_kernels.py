@@ -1,11 +1,12 @@
-"""Two small kernels that stand in for memset and memcpy nodes of a CUDA graph.
+"""Compiles two small kernels that replace memset and memcpy nodes of a CUDA graph.
 
-The driver launches a graph of kernels alone faster than one in which other nodes are mixed in: 16 memset nodes of four
-bytes among 249 kernels made a launch cost 319 us of host time instead of 3.4. Triton compiles the kernels at first
-use, and caches them; no Triton launcher is involved, for what a graph node needs is a function handle and arguments.
+The driver launches a graph of kernels alone faster than one with other nodes among them: 16 memset nodes of four bytes
+among 249 kernels made a launch cost 319 us of host time instead of 3.4. Triton compiles the kernels at first use, and
+caches them; no Triton launcher is involved, for a graph node needs only a function handle and arguments.
 
-Triton declares pointers to its scratch memories after a kernel's own parameters. These kernels use none, so they are
-null; `graph.read.tidy` checks the layout that the driver reports against `Launch.arguments` before it uses the handle.
+Triton declares pointers to its scratch memories after a kernel's own parameters. These kernels use none, so the
+pointers are null; `graph.read.tidy` checks the layout that the driver reports against `Launch.arguments` before it uses
+the handle.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def copy_kernel(target, source, count, BLOCK: tl.constexpr):
 
 
 def fill(target: int, value: int, element_size: int, count: int) -> Launch:
-    """`count` elements of 1, 2 or 4 bytes set to the low bytes of `value`."""
+    """Return a launch that sets `count` elements of 1, 2 or 4 bytes to the low bytes of `value`."""
     total = element_size * count
     value %= 1 << 8 * element_size
     if target % 4 == 0 and total % 4 == 0:
@@ -57,7 +58,7 @@ def fill(target: int, value: int, element_size: int, count: int) -> Launch:
 
 
 def copy(target: int, source: int, size: int) -> Launch:
-    """`size` bytes from `source` to `target`, which don't overlap."""
+    """Return a launch that copies `size` bytes from `source` to `target`, which don't overlap."""
     unit = 4 if (target | source | size) % 4 == 0 else 1
     count = size // unit
     aligned = (target | source | count) % ALIGNMENT == 0
@@ -67,8 +68,8 @@ def copy(target: int, source: int, size: int) -> Launch:
 
 
 def prepare(device: int) -> None:
-    """Compiles those of whole words. With it goes what Triton does once in a process, such as to ask an assembler for
-    its version, for which it starts it twice."""
+    """Compile the kernels for elements of 4 bytes. This also does Triton's work of once a process, such as starting the
+    assembler twice to ask for its version."""
     for kind in ("fill", "copy"):
         for aligned in (False, True):
             _function(kind, 4, aligned, device)
@@ -86,7 +87,7 @@ def _launch(function: int, count: int, *arguments: bytes) -> Launch:
 
 
 def source(kind: str, element_size: int, aligned: bool) -> ASTSource:
-    """What Triton compiles: all of the signature is fixed, so nothing is specialised behind our back."""
+    """Return the source for Triton. The whole signature is fixed, so Triton specialises nothing by itself."""
     element = f"*i{8 * element_size}"
     if kind == "fill":
         kernel: Any = fill_kernel
@@ -101,9 +102,9 @@ def source(kind: str, element_size: int, aligned: bool) -> ASTSource:
 
 
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
-_alive: list[Any] = []  # a function handle is good for as long as its compiled kernel
-LETTERS = {"fill": "wss" + "hh", "copy": "wrs" + "hh"}  # as `signatures.parameters_of` has them
-COUNT = 2  # the parameter
+_alive: list[Any] = []  # a function handle is valid as long as its compiled kernel lives
+LETTERS = {"fill": "wss" + "hh", "copy": "wrs" + "hh"}  # like those of `signatures.parameters_of`
+COUNT = 2  # number of the parameter `count`
 letters: dict[int, str] = {}  # by function handle
 
 
@@ -119,7 +120,7 @@ def _function(kind: str, element_size: int, aligned: bool, device: int) -> int:
 
 
 def extent(node: KernelNode) -> int | None:
-    """How many bytes each pointer of one of these kernels stands for, at most; None for any other kernel."""
+    """Return how many bytes each pointer of one of these kernels stands for at most; None for any other kernel."""
     return 4 * int.from_bytes(node.parameters[COUNT][1], "little") if node.func in letters else None
 
 

@@ -1,13 +1,13 @@
-"""The nodes and edges of a captured graph, read or taken out in one call instead of several for each node.
+"""Reads the nodes and edges of a captured graph, or removes nodes, in one call instead of several for each node.
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
     kernels(nodes)      [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))] of kernel nodes
     count(graph)            how many nodes there are
-    cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; the others leave the clone
+    cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 
 `kernels` has None for a node that it can't describe; `graph.read` then reads that one through `driver`, which says why.
-What a function's parameters look like is asked once a call, not once a node. A clone that `cut` fails on is of no use
-any more. It is C: `csrc/graph_reader.c`.
+The driver is asked for a function's parameters once a call, not once a node. If `cut` fails, its clone must be
+destroyed. The C source is `csrc/graph_reader.c`.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ from torch_overlay import csrc
 
 
 def implementation() -> Any:
-    """`graph` of the extension module. Raises `csrc.NotBuiltError`."""
+    """Return `graph` of the extension module. Raises `csrc.NotBuiltError`."""
     return csrc.extension().graph

@@ -1,14 +1,14 @@
 """Reads a captured CUDA graph through the driver, and tidies it before it is instantiated.
 
 `read` turns the graph into the plain data that `prove.prove` compares: the launch of every kernel node with its
-parameters cut out of the packed block as the driver reports their layout, the addresses of memset and memcpy nodes,
-and the edges. What can't be patched from outside (host callbacks, copies from host memory, child graphs, ...) is
-refused by name. A copy between the device and a slab of saved activations (`offload.runtime`) is none of those: the
-slab stays where it is, and its address is a constant of the graph.
+parameters (cut out of the packed block by the layout that the driver reports), the addresses of memset and memcpy
+nodes, and the edges. Nodes that can't be patched from outside (host callbacks, copies from host memory, child graphs,
+...) are refused by name. A copy between the device and a slab of saved activations (`offload.runtime`) is not refused:
+the slab never moves, and its address is a constant of the graph.
 
-`tidy` changes the graph, and is meant for every capture before it is read: memset nodes and device-to-device memcpy
-nodes become kernel nodes (see `graph.fill_copy_kernels`), and edges that other edges imply are removed. It treats equal
-graphs equally, so two captures stay comparable. A node that it can't replace it leaves as it is.
+`tidy` changes the graph, and has to run on every capture before `read`: memset nodes and device-to-device memcpy nodes
+become kernel nodes (see `graph.fill_copy_kernels`), and edges that other edges imply are removed. It treats equal
+graphs equally, so two captures stay comparable. It keeps a node that it can't replace.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class TidyReport:
 def read(
     graph: Any, segments: Iterable[Segment], low: int, high: int, *, driver: Driver | None = None
 ) -> CapturedGraph:
-    """The graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its handle."""
+    """Return the graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its
+    handle."""
     driver = driver or Driver()
     handle = _handle(graph)
     graph_nodes, kinds, graph_edges = driver.structure(handle)
@@ -87,8 +88,9 @@ def read(
 def set_edges(
     graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver | None = None
 ) -> bool:
-    """Gives a graph these edges, as numbers of nodes. Programmatic ones among them stay what they are: the end of one
-    waits for its beginning by itself. False: there are some that don't order their nodes, and nothing is changed."""
+    """Replace a graph's edges by `edges`, pairs of indices into `handles`. A programmatic edge among them remains
+    programmatic: its later node waits for the earlier one by itself. Return False, and change nothing, if the graph has
+    edges of other kinds, which don't order their nodes."""
     driver, handle = driver or Driver(), _handle(graph)
     old = driver.edge_data(handle)
     if not all(cu.kind_of(data) in (cu.PLAIN, cu.PROGRAMMATIC) for data in old.values()):
@@ -101,17 +103,17 @@ def set_edges(
 
 
 def is_device_memory(address: int, *, driver: Driver | None = None) -> bool:
-    """For `prove.prove(on_device=...)`: does the driver know the address as device memory? That includes the state
-    of random generators, where a capture has it outside of its range."""
+    """True if the driver knows the address as device memory, for `prove.prove(on_device=...)`. That includes the state
+    of random generators, which a capture has outside of its range."""
     return (driver or Driver()).memory_kind(address) == cu.MEMORY_DEVICE
 
 
 def freed_memory(
     snapshot: Callable[[], Iterable[dict[str, Any]]] | Iterable[dict[str, Any]],
 ) -> Callable[[int], bool]:
-    """For `prove.prove(foreign=...)`: is the address in memory that the caching allocator holds and nobody owns?
-    `snapshot` is torch.cuda.memory_snapshot() when both captures are done, or better a function that returns it, which
-    is called if there is an address to ask about: seldom."""
+    """Return a predicate for `prove.prove(foreign=...)`: is the address in a free block of the caching allocator?
+    `snapshot` is torch.cuda.memory_snapshot() after both captures, or better a function that returns it, which is
+    called only if there is an address to ask about: seldom."""
 
     @functools.cache
     def freed() -> tuple[list[int], list[int]]:
@@ -212,7 +214,7 @@ def _parameters(p: Any, layout: tuple[tuple[int, int], ...], node: str) -> tuple
 
 
 def _extra_block(extra: int, node: str) -> tuple[int, int]:
-    """(address, size) of the packed block that an `extra` array names."""
+    """Return (address, size) of the packed block that an `extra` array names."""
     array = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p))
     base = size = 0
     at = 0
@@ -268,13 +270,13 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
 
 
 def tidy(graph: Any, *, driver: Driver | None = None, kernels: PlainKernels | None = None) -> TidyReport:
-    """Replaces memset and memcpy nodes and drops implied edges, in the cudaGraph_t itself."""
+    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself."""
     driver = driver or Driver()
     handle = _handle(graph)
     structure = driver.structure(handle)
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
     if foreign:
-        # `read` will refuse the graph; and the driver forbids edits beside allocation nodes.
+        # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
         return TidyReport(kept=tuple(f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign))
     editor = Editor(driver, handle, structure)
     done = {cu.MEMSET: 0, cu.MEMCPY: 0}
@@ -287,16 +289,16 @@ def tidy(graph: Any, *, driver: Driver | None = None, kernels: PlainKernels | No
                 kernels = _default_kernels()
             editor.replace(node, _replacement(driver, kernels, index, node, kind))
             done[kind] += 1
-        except Exception as error:  # Triton's own among them: the node still does what it did
+        except Exception as error:  # also Triton's; the node is kept
             kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
     removed = editor.remove_implied_edges()
     return TidyReport(fills=done[cu.MEMSET], copies=done[cu.MEMCPY], edges_removed=removed, kept=tuple(kept))
 
 
 def upload(graph: Any, stream: int, *, driver: Driver | None = None) -> None:
-    """Brings the executable to the device. It has to be there before its first node is patched: measured on an H200,
-    the kernels of an executable that was patched first and launched then take 0.3 us longer each, at every launch
-    (llama with 16 layers, 265 nodes: 880 us instead of 795).
+    """Upload the executable to the device, which has to be done before its first node is patched: measured on an H200,
+    the kernels of an executable that is patched before its upload take 0.3 us longer each, at every launch (llama with
+    16 layers, 265 nodes: 880 us instead of 795).
     """
     (driver or Driver()).upload(graph.raw_cuda_graph_exec(), stream)
 

@@ -1,8 +1,7 @@
-"""A part of a captured graph as an executable of its own: some of its nodes, with the edges among them.
+"""Makes an executable of its own from some nodes of a captured graph, with the edges among them.
 
-The driver clones the graph, attributes of the kernels included, and what belongs to other parts is taken out of the
-clone. Whoever makes parts sees to it that no node of a part depends on a later part. A part doesn't know of random
-generators.
+The driver clones the graph, attributes of the kernels included, and the nodes of other parts are removed from the
+clone. The caller ensures that no node of a part depends on a later part. A part can't advance random generators.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """`nodes` are handles in the graph. It destroys what it made; not while it is launched, as torch's graphs."""
+    """A part of a graph: the nodes with the handles `nodes`. It destroys its clone and executable when it is reset or
+    deleted, which, as for torch's graphs, must not happen during a launch."""
 
     def __init__(self, graph: int, nodes: Iterable[int], owner: Any, driver: Driver | None = None) -> None:
         self.driver, self.owner = driver or Driver(), owner
@@ -36,13 +36,13 @@ class Part:
             raise
 
     def instantiate(self) -> None:
-        """Makes the executable; the one that there was goes."""
+        """Make the executable, and destroy the previous one."""
         before, self.executable = self.executable, self.driver.instantiate(self.clone)
         if before:
             self.driver.destroy_executable(before)
 
     def renamed(self, template: Template) -> Template:
-        """The template with the handles that the nodes have here."""
+        """Return the template with the nodes' handles in the clone."""
         nodes = [dataclasses.replace(node, handle=self.handle_of[node.handle]) for node in template.nodes]
         return dataclasses.replace(template, nodes=tuple(nodes))
 
@@ -61,6 +61,6 @@ class Part:
             self.driver.destroy_graph(clone)
 
     def __del__(self) -> None:
-        # At the exit of the process the driver may be gone already; there is nobody to tell.
+        # At the exit of the process the driver may be unloaded already; nobody could handle the error.
         with contextlib.suppress(Exception):
             self.reset()

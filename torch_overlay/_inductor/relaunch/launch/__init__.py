@@ -1,1 +1,1 @@
-"""A launch: a graph bound to what a call needs, patched in C."""
+"""Launches captured graphs: binds all that a call needs beforehand, and patches the graph in C."""

@@ -1,26 +1,27 @@
-"""Addresses of many tensors at once.
+"""Reads the addresses of many tensors at once.
 
     same(tensors, addresses, indices)   is tensors[i].data_ptr() == addresses[i] for all i of indices?
     addresses(tensors, indices)         (tensors[i].data_ptr(), ...)
-    aligned(tensors, indices, masks)    has no address a bit of its mask?
+    aligned(tensors, indices, masks)    has no address a bit in common with its mask?
 
-These are torch's functions. By every public way, from C too, an address takes 60 ns, 10 us for the 149 parameters of a
-model with 16 layers: more than all else that a relaunch does. So `csrc/data_ptr.c` reads the fields of the tensor
-where they lie.
+The functions here call torch. By every public way, from C too, an address takes 60 ns, which is 10 us for the 149
+parameters of a model with 16 layers: more than the rest of a relaunch. So the C module (`csrc/data_ptr.c`) reads the
+fields of the tensor in memory instead.
 
 Note [Fields of a tensor]
-A Python tensor holds a pointer to a TensorImpl, that one a pointer to a StorageImpl, an offset, a length and the
-number of a dtype, and the StorageImpl the address. Where these lie is fixed for a build of torch, and is nowhere
-promised: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of each
-dtype, views, parameters and others. If one differs, it forgets the dtypes. A tensor that has no storage, no elements
-or an unknown dtype is asked for `data_ptr()`. In a PyTorch tree this is a C++ function of ten lines.
+A Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer to a StorageImpl, an offset, a length
+and the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
+promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of
+each dtype, views, parameters and others. If one differs, the module forgets the dtypes. For a tensor that has no
+storage, no elements or an unknown dtype, the module calls `data_ptr()`. In a PyTorch tree this is a C++ function of ten
+lines.
 
-A storage may want to be asked before anybody writes, which a flag of it says: one that is copied on write
-(`torch._lazy_clone`) has the address that it shares until then. `data_ptr()` gives it memory of its own, so it is asked
-for those, too. It makes no difference whether the graph writes there, as it makes none for the launcher of a kernel.
+A flag of a storage says that its address must be asked for before anybody writes: a storage that is copied on write
+(`torch._lazy_clone`) shares its address with another one until then. `data_ptr()` gives it memory of its own, so the
+module calls it for those tensors, too, whether the graph writes there or not; the launcher of a kernel does the same.
 
-Of the fields nothing is remembered but the address: `p.data = x` exchanges the storage in the same TensorImpl, a
-storage that is resized moves, and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
+The module caches no field: `p.data = x` exchanges the storage in the same TensorImpl, a storage that is resized moves,
+and torch.utils.swap_tensors exchanges the TensorImpl of the same Python object.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def aligned(tensors: Sequence[Any], indices: Sequence[int], masks: Sequence[int]
 
 
 def teach(native: Any) -> bool:
-    """Shows the C module what tensors look like; if what it then reads is not so, it asks each tensor."""
+    """Teach the C module the item size of each dtype. True if it then reads the right address of every probe; else it
+    calls `data_ptr()` of each tensor."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for dtype, size in item_sizes().items():
@@ -70,7 +72,7 @@ def teach(native: Any) -> bool:
 
 
 def probes() -> list[torch.Tensor]:
-    """Tensors of many kinds, in host memory: Note [Fields of a tensor]."""
+    """Return tensors of many kinds, in host memory: Note [Fields of a tensor]."""
     shared = torch.ones(5)
     made = [torch._lazy_clone(shared), torch._lazy_clone(shared)[1:], shared]
     for dtype in item_sizes():
@@ -89,7 +91,7 @@ def probes() -> list[torch.Tensor]:
 
 
 def item_sizes() -> dict[torch.dtype, int]:
-    """Bytes of an element of the dtypes that compiled code has."""
+    """Return dtype -> bytes of an element, for the dtypes that compiled code uses."""
     names = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 complex64"
     names += " complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
     return {dtype: dtype.itemsize for name in names.split() if (dtype := getattr(torch, name, None)) is not None}

@@ -1,4 +1,4 @@
-"""An executable graph, and what it takes to point it at other memory."""
+"""Patches an executable graph to run on other memory, and launches it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
 class Launcher:
-    """An executable graph, and what it takes to point it at other memory."""
+    """An executable graph with its template: `patch` points it at other memory, `replay` launches it."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
         self.graph = graph
         self.template = template
-        self.direct = direct  # it draws no random numbers: what launches it need not know the generators
+        self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
         self.patcher: memcpy_nodes.Patcher | None = None
         if memcpy_nodes.moving(template):
             self.patcher = memcpy_nodes.Patcher(graph, template, upload=upload, synchronize=torch.cuda.synchronize)
-            self.exec = None  # the patcher's changes
+            self.exec = None  # the patcher replaces its own at each rebuild
             self.patch: Callable[..., int] = self.patcher.patch
         else:
             self.exec = native.implementation().Exec(
                 graph.raw_cuda_graph_exec(), template.nodes, template.words, template.regions
             )
             self.patch = self.exec.patch
-        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class launches, and advances the generators.
+        # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
         )

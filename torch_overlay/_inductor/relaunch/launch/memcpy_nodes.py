@@ -1,16 +1,16 @@
-"""Copies that stay copies: the memcpy nodes of a captured graph, and what it takes to point them at other memory.
+"""Patches the memcpy nodes of a captured graph: the copies between the device and pinned host memory.
 
-A copy between the device and pinned host memory is work for a copy engine, beside the kernels, so it is a memcpy node
-of the graph, as it was captured. (Copies within the device become kernels: `graph.read.tidy`.)
+A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
+(Copies within the device become kernels: `graph.read.tidy`.)
 
 Note [The memory that a memcpy node was made for]
-1. The driver points a memcpy node of an executable elsewhere only if the memory there is of the same kind as what the
-   node had when the executable was made. A capture's addresses map one small block many times over, and no tensor is
-   such memory. So before the executable is made, these nodes are pointed at real memory (`settle`), wherever it is.
-2. If the driver refuses all the same, at the first launch or a later one, the nodes are pointed where they have to be
-   in the graph itself, which always works, and the executable is made anew (`Patcher.rebuild`). That is right and slow:
-   a region for which it happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
-3. A copy of several rows can never be pointed elsewhere in an executable, and takes the second way at once.
+1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
+   when the executable was instantiated. A capture's addresses map one small block many times over, which no tensor's
+   memory does. So before the executable is instantiated, `settle` points these nodes at any ordinary memory.
+2. If the driver still refuses, at the first launch or a later one, `Patcher.rebuild` patches the nodes in the graph
+   itself, which always works, and instantiates the executable again. That is correct and slow: a region for which it
+   happens `MOST_REBUILDS` times runs without a graph from then on, and says why.
+3. A copy of several rows can never be patched in an executable, so it is rebuilt from the start.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_REBUILDS = 16
-REFUSED = "cuGraphExecMemcpyNodeSetParams"  # in the error of a patch that the driver refused for a copy
+REFUSED = "cuGraphExecMemcpyNodeSetParams"  # stands in the error if the driver refuses to patch a copy
 DESTINATION, SOURCE = 0, 1  # parameters of a CopyNode
 
 
 def moving(template: Template) -> dict[CopyNode, set[int]]:
-    """The memcpy nodes that a launch may have to point elsewhere, and which of their parameters."""
+    """Return the memcpy nodes that a launch may have to patch, each with its parameters that are pointers."""
     nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
     found: dict[CopyNode, set[int]] = {}
     for word in template.words:
@@ -53,7 +53,7 @@ def is_linear(node: CopyNode) -> bool:
 
 
 def extent(node: CopyNode, parameter: int) -> int:
-    """Bytes from the first one of a side to after its last."""
+    """Return the bytes that one side of the copy spans, from its first byte to its last."""
     pitch, rows = (node.dst_pitch, node.dst_height) if parameter == DESTINATION else (node.src_pitch, node.src_height)
     height, depth = max(node.height, 1), max(node.depth, 1)
     return node.width + pitch * (height - 1 + rows * (depth - 1))
@@ -62,8 +62,8 @@ def extent(node: CopyNode, parameter: int) -> int:
 def settle(
     template: Template, empty: Callable[[int], torch.Tensor], driver: Driver | None = None
 ) -> torch.Tensor | None:
-    """Points the memcpy nodes of a graph at real memory, before it is instantiated or cloned. Returns that memory,
-    which has to live until the executable is made. `empty(nbytes)` allocates it."""
+    """Point the memcpy nodes of a graph at ordinary memory, before the graph is instantiated or cloned. Return that
+    memory, which has to live until the graph is instantiated. `empty(nbytes)` allocates it."""
     nodes = moving(template)
     if not nodes:
         return None
@@ -79,13 +79,13 @@ def settle(
 
 
 def pointed(node: CopyNode, addresses: dict[int, int]) -> CopyNode:
-    """The node with other addresses at some of its parameters."""
+    """Return the node with these addresses, by parameter, in place of its own."""
     return dataclasses.replace(node, dst=addresses.get(DESTINATION, node.dst), src=addresses.get(SOURCE, node.src))
 
 
 class Patcher:
-    """`patch` of an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
-    `raw_cuda_graph_exec()`. `given_up(message)` is called once it has been rebuilt too often."""
+    """Patches an executable that has copies. `graph` has `instantiate()`, which replaces its executable, and
+    `raw_cuda_graph_exec()`. `given_up(message)` is called when the executable has been rebuilt too often."""
 
     given_up: Callable[[str], None] | None = None
 
@@ -108,7 +108,7 @@ class Patcher:
         self.other_words = tuple(w for w in template.words if w.node not in of_copies)
         self.bases: list[int | None] = [None] * template.regions
         self.rebuilds = 0
-        self.placed: dict[CopyNode, dict[int, int]] = {}  # where the executable has its copies, once it was rebuilt
+        self.placed: dict[CopyNode, dict[int, int]] = {}  # addresses of the copies in the rebuilt executable
         self.by_graph = not all(map(is_linear, self.copies))
         self.exec = self._exec()
 
@@ -117,7 +117,7 @@ class Patcher:
         return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, words, self.template.regions)
 
     def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
-        """As `native.Exec.patch`."""
+        """Write the bases, as `native.Exec.patch` does; rebuild the executable if the driver refuses a copy."""
         for region, base in zip(range(self.template.regions) if regions is None else regions, bases):
             if base is not None:
                 self.bases[region] = base if isinstance(base, int) else base.data_ptr()
@@ -136,7 +136,7 @@ class Patcher:
     why = "a copy of several rows can't be pointed at other memory"
 
     def wanted(self) -> dict[CopyNode, dict[int, int]]:
-        """Where the bases have the copies."""
+        """Return the addresses that the copies need for the current bases, by node and parameter."""
         by_index = {node.index: node for node in self.copies}
         found: dict[CopyNode, dict[int, int]] = {}
         for word in self.copy_words:
@@ -146,12 +146,12 @@ class Patcher:
         return found
 
     def rebuild(self) -> int:
-        """Note [The memory that a memcpy node was made for], 2. Returns the number of nodes set."""
+        """Instantiate again: Note [The memory that a memcpy node was made for], 2. Return the number of nodes set."""
         self.driver = self.driver or Driver()
         wanted = self.wanted()
         for node, addresses in wanted.items():
             self.driver.set_memcpy(node.handle, pointed(node, addresses))
-        self.synchronize()  # the executable that goes may be running
+        self.synchronize()  # the old executable may be running
         self.graph.instantiate()
         self.upload(self.graph)
         self.placed = wanted

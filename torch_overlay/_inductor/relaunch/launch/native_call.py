@@ -1,31 +1,32 @@
-"""A relaunch as one call into C: `bind(relaunch)` gives the C module's `Call`, or None.
+"""Does a relaunch in one call into C: `bind(relaunch)` returns the C module's `Call`, or None.
 
     call.launch(inputs, originals=None)   the outputs; raises Misaligned
     call.attempt(inputs)                  the outputs, or None where the graph can't be launched: on another device, in
-                                          a capture of the caller's, with an input that is misaligned, or no list
+                                          a capture by the caller, with a misaligned input, or with no list
     call.aligned(inputs, positions, masks)  as in `launch.data_ptrs`
-    call.launches, call.patched           how often, and how many nodes were set for that
+    call.launches, call.patched           number of launches, and of nodes set in all of them
 
-What a call costs is mostly what it touches: code that compiled its caller, guards and the interpreter come between two
-calls, and throw it out of the caches. So the layout is laid down in arrays, each input is an address that is read and
-compared with what the executable has, and outputs are made by a list of recipes. Python is entered for what torch has
-in C alone: allocation, views, the current device and stream.
+A call costs mostly cache misses: between two calls, the caller's compiled code, guards and the interpreter evict its
+data from the CPU's caches. So the layout is stored in arrays, the address of each input is read and compared with that
+in the executable, and outputs are made from a list of recipes. The call enters Python only for torch's own functions:
+allocation, views, the current device and stream.
 
-Scratch memory is no tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no random numbers is
-launched by the driver (`launcher.direct`); for others torch's `replay` advances the generators first.
+Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
+random numbers is launched by the driver (`launcher.direct`); other graphs by torch's `replay`, which advances the
+generators first.
 
 Note [Scratch cache]
-To allocate scratch memory and to free it is a good part of what the host does for a short launch (of Llama's with 16
-layers 2.5 us of 23, on a machine with an H200), so an inference graph that is launched for the second time leaves its
-scratch allocated for the next launch on the same stream, of whatever graph. There is one block for a stream, of the
-largest scratch that asked for it, and all blocks of a device together take no more than
-`config.cudagraph_scratch_cache_mib`; what doesn't fit is freed after each launch. A block goes with the last graph that
-used it, at `torch._dynamo.reset()`, and when a launch finds no memory. Memory of a pool that the caller has selected
-isn't kept, for it is to go with that pool.
+Allocating and freeing scratch memory is a good part of the host's time in a short launch (2.5 us of 23 for Llama with
+16 layers, on a machine with an H200). So from its second launch on, an inference graph leaves its scratch allocated for
+the next launch of any graph on the same stream. The cache has one block a stream, as large as the largest scratch that
+was cached there, and all blocks of a device together take no more than `config.cudagraph_scratch_cache_mib`; scratch
+that doesn't fit is freed after each launch. A block is freed with the last graph that used it, at
+`torch._dynamo.reset()`, and when a launch finds no memory. Memory of a pool that the caller has selected is not cached,
+for it has to be freed with that pool.
 
-Launches that use a block follow each other on its stream, as launches do that allocate it one after the other. A
-launch lets other threads in before it has reached the stream, so a block counts who is about to use it, and isn't given
-back before they have.
+Launches that use a block follow each other on its stream, as they would if each allocated it in turn. A launch may
+release the GIL before its work is on the stream, so a block counts the launches that are about to use it, and isn't
+freed before they have.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Misaligned(Exception):
 
 
 def raw(size: int) -> tuple[Any, ...]:
-    """Arguments of an allocation of bytes."""
+    """Return the arguments of `empty` for an allocation of `size` bytes."""
     return (size,), (1,), torch.uint8
 
 
@@ -104,7 +105,7 @@ def bind(relaunch: Relaunch) -> Any:
 def _recipe(
     relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
 ) -> tuple[Any, ...] | None:
-    """(kind, number, object, size, stride, offset), as the C source has it; None if that is beyond it."""
+    """Return (kind, number, object, size, stride, offset) for the C module; None if it can't make this output."""
     layout = relaunch.layout
     match recipe:
         case Given(value):

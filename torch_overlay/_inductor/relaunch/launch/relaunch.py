@@ -1,19 +1,19 @@
-"""One captured region, bound to everything that a call needs.
+"""Launches one captured region: all that a call needs is bound beforehand.
 
 Note [A relaunch]
-1. What doesn't depend on the call is worked out beforehand and bound into one C object (`native_call`), or into one
-   closure where the launcher's nodes are patched in Python. What is left for an input is its address.
-2. The C object compares each input's address with what the executable has. The closure compares the addresses of
-   static inputs with what they were by one call into torch, and patches them when that fails. A static input that
-   keeps moving is a moving one: the closure is made anew.
-3. Patching and launching are one step under a lock, for the executable belongs to all threads. The driver orders the
-   launches of one executable, and a patch concerns later launches alone. Where Python runs in that step, the garbage
-   collector may, too, and a finalizer may call compiled code. A thread that holds such a lock waits for no other
-   (`launching`): regions that are called in a launch run as compiled.
+1. Everything that doesn't depend on the call is computed beforehand and bound into one C object (`native_call`), or
+   into one closure where the launcher's nodes are patched in Python. A call only has to read the address of each input.
+2. The C object compares each input's address with what the executable has. The closure compares the addresses of static
+   inputs with their last ones by one call into torch, and patches them when they differ. A static input that keeps
+   moving is no longer treated as static: the closure is made again.
+3. Patching and launching are one step under a lock, for all threads share the executable. The driver orders the
+   launches of one executable, and a patch affects only later launches. Where Python runs in that step, the garbage
+   collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
+   for another one (`launching`): regions that are called in a launch run as compiled.
 4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
-   freed as soon as that is done: whoever gets the memory next comes later on that stream. A little of it stays:
+   freed right after the launch: the next user of the memory comes later on that stream. Some of it is cached instead:
    Note [Scratch cache] of `native_call`.
-5. The list of inputs is cleared, as compiled code does, after the launch. A call that raises leaves it as it was.
+5. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
-MOVES = 2  # a static input that moved so often is none
+MOVES = 2  # an input that moved so often is not static
 NOWHERE = 1  # the address of no tensor
 
 Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
@@ -63,15 +63,16 @@ _thread = _Thread()
 
 
 def launching() -> bool:
-    """Is this thread in the middle of a launch? Note [A relaunch], 3."""
+    """True if this thread is in the middle of a launch: Note [A relaunch], 3."""
     return _thread.launching or native.launching()
 
 
 class Relaunch:
-    """`launch(inputs, originals)` is bound to the layout. `originals` are the caller's tensors where inputs are copies.
-    `attempt(inputs)`, if there is one, finds out by itself whether a graph can be launched, and returns None if not.
+    """A captured region that can be launched. `launch(inputs, originals)` is bound to the layout; `originals` are the
+    caller's tensors where inputs are copies. `attempt(inputs)`, if there is one, returns None if the graph can't be
+    launched.
 
-    Neither refers to its `Relaunch`, so that the executable goes when the last reference does.
+    Neither function refers to its `Relaunch`, so that the executable is freed with the last reference to that.
     """
 
     launch: Callable[..., tuple[Any, ...]]
@@ -86,7 +87,7 @@ class Relaunch:
         alignments: Sequence[int],
         scratch_cache: int = 0,
     ) -> None:
-        """`scratch_cache`: bytes, of `native_call`, Note [Scratch cache]."""
+        """`scratch_cache` is the limit in bytes of `native_call`, Note [Scratch cache]."""
         self.device, self.layout, self.launcher = device, layout, launcher
         self.alignments, self.scratch_cache = alignments, scratch_cache
         self.region = {position: region for region, position in enumerate(layout.inputs)}
@@ -108,21 +109,21 @@ class Relaunch:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Launches, nodes patched."""
+        """The number of launches, and of nodes patched."""
         if self.call is not None:
             return self.call.launches, self.call.patched
         return self.counts[0], self.counts[1]
 
     def bind(self) -> None:
-        """A closure with the inputs that are static as far as we know. One made earlier, which another thread may be
-        about to call, finds that everything has moved."""
+        """Make the closure, with the inputs that still count as static. An earlier closure, which another thread may be
+        about to call, finds that every static input has moved."""
         self.addresses[:] = [NOWHERE] * len(self.addresses)
         self.static = [k for k in self.static if self.moves[k] < MOVES]
         self.addresses = [NOWHERE] * (1 + max(self.static, default=-1))
         self.launch = self._bound()
 
     def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
-        if addresses is not self.addresses:  # an earlier closure's
+        if addresses is not self.addresses:  # called by an earlier closure
             self.addresses[:] = [NOWHERE] * len(self.addresses)
             return
         for k, address in zip(static, now):
@@ -147,7 +148,7 @@ class Relaunch:
         me, finish, thread = weakref.ref(self), self.outputs(), _thread
 
         def patch_all(inputs: Sequence[Any], bases: list[Any]) -> int:
-            """A static input has moved."""
+            """Patch all regions, since a static input has moved."""
             now = addresses_of(inputs, static)
             if any(map(and_, now, static_masks)):
                 raise Misaligned
@@ -193,7 +194,7 @@ class Relaunch:
 
 
 def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
-    """Makes the outputs of a call from what it was given and what it allocated."""
+    """Return a function that makes the outputs of a call from its inputs and its allocations."""
     recipes = layout.recipes
     own = {number: i for i, number in enumerate(layout.own)}
     fixed: list[Any] = [None] * len(recipes)
@@ -224,7 +225,7 @@ def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
                     raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
                 of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
     if whole == [(i, i) for i in range(len(recipes))]:
-        return lambda source, made, slab: tuple(made[: len(whole)])  # slabs come after them
+        return lambda source, made, slab: tuple(made[: len(whole)])  # the slabs come after the outputs
     types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
 
     def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
@@ -263,6 +264,6 @@ def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
-    """A view of another type, at a byte of the source's storage."""
+    """Return a view with the dtype of `view`, at byte `offset` of the source's storage."""
     empty = torch.empty(0, dtype=view.dtype, device=source.device)
     return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)

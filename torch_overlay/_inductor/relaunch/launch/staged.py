@@ -1,9 +1,9 @@
-"""A region that is launched in stages; `arrange`, Note [Stages], says why. To its runner it is a `Relaunch`.
+"""Launches a region in stages, with the interface of a `Relaunch`; `arrange`, Note [Stages], says why.
 
-Each stage is a relaunch by itself, with a list of inputs that it clears. What a stage needs is taken from a table of
-slots, what it makes is put there, outputs of the region among it, and what no later stage needs is taken out. The list
-of the caller is cleared before the first launch, or it would hold what is to be freed: a call that fails after that
-has used up its inputs, as one that fails in compiled code has.
+Each stage is a relaunch by itself, with a list of inputs that it clears. A stage takes its inputs from a table of slots
+and puts its results there, outputs of the region among them; tensors that no later stage needs are removed from the
+table. The caller's list is cleared before the first launch, or it would keep alive tensors that are to be freed: a call
+that fails after that has consumed its inputs, like one that fails in compiled code.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Split:
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
         self.results = arrangement.results
-        # The other outputs, with nothing where those of the stages go.
+        # Makes the other outputs, with None in the places of those that come from the stages.
         made = {output for output, _ in self.results}
         rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
         self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Launches, nodes patched."""
+        """The number of launches, and of nodes patched, over all stages."""
         launches, patched = zip(*(stage.totals for stage in self.stages))
         return sum(launches), sum(patched)
 

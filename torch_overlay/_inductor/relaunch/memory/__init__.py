@@ -1,1 +1,1 @@
-"""Where the memory of a graph lies: outputs, scratch, and what they are made of at a call."""
+"""Lays out the memory of a graph, its outputs and its scratch, and says how a call makes the outputs."""

@@ -1,22 +1,24 @@
-"""From a proven capture to what is launched: where everything lies, and in how many parts.
+"""Arranges a proven capture for launches: gives each allocation its place, and cuts a backward into stages.
 
-The proof knows each allocation of a capture as a region of its own: the inputs, the storages of outputs, and the pieces
-of scratch memory. Here they become the regions of a `Layout`. Pieces are packed into slabs (`memory.packing`).
+The proof has a region for each allocation of a capture: the inputs, the storages of outputs, and the scratch
+allocations (`pieces`). Here they become the regions of a `Layout`. Scratch allocations are packed into slabs
+(`memory.packing`).
 
 Note [Stages]
-A graph launch needs all its memory at once. A backward that runs without a graph frees what the forward saved while it
-allocates gradients, so one launch for all of it would need much more. Such a region is cut into a few stages, each a
-graph with a layout of its own, launched one after the other on one stream. What a stage makes is allocated just before
-it, and what no later stage touches is dropped right after it: an input goes if nobody else holds it, whoever that may
-be, and the caching allocator hands its memory to the next stage. So nothing has to be known of the owners of inputs.
+A graph launch needs all its memory at once. A backward that runs without a graph frees saved tensors while it allocates
+gradients, so a single launch of the backward would need much more memory. Such a region is cut into a few stages, each
+a graph with a layout of its own, launched one after the other on one stream. The memory that a stage makes is allocated
+just before the stage, and the references to memory that no later stage touches are dropped right after it: an input is
+freed if nothing else references it, and the caching allocator can use its memory for the next stage. So the owners of
+inputs need not be known.
 
-What stages hand to one another is in a table of slots: the inputs by position, the storages of outputs, then slabs
-of the pieces that live across a cut, and outputs that are views of storages. Pieces that come and go with the same
-stages lie together: a backward that leaves the gradients of weights for later has more than a hundred, and each
-allocation takes the host a few microseconds.
+Stages pass memory to one another in a table of slots: the inputs by position, the storages of outputs, then slabs of
+the scratch allocations that live across a cut, and outputs that are views of storages. Scratch allocations with the
+same first and last stage share a slab: a backward that leaves the gradients of weights for later has more than a
+hundred, and each allocation takes the host a few microseconds.
 
-A region with outputs in a slab, or whose graph knows generators of random numbers, stays whole: a launch of torch's
-advances those once for a whole graph.
+A region with outputs in a slab, or whose graph uses random number generators, is not cut: torch's graph launch advances
+the generators once for a whole graph.
 """
 
 from __future__ import annotations
@@ -41,31 +43,31 @@ if TYPE_CHECKING:
 
 MOST_STAGES = 8
 GAIN = 16 << 20  # bytes that stages must save
-STEP = 4 << 20  # and that a stage more must, or this part of all:
+STEP = 4 << 20  # bytes that each further stage must save, or one PART-th of all if that is more
 PART = 400
-SMALL = 1 << 20  # pieces that are no more than this together are not worth a plan
+SMALL = 1 << 20  # bytes; if all scratch allocations together have no more, packing them is not worth the time
 
 
 @dataclass(frozen=True)
 class Stage:
     nodes: tuple[int, ...]  # in the captured graph
-    layout: Layout  # its input k is what lies in slot takes[k]
+    layout: Layout  # its input k is the tensor in slot takes[k]
     template: Template
     takes: tuple[int, ...]
     gives: tuple[int, ...]  # the slots of its storages, then of the outputs that are views of them
-    drops: tuple[int, ...]  # slots that no later stage touches
+    drops: tuple[int, ...]  # slots to empty after it, since no later stage touches them
 
 
 @dataclass(frozen=True)
 class Arrangement:
     layout: Layout
     template: Template
-    stages: tuple[Stage, ...] = ()  # none: it is launched as a whole
+    stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
     slots: int = 0
-    results: tuple[tuple[int, int], ...] = ()  # (output, slot) of what stages make, repeated ones too
+    results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
 
     def describe(self) -> str:
-        """What each launch allocates, and what of that is scratch."""
+        """Return a text with the MiB that each launch allocates, and how many of them are scratch."""
         layouts = [stage.layout for stage in self.stages] or [self.layout]
         made = [sum(aligned(s.size) for s in layout.storages) + layout.scratch_size for layout in layouts]
         each = zip(made, (layout.scratch_size for layout in layouts), strict=True)
@@ -74,9 +76,9 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Proven:
-    """`places` has (region, delta) in the layout for each input and storage of the proof; pieces come after these.
-    `holders` tells inputs that share their memory, a number for each input, and `held` how many bytes there are;
-    `static` inputs don't go."""
+    """A proven capture. `places` has (region, delta) in the layout for each input and storage of the proof; scratch
+    allocations (`pieces`) come after these. `holders` has a number for each input, which is the same for inputs that
+    share their memory, and `held` the bytes of that memory; `static` inputs are not freed."""
 
     layout: Layout
     template: Template
@@ -86,7 +88,7 @@ class Proven:
     holders: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     static: frozenset[int] = frozenset()  # numbers of inputs
-    stages: bool = False  # may there be any?
+    stages: bool = False  # may the graph be cut into stages?
 
     @property
     def pieces(self) -> range:
@@ -94,7 +96,7 @@ class Proven:
 
     @functools.cached_property
     def words(self) -> Mapping[int, Sequence[Word]]:
-        """Of the template, by node."""
+        """Return the pointer slots of the template, by node."""
         by_node: defaultdict[int, list[Word]] = defaultdict(list)
         for word in self.template.words:
             by_node[word.node].append(word)
@@ -140,7 +142,7 @@ def _whole(proven: Proven, offsets: dict[int, tuple[int, int]], slabs: Sequence[
 
 
 def _with_slabs(layout: Layout, slabs: Sequence[int]) -> Layout:
-    """The first slab is the scratch region, others are storages that no output lies in."""
+    """Return the layout with these slabs: the first is the scratch region, the others are storages without outputs."""
     storages = (*layout.storages, *map(Storage, slabs[1:]))
     return dataclasses.replace(layout, storages=storages, scratch=tuple(slabs[:1]))
 
@@ -151,7 +153,7 @@ def _slab_regions(layout: Layout, slabs: int) -> list[int]:
 
 
 def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
-    """With the words of these nodes, each by its region's new place."""
+    """Return a template of these nodes, whose pointer slots refer to the regions' new places."""
     words = []
     for node in nodes:
         for index, parameter, offset, region, delta in proven.words.get(node.index, ()):
@@ -161,7 +163,8 @@ def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequenc
 
 
 def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:
-    """What a launch needs. Inputs that share memory go together, with the last of them."""
+    """Return the memory that a launch needs, and from where to where. Inputs that share memory are freed together,
+    after the last use of any."""
     last = len(order.order)
     held = [Held(proven.lives[p].size, *span, slab=True) for p in proven.pieces if (span := spans[p]) is not None]
     inputs = len(proven.layout.inputs)
@@ -179,7 +182,7 @@ def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order)
 
 
 class _Cut:
-    """The stages of a graph that is cut at these positions."""
+    """A graph that is cut into stages at the positions `starts` of the order."""
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class _Cut:
         self.spans = [None if span is None else (self._stage(span[0]), self._stage(span[1])) for span in spans]
         layout = proven.layout
         self.inputs = len(layout.inputs)
-        self.at: dict[int, tuple[int, int]] = {}  # (region, offset) of what lies in a storage or slab with others
+        self.at: dict[int, tuple[int, int]] = {}  # (region, offset) of regions that lie in a chunk or slab with others
         self.storage = {region: number for number, region in zip(layout.own, self._find_storages(), strict=True)}
         self.slab = self._pack_crossing()  # region -> bytes
         # Slots: positions of inputs, then storages, then slabs.
@@ -208,7 +211,8 @@ class _Cut:
         self.slots = 1 + max([*self.slot.values(), *self.results.values()])
 
     def _find_results(self, free: int) -> Iterator[tuple[int, int]]:
-        """(output, slot); from this slot on they are free. Whatever is all of its storage needs none of its own."""
+        """Yield (output, slot). Slots from `free` on are unused. A storage is allocated with the view of one of its
+        outputs; that output has the slot of the storage."""
         layout = self.proven.layout
         for region, number in self.storage.items():
             primary, taken = layout.primary(number), False
@@ -222,12 +226,12 @@ class _Cut:
                     free += 1
 
     def _region(self, span: tuple[int, int] | None) -> int:
-        """A new one, after all others, with the first and the last stage that touch it."""
+        """Add a region after all others, and return its number. `span`: the first and the last stage that touch it."""
         self.spans.append(span)
         return len(self.spans) - 1
 
     def _find_storages(self) -> list[int]:
-        """The regions of the layout's own storages: those of the proof, or one for the members of a chunk."""
+        """Return the regions of the layout's own storages: regions of the proof, or a new one for a chunk's members."""
         members: defaultdict[int, list[int]] = defaultdict(list)
         for r in range(self.inputs, len(self.proven.places)):
             members[self.proven.places[r][0]].append(r)
@@ -268,7 +272,7 @@ class _Cut:
         indices = tuple(sorted(self.order.order[begin:end]))
         touched = {r for r, holders in enumerate(self.order.holders) if (holders >> begin) & ((1 << (end - begin)) - 1)}
         last = number == len(self.starts) - 1
-        # A storage that no node looks at is made by the last stage.
+        # A storage that no node touches is made by the last stage.
         first = [number if span is None and last else (span or (-1,))[0] for span in spans]
         own = [r for r in (*self.storage, *self.slab) if first[r] == number]
         held = {self.at[r][0] if r in self.at else r for r in touched}
@@ -294,7 +298,8 @@ class _Cut:
         )
 
     def _outputs(self, own: Sequence[int]) -> tuple[tuple[Storage, ...], tuple[Recipe, ...], tuple[int, ...]]:
-        """A stage gives what the region's storages are allocated as, slabs as bytes, and views of the storages."""
+        """Return the storages, recipes and slots of a stage that makes the regions `own`: its outputs are the storages,
+        as the layout allocates them, the slabs, as bytes, and the views of the storages."""
         layout = self.proven.layout
         storages, recipes = [], []
         for i, r in enumerate(own):
@@ -313,6 +318,6 @@ class _Cut:
         return tuple(storages), tuple(recipes), tuple(slots)
 
     def _dropped(self, number: int) -> list[int]:
-        """An input that nothing touches goes with the first stage."""
+        """Return the inputs and slabs to drop after a stage; an input that nothing touches goes after the first."""
         found = [r for r in range(self.inputs) if ((self.spans[r] or (0, 0))[1]) == number]
         return found + [slab for slab in self.slab if (self.spans[slab] or (0, 0))[1] == number]

@@ -1,4 +1,4 @@
-"""What a region's outputs are made of: where their bytes lie, and how a call makes the tensors again.
+"""Describes a region's outputs: where their bytes lie, and how a call makes the tensors.
 
     Given         the same object at every call: a number, None, or a tensor that the compiled module owns
     Repeated      the same object as an earlier output
@@ -7,26 +7,30 @@
     OfStorage     a view of memory that the call allocates
     Empty         a tensor without bytes
 
-Regions are numbered: the tensor inputs, the storages that are allocated one by one, the slab of those that are saved
-for the backward, and the scratch slab. A layout holds no address, so two captures of one program have equal layouts.
+Regions are numbered in this order: the tensor inputs, the storages that are allocated one by one, the slab of the
+storages that are saved for the backward, and the scratch slab. A layout contains no address, so two captures of one
+program have equal layouts.
 
 Note [Chunks]
-What is saved for the backward is no allocation each. If it is little, it is one slab. If it is much, one slab would
-keep all of it alive until the backward is through with the last piece, so it is allocated in chunks: each has what the
-forward made in a row, which the backward is through with at about the same time, and is of one type. A chunk is no
-larger than the segments that the same tensors would fill without a graph, so it finds its place where those were.
-Between tensors that stay (of the optimizer, say, which come when the first step's are freed) there are holes, which
-tensors one by one would fill. So when the region is captured, each hole gets the neighbours that fill most of it, a
-large one several times, and what remains is cut into chunks of full size. Segments that are free as a whole are left to
-allocations of their size, where a chunk would take a part of them.
+The saved tensors of a forward are not allocated one by one. If they are small together, they share one slab. If they
+are large, one slab would keep all of them alive until the backward has used the last one, so they are allocated in
+chunks: a chunk has tensors of one type that the forward made one after the other, since the backward has used them all
+at about the same time. A chunk is no larger than the segments that the same tensors would fill without a graph, so it
+fits where those were. Between tensors that live longer (for example the optimizer's, which are allocated when the first
+step's tensors are freed) there are holes, which tensors allocated one by one would fill. So when the region is
+captured, each hole gets the sequence of tensors that fills most of it, a large hole several sequences, and the
+remaining tensors are cut into chunks of full size. Segments larger than a chunk that are entirely free are not used as
+holes: a chunk would take a part of a segment that an allocation of its full size needs.
 
-The little gradients of a backward, those of biases and norms, are chunks as well: half of a model's gradients, or more,
-are allocated and freed at each step for a thousandth of the bytes. A chunk stays as long as one of them does, so it is
-no larger than the block that the caching allocator takes from the device for such.
+The small gradients of a backward, those of biases and norms, are put into chunks as well: they are half of a model's
+gradients or more, and would be allocated and freed one by one at each step, for a thousandth of the bytes. A chunk
+lives as long as any of its gradients, so it is no larger than the block that the caching allocator takes from the
+device for an allocation of that size.
 
 Note [The largest first]
-What one launch needs is allocated at once, so in any order. The caching allocator gives the smallest block that is
-large enough, and cuts it. What is small would break up the blocks that only what is large fits in, if it came first.
+The memory of one launch is allocated all at once, so it can be allocated in any order. The caching allocator takes the
+smallest block that is large enough, and splits it. Small allocations, if they came first, would split the blocks that
+alone are large enough for the large ones.
 """
 
 from __future__ import annotations
@@ -46,16 +50,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 # Note [Chunks]
-CHUNK = 20 << 20  # a segment of the caching allocator's, as it has them for what is less than 10 MiB
-HOLE = 2 << 20  # a hole that takes less is not worth an allocation, nor is one that takes less than this part of all:
-HOLES = 256
-LITTLE = 32 << 10  # bytes of a gradient that is no allocation
+CHUNK = 20 << 20  # a segment of the caching allocator for allocations of less than 10 MiB
+HOLE = 2 << 20  # bytes; a hole that takes less is not worth an allocation,
+HOLES = 256  # nor is a hole that takes less than 1 / HOLES of all bytes; at most so many holes are filled
+LITTLE = 32 << 10  # bytes; a gradient of at most this size is put into a chunk
 LITTLE_CHUNK = 256 << 10
 
 
 @dataclass(frozen=True)
 class View:
-    """How a tensor lies in its memory; `offset` counts bytes from the first one of the region."""
+    """The layout of a tensor in its memory; `offset` counts bytes from the start of the region."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -64,7 +68,7 @@ class View:
 
     @functools.cached_property
     def extent(self) -> int:
-        """Bytes from the first element to after the last one."""
+        """Return the bytes from the start of the first element to the end of the last one."""
         last = 0
         for n, stride in zip(self.size, self.stride):
             if not n:
@@ -128,7 +132,7 @@ class Storage:
     size: int
     saved: bool = False
     offset: int = 0  # in the slab, if saved
-    dtype: torch.dtype | None = None  # of a chunk: it is allocated as a vector of these
+    dtype: torch.dtype | None = None  # of a chunk, which is allocated as a vector of this type
 
 
 @dataclass(frozen=True)
@@ -136,11 +140,11 @@ class Layout:
     inputs: tuple[int, ...]  # positions of the inputs that are regions
     storages: tuple[Storage, ...]
     recipes: tuple[Recipe, ...]
-    scratch: tuple[int, ...]  # sizes of the pieces of the scratch slab
+    scratch: tuple[int, ...]  # sizes of the sub-allocations of the scratch slab
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
-        """Numbers of the storages that are regions by themselves."""
+        """Return the numbers of the storages that are regions of their own."""
         return tuple(i for i, s in enumerate(self.storages) if not s.saved)
 
     @property
@@ -161,7 +165,8 @@ class Layout:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """In which a call allocates: numbers of regions after the inputs. Note [The largest first]"""
+        """Return the regions in the order in which a call allocates them, counted from the first one after the inputs.
+        Note [The largest first]"""
         sizes = [*[self.storages[i].size for i in self.own], self.saved_size, self.scratch_size]
         wanted = [k for k, size in enumerate(sizes) if size or k < len(self.own)]
         return tuple(sorted(wanted, key=lambda k: -sizes[k]))
@@ -178,7 +183,8 @@ class Layout:
         return self._outputs_by_storage.get(storage, ())
 
     def primary(self, storage: int) -> View | None:
-        """What the storage is allocated as: a chunk, or the output that is large enough, if there is one."""
+        """Return the view that the storage is allocated as: a vector for a chunk, else the first output that spans all
+        of the storage. None if there is no such output."""
         size, dtype = self.storages[storage].size, self.storages[storage].dtype
         if dtype is not None:
             return View((size // dtype.itemsize,), (1,), dtype)
@@ -195,7 +201,7 @@ class Layout:
         return view.size, view.stride, view.dtype
 
     def names(self) -> dict[int, str]:
-        """By region, for tables and messages."""
+        """Return names of the regions, for tables and messages."""
         names = {region: f"input {position}" for region, position in enumerate(self.inputs)}
         for region, number in enumerate(self.own, start=len(self.inputs)):
             names[region] = "output " + ", ".join(map(str, self.outputs_of(number)))
@@ -211,9 +217,9 @@ def place(
     gradients: bool = False,
     holes: Sequence[int] = (),
 ) -> tuple[tuple[Recipe, ...], tuple[Storage, ...], tuple[tuple[int, int], ...]]:
-    """Recipes, storages, and for each of the storages that the recipes were written for which one it lies in now, and
-    at which byte. Storages that saved outputs alone use go together, and little `gradients`. `made` has the order in
-    which the region makes them, `holes` the sizes of the blocks that the allocator has free. Note [Chunks]"""
+    """Put storages that only saved outputs use into a slab or chunks, and small `gradients` into chunks. Return the new
+    recipes, the new storages, and (new storage, byte in it) for each old storage. `made` has the order in which the
+    region makes the storages, `holes` the sizes of the allocator's free blocks. Note [Chunks]"""
 
     def in_order(storages: Iterable[int]) -> list[int]:
         return sorted(storages, key=lambda i: (made[i], i))
@@ -272,7 +278,7 @@ def _placed(recipe: Recipe, places: Sequence[tuple[int, int]]) -> Recipe:
 
 
 def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.dtype]], most: int) -> set[int]:
-    """The smallest storages, together so much at most; and those that are looked at in several ways."""
+    """Return the smallest storages, up to `most` bytes together, and those whose outputs have several types or none."""
     found, total = {i for i in ours if len(types[i]) != 1}, 0
     for i in sorted(ours, key=sizes.__getitem__):
         total += aligned(sizes[i])
@@ -285,8 +291,8 @@ def _small(ours: Sequence[int], sizes: Sequence[int], types: Sequence[set[torch.
 def _fill(
     ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], holes: Sequence[int], least: int
 ) -> list[list[int]]:
-    """For each hole, the largest first, the neighbours of one type that fill most of it, and at least so much. What is
-    in none remains."""
+    """Return for each hole, the largest first, the sequence of storages of one type that fills most of it, if it fills
+    at least `least` bytes. Storages that are in no sequence remain."""
     rows: dict[torch.dtype, list[int]] = {}
     for i in ours:
         (dtype,) = types[i]
@@ -298,7 +304,7 @@ def _fill(
         best = least - 1
         members: list[int] = []
         for row in rows.values():
-            first = size = 0  # of a window that ends with each of the row in turn, and holds nothing that is taken
+            first = size = 0  # of a window that ends with each storage of the row in turn, and contains no taken one
             for last, i in enumerate(row):
                 if i in taken:
                     first, size = last + 1, 0
@@ -316,7 +322,8 @@ def _fill(
 
 
 def _chunks(ours: Sequence[int], needs: Sequence[int], types: Sequence[set[torch.dtype]], full: int) -> list[list[int]]:
-    """Storages that become one, of about `full` bytes each. One by itself stays what it is."""
+    """Return groups of storages of one type that become one chunk, of up to `full` bytes each. A storage that is alone
+    in its group is left out."""
     chunks: list[list[int]] = []
     filled: dict[torch.dtype, tuple[list[int], int]] = {}
     for i in ours:

@@ -1,26 +1,27 @@
-"""Which memory of a captured graph may be shared: where each allocation lies in the scratch slab, and where to cut.
+"""Packs the scratch allocations of a graph into slabs, where they can share memory, and finds where to cut the graph.
 
-A region is launched at once, so all that it touches has to be there at once, unless two allocations can be told to
-live one after the other. What tells it is the program and the graph together, and both must agree (`Order.follows`):
+A graph is launched at once, so all memory that it touches is needed at once, unless one allocation can be shown to live
+only after another one. Both the program and the graph must show it (`Order.follows`):
 
-    the program    it had freed the first before it allocated the second, as the caching allocator needs it
+    the program    it had freed the first before it allocated the second, as the caching allocator requires
     the graph      every node that may touch the first comes, by the edges, before every node that holds an address in
                    the second
 
 Note [Who may touch an allocation]
-A node that holds an address in an allocation may touch all of it. A node without one may still be told by another
-one: a kernel can leave an address in memory for a kernel after it. The program keeps an allocation as long as any
-kernel of its own needs it, so whatever comes after an allocation that the program made after it had freed the first
-has nothing to do with the first. All other nodes that come after those that hold an address count as touching it.
+A node that holds an address in an allocation may touch all of it. A node that holds none may still get one from another
+node: a kernel can leave an address in memory for a later kernel. The program keeps an allocation as long as any of its
+kernels needs it. So take an allocation that the program made after it had freed the first one: the nodes that hold an
+address in it, and all nodes after those, don't touch the first one. All other nodes after a node that holds an address
+in the first one count as touching it.
 
 Note [Slabs]
-The caching allocator cuts what is less than 10 MiB out of segments of 20 MiB, so such a block finds its place where
-others were. What is larger gets a segment of its own size, where nothing larger finds its place. So a slab is less than
-10 MiB, unless a single allocation is more: that one has a segment without graphs, too. If there is such a slab, a
-little one goes after it, for an allocation takes the host two microseconds or three.
+The caching allocator takes blocks of less than 10 MiB out of segments of 20 MiB, so such a block fits where others
+were. A larger block gets a segment of its own size, where no larger block fits later. So a slab is less than 10 MiB,
+unless a single allocation is larger, which has a segment of its own without graphs, too. If there is such a slab, a
+small slab is appended to it, because each allocation takes the host two or three microseconds.
 
-This module is pure. Nodes are numbered as in the graph; sets of nodes are integers, a bit for each position in an
-order that the edges allow.
+This module is pure: it calls neither torch nor a driver. Nodes are numbered as in the graph; a set of nodes is an
+integer with a bit for each position in an order that the edges allow.
 """
 
 from __future__ import annotations
@@ -38,29 +39,31 @@ if TYPE_CHECKING:
 ALIGNMENT = 512  # as the caching allocator aligns
 SLAB = (10 << 20) - ALIGNMENT  # Note [Slabs]
 LITTLE_SLAB = 4 << 20
-CANDIDATES = 20  # of places for cuts: of those where much begins or ends, and as many in equal distances
+CANDIDATES = 20  # places for cuts: so many where most bytes begin or end, and about as many at equal distances
 LENIENT = 8
-IGNORED = 2000  # what shares a slab and is less than this part of all is not looked at to find cuts
+IGNORED = 2000  # memory in a slab with less than 1 / IGNORED of all bytes is ignored when cuts are looked for
 
 
 @dataclass(frozen=True)
 class Life:
-    """Of an allocation: its bytes, and the numbers of the first allocation of the program that came with or after it,
-    and after its end. Nothing is known of what the program did with memory that never ends."""
+    """The life of an allocation: its size in bytes, and two times, which are numbers of the program's allocations.
+    `made` is the first one that came with it or after it, `freed` the first one after its end; None if no end is known.
+    """
 
     size: int
     made: int = 0
     freed: int | None = None
 
     def either(self, other: Life) -> Life:
-        """What two captures of one program agree on."""
+        """Return the longest life that two captures of one program show."""
         ends = (self.freed, other.freed)
         known = [e for e in ends if e is not None]
         return Life(max(self.size, other.size), min(self.made, other.made), max(known) if len(known) == 2 else None)
 
 
 class Order:
-    """The nodes of a graph, and what touches each allocation. `words` has (node, allocation)."""
+    """The order of a graph's nodes, and the nodes that touch each allocation. `words`: (node, allocation) for each
+    pointer slot."""
 
     def __init__(
         self, nodes: int, edges: Iterable[tuple[int, int]], lives: Sequence[Life], words: Iterable[tuple[int, int]]
@@ -68,19 +71,19 @@ class Order:
         self.lives = lives
         self.order = _topological(nodes, edges := list(edges))
         self.position = {node: at for at, node in enumerate(self.order)}
-        self.earlier, self.later = self._closures(edges)  # by position: all that comes before it, and after it
+        self.earlier, self.later = self._closures(edges)  # by position: all nodes before it, all nodes after it
         self.holders = [0] * len(lives)
         for node, allocation in words:
             self.holders[allocation] |= 1 << self.position[node]
         self.touching = self._touching()
         everything = (1 << nodes) - 1
-        self.after = []  # by allocation: what comes after all that may touch it
+        self.after = []  # by allocation: the nodes that come after every node that may touch it
         for touching in self.touching:
             after = everything
             while touching:
                 at = touching.bit_length() - 1
                 after &= self.later[at]
-                touching &= ~(self.earlier[at] | 1 << at)  # after those is all that is after this one
+                touching &= ~(self.earlier[at] | 1 << at)  # a node after this one is also after the earlier ones
             self.after.append(after)
 
     def _closures(self, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
@@ -93,7 +96,7 @@ class Order:
         return earlier, later
 
     def _reached(self, holders: int) -> int:
-        """The nodes, and what comes after any of them."""
+        """Return the nodes `holders`, and all nodes that come after any of them."""
         reached = holders
         while holders:
             at = first_bit(holders)
@@ -102,10 +105,10 @@ class Order:
         return reached
 
     def _touching(self) -> list[int]:
-        """Note [Who may touch an allocation]."""
+        """Return the nodes that may touch each allocation. Note [Who may touch an allocation]."""
         by_time = sorted(range(len(self.lives)), key=lambda a: self.lives[a].made)
         times = [self.lives[a].made for a in by_time]
-        late = [0] * (len(by_time) + 1)  # after what the program made from here on
+        late = [0] * (len(by_time) + 1)  # nodes that hold an allocation made from here on, and nodes after them
         reached = [self._reached(holders) for holders in self.holders]
         for i in range(len(by_time) - 1, -1, -1):
             late[i] = late[i + 1] | reached[by_time[i]]
@@ -116,22 +119,22 @@ class Order:
         return touching
 
     def follows(self, second: int, first: int) -> bool:
-        """May the second allocation lie where the first one was?"""
+        """True if the second allocation may lie where the first one was."""
         end = self.lives[first].freed
         return end is not None and self.lives[second].made >= end and not self.holders[second] & ~self.after[first]
 
     def clear(self, a: int, b: int) -> bool:
-        """May the two lie at the same place?"""
+        """True if the two allocations may share memory."""
         return self.follows(a, b) or self.follows(b, a)
 
     def span(self, allocation: int) -> tuple[int, int] | None:
-        """The first and the last position at which it may be touched; None for memory that nobody looks at."""
+        """Return the first and the last position at which the allocation may be touched; None if no node touches it."""
         touching = self.touching[allocation]
         return (first_bit(touching), touching.bit_length() - 1) if touching else None
 
     def pack(self, allocations: Sequence[int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
-        """(slab, offset) of the allocations that are looked at, and the sizes of the slabs. Two that overlap follow one
-        another. Note [Slabs]."""
+        """Return (slab, offset) of the allocations that nodes touch, and the sizes of the slabs. Two allocations
+        overlap only if one follows the other. Note [Slabs]."""
         used = [a for a in allocations if self.holders[a] and self.lives[a].size]
         slabs: list[_Slab] = []
         places: dict[int, tuple[int, int]] = {}
@@ -156,7 +159,7 @@ class Order:
 def _with_least_behind_first(
     places: dict[int, tuple[int, int]], sizes: list[int]
 ) -> tuple[dict[int, tuple[int, int]], list[int]]:
-    """The last rule of Note [Slabs]."""
+    """Append the smallest other slab to the first one, if it is small and the first is a large one. Note [Slabs]"""
     if len(sizes) < 2 or sizes[0] <= SLAB:
         return places, sizes
     least = min(range(1, len(sizes)), key=sizes.__getitem__)
@@ -173,7 +176,8 @@ class _Slab:
         self.taken: list[tuple[int, int, int]] = []  # (offset, end, allocation), by offset
 
     def fit(self, size: int, allocation: int, clear: Callable[[int, int], bool]) -> int | None:
-        """The first offset at which so many bytes are free, but for what the allocation is clear of."""
+        """Return the first offset where `size` bytes overlap only allocations that this one may share memory with; None
+        if there is none."""
         at, last = 0, self.limit - size
         for start, end, other in self.taken:
             if at + size <= start or at > last:
@@ -189,7 +193,7 @@ class _Slab:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory that a launch needs from one position to another, in a slab with others or by itself."""
+    """Memory that a launch needs from position `first` to `last`, in a slab with others or by itself."""
 
     size: int
     first: int
@@ -198,13 +202,14 @@ class Held:
 
 
 def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
-    """Where to cut a graph of so many nodes into parts that are launched one after the other: positions at which a part
-    begins, 0 among them. Each part needs all that is held somewhere in it, but what lives and dies inside a part can
-    share a slab. There are at most `most` parts, and those that need most are within `slack` of the best.
+    """Return where to cut a graph of `length` nodes into parts that are launched one after the other: the positions at
+    which a part begins, including 0. Each part needs all memory that is held anywhere in it, but memory in slabs that
+    is held only inside the part can be shared. There are at most `most` parts, and no more than it takes to bring the
+    largest need of a part within `slack` of the best.
 
-    Memory that something else keeps counts as going here. Where that is, a part far from what is held at any one moment
-    of it would be what needs most, so none is further from that than it takes to be within `LENIENT * slack` of the
-    best."""
+    Memory that something else keeps alive is counted as freed here. In that case, the part that really needs most may
+    be one that needs far more than is held at any moment of it. So the largest excess of a part's need over the most
+    held at a moment is limited, too: it is within `LENIENT * slack` of the best."""
     total = sum(h.size for h in held)
     grid = _candidates(held, length)
     slabs = [h for h in held if h.slab and h.size * IGNORED > total]
@@ -219,7 +224,8 @@ def cuts(held: Sequence[Held], length: int, most: int, slack: int) -> list[int]:
 
 
 def _fewest(costs: Mapping[tuple[int, int], int], grid: Sequence[int], most: int, slack: int) -> tuple[int, list[int]]:
-    """The fewest parts of which none costs more than the best way plus the slack; and how much that is."""
+    """Return the cost of the best cut plus `slack`, and the starts of the fewest parts that each cost no more than
+    that."""
     ways: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]  # by number of parts, and by where they end
     for _ in range(most):
         reached: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -238,7 +244,7 @@ def _fewest(costs: Mapping[tuple[int, int], int], grid: Sequence[int], most: int
 
 
 def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Of each part between two places of the grid."""
+    """Return the most bytes held at any one moment of each part between two places of the grid."""
     change: dict[int, int] = dict.fromkeys(grid, 0)
     for h in held:
         change[h.first] = change.get(h.first, 0) + h.size
@@ -253,8 +259,8 @@ def _most_at_a_moment(held: Sequence[Held], grid: Sequence[int]) -> dict[tuple[i
 
 
 def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Of each part between two places of the grid: how much less it needs since what lives and dies in it has memory in
-    common."""
+    """Return, for each part between two places of the grid, the bytes that it saves because memory that is held only
+    inside of it is shared."""
     begins = sorted({h.first for h in slabs})
     by_end = [
         (h, bisect.bisect_left(begins, h.first), bisect.bisect_right(begins, h.last))
@@ -263,7 +269,7 @@ def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int],
     shared: dict[tuple[int, int], int] = {}
     for i, a in enumerate(grid):
         inside = [found for found in by_end if found[0].first >= a]
-        live, total, most, k = [0] * len(begins), 0, 0, 0  # live: where something begins
+        live, total, most, k = [0] * len(begins), 0, 0, 0  # live: bytes held at each position of `begins`
         for b in grid[i + 1 :]:
             while k < len(inside) and inside[k][0].last < b:
                 held, first, end = inside[k]
@@ -278,7 +284,7 @@ def _shared(slabs: Sequence[Held], grid: Sequence[int]) -> dict[tuple[int, int],
 
 
 class _Sums:
-    """How much there is in a part, if nothing has memory in common."""
+    """The bytes held in a part if no memory is shared."""
 
     def __init__(self, held: Iterable[Held]) -> None:
         held = list(held)
@@ -292,7 +298,7 @@ class _Sums:
 
 
 def _candidates(held: Sequence[Held], length: int) -> list[int]:
-    """Positions where most begins or ends, and some in equal distances."""
+    """Return positions where most bytes begin or end, and some at equal distances."""
     weight: dict[int, int] = {}
     for h in held:
         for at in (h.first, h.last + 1):
@@ -303,7 +309,7 @@ def _candidates(held: Sequence[Held], length: int) -> list[int]:
 
 
 def _need(held: Sequence[Held], begin: int, end: int) -> int:
-    """Bytes that the part [begin, end) needs at once."""
+    """Return the bytes that the part [begin, end) needs at once."""
     total = 0
     steps: dict[int, int] = {}
     for h in held:
@@ -322,7 +328,7 @@ def _need(held: Sequence[Held], begin: int, end: int) -> int:
 
 
 def need_of(held: Sequence[Held], starts: Sequence[int], length: int) -> int:
-    """Of the part that needs most."""
+    """Return the bytes that the part that needs most needs at once."""
     return max(_need(held, a, b) for a, b in zip(starts, [*starts[1:], length], strict=True))
 
 
@@ -335,7 +341,7 @@ def first_bit(mask: int) -> int:
 
 
 def _topological(nodes: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Lower numbers first, as far as the edges allow."""
+    """Return the nodes in an order that the edges allow, lower numbers first where they can be."""
     after: list[list[int]] = [[] for _ in range(nodes)]
     missing = [0] * nodes
     for u, v in edges:

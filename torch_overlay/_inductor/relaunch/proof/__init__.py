@@ -1,1 +1,1 @@
-"""What a graph depends on, and the proof that it is nothing else."""
+"""Finds every pointer that a captured graph depends on, and proves that there are no others."""

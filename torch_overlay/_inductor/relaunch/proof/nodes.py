@@ -1,4 +1,4 @@
-"""What a captured graph is to the proof, and what the proof makes of it: plain data, without torch or a driver."""
+"""Defines the proof's input, a captured graph, and its result, a template: plain data, without torch or a driver."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# The region of a segment whose memory outlives the capture where it is: words that point there are left as they are.
+# The region of a segment whose memory keeps its address after the capture: pointers to it are not patched.
 FIXED = -1
 
 
 class Refusal(Exception):
-    """This capture can't become a template. `reason` is a short code; the text says which node and which word."""
+    """A capture can't become a template. `reason` is a short code; the text names the node and the offset in it."""
 
     def __init__(
         self, reason: str, message: str, *, node: str = "", parameter: int | None = None, offset: int | None = None
@@ -34,7 +34,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Segment:
-    """[address, address + size) stands for the bytes [delta, delta + size) of a region."""
+    """Addresses of a capture: [address, address + size) stands for the bytes [delta, delta + size) of a region."""
 
     address: int
     size: int
@@ -91,7 +91,7 @@ class CopyNode:
     src_pitch: int
     src_height: int
     name: str = "memcpy"
-    dst_on_host: bool = False  # pinned memory that stays where it is
+    dst_on_host: bool = False  # pinned memory, which keeps its address
     src_on_host: bool = False
 
     @property
@@ -101,7 +101,7 @@ class CopyNode:
 
 @dataclass(frozen=True)
 class EmptyNode:
-    """A node that only joins others."""
+    """A node without work, which only orders other nodes."""
 
     index: int
     handle: int
@@ -122,7 +122,7 @@ class CapturedGraph:
 
 
 class Word(NamedTuple):
-    """8 bytes of a node's parameter, at `offset` in it: the base of the region + delta."""
+    """A pointer slot: 8 bytes at `offset` in a node's parameter, which hold the base of the region + delta."""
 
     node: int
     parameter: int
@@ -138,7 +138,7 @@ class Template:
     words: tuple[Word, ...]
 
     def table(self, names: Mapping[int, str] | None = None) -> str:
-        """Every word in a line, by region."""
+        """Return a text table with one line for each word, sorted by region."""
         rows = [("region", "node", "kernel", "parameter", "offset", "delta")]
         for word in sorted(self.words, key=lambda w: (w.region, w.node, w.parameter, w.offset)):
             region = (names or {}).get(word.region, str(word.region))

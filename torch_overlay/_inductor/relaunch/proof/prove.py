@@ -1,51 +1,54 @@
-"""What has to be patched before a captured graph can run on other memory, and the proof that this is all of it.
+"""Finds what has to be patched before a captured graph can run on other memory, and proves that this is all of it.
 
-A region is captured twice, each time in an address range of its own that nothing else in the process uses. Whatever
-a kernel node was given as an argument then falls into one of a few classes, told apart by comparing the two captures
-word by word:
+A region is captured twice, each time in an address range of its own that nothing else in the process uses. Comparing
+the arguments of the kernel nodes in the two captures word by word (8 bytes) puts each word into one of a few classes:
 
-    the word stands for the same byte of the same region in both   a pointer: it becomes a `Word` of the template
+    it stands for the same byte of the same region in both         a pointer: it becomes a `Word` of the template
     equal in both, and in no allocation of the first               a constant
-    different, and it has nothing to do with either range          rubbish: padding that a launcher left uninitialised
-    anything else                                                  not understood: `Refusal`, and no graph
+    different, and it has nothing to do with either range          garbage: padding that a launcher left uninitialised
+    anything else                                                  unknown: `Refusal`, and no CUDA graph
 
-A `Segment` says which addresses of a capture stand for which bytes of a region: an input, an output, or the scratch
-slab. At a relaunch, word := base of its region + delta. This module is pure: it imports neither torch nor a driver.
+A `Segment` says which addresses of a capture stand for which bytes of a region of memory: an input, an output, or the
+scratch slab. A relaunch sets each word to the base of its region + delta. This module imports neither torch nor a
+driver.
 
 Note [What a word can hide]
 Arguments are compared in windows of 8 bytes at steps of 4, for packed structures align their pointers to 4 bytes at
-least. A window that overlaps a proven pointer is a piece of that pointer. Three more things are looked for, since each
-of them would be silent corruption later: an address that is packed with other bits or shifted (descriptors of some
+least. A window that overlaps a proven pointer is a piece of that pointer. The proof looks for three more things, since
+each of them would be silent corruption later: an address that is packed with other bits or shifted (descriptors of some
 devices do so), an address outside of every allocation that moved just like one of them (a base pointer with an offset
-taken off), and a pointer to memory outside of both ranges that is not the graph's (an allocation that was not seen).
-What belongs to the captured graph itself, like the state of its random generators, can lie outside as well; it differs
-between the captures, and stays.
+subtracted), and a pointer to memory outside of both ranges that is not the graph's (an allocation that was not seen).
+Memory of the captured graph itself, like the state of its random generators, can lie outside as well; its address
+differs between the captures, and is not patched.
 
-How far "outside" reaches: a kernel that is given a base minus an offset adds the offset again before it reads, so the
-offset is less than a device's memory, and such a pointer lies within `REACH` of the range. Two numbers farther off that
-differ just like two addresses are remains of addresses: a lower half, say, beside four bytes that a launcher wrote
-since. A window whose upper half is zero is always of that kind, for memory begins at `LOWEST` (`native` sees to it for
+How far "outside" reaches: a kernel that takes a base minus an offset adds the offset again before it reads, so the
+offset is less than a device's memory, and the pointer lies within `REACH` of the range. Two numbers farther away that
+differ just like two addresses are remains of addresses: for example a lower half, beside four bytes that a launcher
+wrote since. A window whose upper half is zero is always stale, for memory begins at `LOWEST` (`native` ensures it for
 the ranges). It may still be an address that was shifted.
 
-An integer may equal an address by coincidence; it does not move with it. If it is the address of an allocation in the
-first capture, it could also be a pointer that some library kept from there: that is refused, and another capture, at
-other addresses, tells. A difference that has nothing to do with addresses is taken for rubbish (the byte of an empty
-functor, padding) unless the parameter is a plain scalar: then something else than addresses differs.
+An integer may equal an address by coincidence; then it is the same in the second capture. If it is the address of an
+allocation in the first capture, it could also be a pointer that some library kept from there: the proof refuses it, and
+another capture, at other addresses, decides. A difference that has nothing to do with addresses counts as garbage (the
+byte of an empty functor, padding) unless the parameter is a plain scalar: then the captures differ in more than
+addresses.
 
-Remains of the host's stack can be addresses, too: a reduction hands over a kilobyte of tables that it fills in part.
-What is an address of the one capture, and in the other one an address of the host or of the capture before, whose
-memory nobody owns by then, is of that kind: a kernel could not have used both. So are two that end with three bytes of
-zero and stand for different bytes: something small, a few flags, was written over an address that was there before.
-Where both could be used, another capture tells; the stack is cleared before each of them, so that what remains is the
-region's own, and mostly the same.
+Remains of the host's stack can be addresses, too: a reduction passes a kilobyte of tables that it fills in part. A word
+is stale if it is an address of its own capture in one of the two, and in the other a host address or an address of the
+earlier capture, whose memory is freed by then: a kernel could not have used both. Two words that end with three bytes
+of zero and stand for different bytes are stale, too: something small, a few flags, was written over an address that was
+there before. Where a kernel could use both, another capture decides; the stack is cleared before each capture, so that
+what remains there comes from the region itself, and is mostly the same.
 
-An address in the one capture and null in the other, inside of a structure, is either of that kind or an argument that
-may be missing. The capture in which it is null is as good, so that one is launched: the word becomes null. But it must
-be one of the two captures, so no word may be null in the first alone if another one is in the second alone.
+An address in one capture and null in the other, inside of a structure, is either stale or an argument that may be
+missing. The capture in which it is null is as valid, so the graph is launched as in that one: the word becomes null.
+All words must be those of one of the two captures, so no word may be null in the first alone if another one is null in
+the second alone.
 
 Note [Ends of allocations]
-The address one past an allocation belongs to it (kernels take end pointers), unless another one begins there: then
-both are candidates, and the second capture must rule out one of them, which it does when its gaps differ.
+The address one past an allocation belongs to that allocation (kernels take end pointers), unless another allocation
+begins there: then both are candidates, and the second capture must rule out one of them, which it does when the gaps
+between its allocations differ.
 """
 
 from __future__ import annotations
@@ -78,12 +81,12 @@ ADDRESS = (1 << 48) - 1  # the bits of an address
 # Note [What a word can hide].
 LOWEST = 1 << 32
 OVERWRITTEN = (1 << 24) - 1
-SMALL = 1 << 16  # below it there is no address, nor one that is shifted
+SMALL = 1 << 16  # no address, shifted or not, is below it
 REACH = 1 << 39
 
 
 class AddressMap:
-    """Which byte of which region an address of one capture stands for."""
+    """Maps an address of one capture to the (region, delta) that it stands for."""
 
     def __init__(self, graph: CapturedGraph) -> None:
         self.low, self.high = graph.low, graph.high
@@ -104,12 +107,12 @@ class AddressMap:
         return max(LOWEST, self.low - REACH) <= address < self.high + REACH
 
     def upper_halves(self) -> set[int]:
-        """The upper 32 bits of every address in a segment."""
+        """Return the upper 32 bits of every address in a segment."""
         ends = ((s.address >> 32, s.address + s.size >> 32) for s in self.segments)
         return {half for first, last in ends for half in range(first, last + 1)}
 
     def places(self, address: int) -> tuple[tuple[int, int], ...]:
-        """All (region, delta) for the address: none, one, or two where two segments touch."""
+        """Return all (region, delta) of the address: none, one, or two where two segments touch."""
         found = self._places.get(address)
         if found is None:
             last = bisect.bisect_right(self.starts, address)
@@ -137,12 +140,12 @@ def prove(
     on_device: Callable[[int], bool] | None = None,
     signatures: Mapping[int, str] | None = None,
 ) -> Template:
-    """The template of `a`, proven against `b`, the same program captured again after `a` at other addresses.
+    """Return the template of `a`, proven against `b`: the same program, captured again after `a` at other addresses.
 
-    `foreign(address)` says whether an address outside of both ranges is memory that the graph has no claim on, such as
-    memory that nobody owns any more (`graph.read.freed_memory`). `on_device(address)` says whether such an address is
-    memory of a device at all (`graph.read.is_device_memory`). `signatures` gives what is known of kernels by their
-    function handle: a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
+    `foreign(address)` says whether an address outside of both ranges is memory that the graph must not use, like memory
+    that is freed (`graph.read.freed_memory`). `on_device(address)` says whether an address outside of its range is
+    device memory at all (`graph.read.is_device_memory`). `signatures` has what is known of a kernel, by its function
+    handle: a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
     """
     if a.low < b.high and b.low < a.high:
         raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")
@@ -170,7 +173,7 @@ def prove(
 
 
 def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Container[int]) -> tuple[Node, ...]:
-    """The nodes as they are in the capture in which these words are null. A node is set to that when it is patched."""
+    """Return the nodes as in the capture in which the words `nulls` are null. Patching a node writes these values."""
     made = list(nodes)
     for null in nulls:
         node = made[null.node]
@@ -185,7 +188,7 @@ def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Containe
     return tuple(made)
 
 
-# What two captures of a node have in common, besides the name.
+# The fields that must be equal in two captures of a node, besides the name.
 _SHAPES = {
     kind: tuple(
         f.name for f in dataclasses.fields(kind) if f.name not in ("handle", "name", "dst", "src", "parameters")
@@ -239,7 +242,7 @@ class _Found(Exception):
 
 @dataclass(frozen=True)
 class _Null:
-    """A word that is an address in one capture, and null in the other: in the first, or not."""
+    """A word that is null in one capture, and an address in the other. `of_first`: it is null in the first one."""
 
     node: int
     parameter: int
@@ -262,7 +265,7 @@ class _Scan:
         self.upper = a.upper_halves()
         self.first = min((s.address for s in a.segments), default=0)
         self.last = max((s.address + s.size for s in a.segments), default=0)
-        # What was found already: values that are constants, and places of values that are a pointer.
+        # Known results: values that are constants, and (region, delta) of pairs of values that are one pointer.
         self.constants: set[bytes] = set()
         self.pointers: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
         self.nulls: list[_Null] = []
@@ -278,7 +281,7 @@ class _Scan:
         if kind == "s" or len(value_a) == 4:
             message = f"a scalar that differs between the captures: {value_a.hex()}, {value_b.hex()}"
             raise _Found("scalar", 0, message)
-        if len(value_a) == 8:  # a pointer and nothing else, as most are
+        if len(value_a) == 8:  # a plain pointer, as most are
             common = self._common(int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little"))
             if len(common) == 1 and common[0][0] != FIXED:
                 self.pointers[value_a, value_b, kind] = common[0]
@@ -288,14 +291,14 @@ class _Scan:
         return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
 
     def _common(self, word_a: int, word_b: int) -> list[tuple[int, int]]:
-        """Every (region, delta) that both words stand for, each in its capture."""
+        """Return every (region, delta) that both words stand for, each in its own capture."""
         if word_a >> 32 not in self.upper or word_a == word_b:
             return []
         others = self.b.places(word_b)
         return [place for place in self.a.places(word_a) if place in others]
 
     def _proven(self, windows: Sequence[tuple[int, int, int]], kind: str) -> dict[int, tuple[int, int]]:
-        """(region, delta) by offset."""
+        """Return offset -> (region, delta) for the pointers among the windows."""
         proven: dict[int, tuple[int, int]] = {}
         for offset, word_a, word_b in windows:
             common = self._common(word_a, word_b)
@@ -309,7 +312,7 @@ class _Scan:
         return proven
 
     def _windows(self, value_a: bytes, value_b: bytes) -> list[tuple[int, int, int]]:
-        """(offset, word of a, word of b) where the words differ, or are equal and could be an address."""
+        """Return (offset, word of a, word of b) where the words differ, or are equal and could be an address."""
         halves, upper = len(value_a) // 4, self.upper
         a, b = struct.unpack_from(f"<{halves}I", value_a), struct.unpack_from(f"<{halves}I", value_b)
         starts = {i - 1 for i, half in enumerate(a) if half in upper}
@@ -320,7 +323,7 @@ class _Scan:
         return [(4 * i, a[i] | a[i + 1] << 32, b[i] | b[i + 1] << 32) for i in inside]
 
     def _unproven(self, offset: int, word_a: int, word_b: int, kind: str) -> None:
-        """Accepts a constant or rubbish; anything else is raised."""
+        """Accept a constant or garbage, note a null; raise `_Found` for anything else."""
         if word_a == word_b:
             if kind != "s" and self.a.covers(word_a) and self.a.places(word_a):
                 message = (
@@ -329,7 +332,7 @@ class _Scan:
                 raise _Found("unmoved", offset, message)
             return
         if kind != "p" and (0 < word_a < SMALL or 0 < word_b < SMALL):
-            return  # a small number in one capture is no address in the other: what lay on the host's stack
+            return  # a small number in one capture, so no address in the other: remains of the host's stack
         if (self.a.places(word_a) or self.b.places(word_b)) and not self._stale(kind, word_a, word_b):
             message = f"it did not move with one allocation: {self._both(word_a, word_b)}"
             if kind == "p" or not self.packed or (word_a and word_b):
@@ -351,14 +354,14 @@ class _Scan:
         if kind == "p" or (covered and not self._stale(kind, word_a, word_b)):
             message = f"an address that moved in no known way: {self._both(word_a, word_b)}"
             raise _Found("moved", offset, message)
-        # What a pool of the capture has freed is nobody's either, in the books of the allocator.
+        # The allocator also lists as free what a pool of the capture has freed.
         if self.foreign is not None and not covered and self.foreign(word_a) and self.foreign(word_b):
             message = f"it points to device memory that is no part of the capture: {self._both(word_a, word_b)}"
             raise _Found("foreign", offset, message)
 
     def _stale(self, kind: str, word_a: int, word_b: int) -> bool:
-        """Is one of them no address that a kernel could use, nor the null that stands for none, or was something
-        written over both? Then the word is no argument."""
+        """True if the word is stale, and no argument: in one capture no kernel could use it as an address, and neither
+        word is null; or both end with three bytes of zero, so something was written over an address."""
         if kind == "p" or self.on_device is None or not (word_a and word_b):
             return False
         if not (word_a | word_b) & OVERWRITTEN:

@@ -1,8 +1,8 @@
-"""What is declared of the kernels in a generated module, for `prove.prove(signatures=...)`.
+"""Reads the declared parameters of the kernels in a generated module, for `prove.prove(signatures=...)`.
 
-Triton knows of each parameter whether it is a pointer or a number. The proof uses it twice: a pointer that moved in
-no known way is refused even where it could pass for rubbish, and a number that equals an address by coincidence is no
-reason for another capture. Kernels are told apart by their function handle, since names repeat.
+Triton knows of each parameter whether it is a pointer or a number. The proof uses that twice: a pointer that moved in
+no known way is refused even where it could pass for garbage, and a number that equals an address by coincidence is no
+reason for another capture. Kernels are identified by their function handle, since names repeat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 POINTER, SCALAR, UNKNOWN = "p", "s", "?"
-READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't know
+READ, WRITE, HIDDEN = "r", "w", "h"  # hidden: memory that the program doesn't know of
 ONLY_READ = re.compile(r"in_ptr\d+")
 # Kernels that Inductor writes itself: they load and store at their parameters, and look for addresses nowhere else.
 WRITTEN_BY_INDUCTOR = ("POINTWISE", "REDUCTION", "PERSISTENT_REDUCTION")
@@ -23,8 +23,8 @@ SCRATCH = POINTER * 2  # Triton's global and profile scratch, after the declared
 
 
 def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
-    """Function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that have
-    not been loaded yet, and those with parameters of other kinds, are left out."""
+    """Return function handle -> a letter per parameter, for the Triton kernels among a module's globals. Kernels that
+    have not been loaded yet, and those with parameters of other kinds, are left out."""
     found: dict[int, str] = {}
     for value in list(namespace.values()):
         for launcher in getattr(value, "launchers", None) or ():
@@ -36,7 +36,8 @@ def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
 
 
 def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
-    """Function handle -> a letter per parameter, of Inductor's own kernels: a pointer is read, or it may be written."""
+    """Return function handle -> a letter per parameter, for the kernels that Inductor writes. The letter of a pointer
+    says whether the kernel only reads there, or may write."""
     found: dict[int, str] = {}
     for value in list(namespace.values()):
         if getattr(getattr(value, "heuristic_type", None), "name", None) not in WRITTEN_BY_INDUCTOR:
@@ -56,7 +57,7 @@ UNNAMED = str.maketrans({READ: POINTER, WRITE: POINTER})
 
 
 def _reads_and_writes(kernel: Any) -> str:
-    """As Inductor names parameters, only these are read, unless they are listed as mutated."""
+    """Return a letter per parameter. A kernel only reads a pointer called in_ptr<n>, unless it is listed as mutated."""
     letters = ""
     constants = kernel.triton_meta.get("constants", {})
     for position, (name, kind) in enumerate(kernel.triton_meta["signature"].items()):
@@ -70,13 +71,13 @@ def _reads_and_writes(kernel: Any) -> str:
 
 
 def _binary(launcher: Any) -> Any:
-    """The kernel object behind a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
+    """Return the kernel object of a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
     scope = getattr(launcher, "__globals__", {})
     return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)
 
 
 def _handles(binary: Any) -> Iterator[int]:
-    """A kernel of torch's static launcher has a handle for each device it ran on."""
+    """Yield the kernel's function handles: torch's static launcher has one for each device that the kernel ran on."""
     functions = getattr(binary, "functions", None) or {}
     for function in (getattr(binary, "function", None), *functions.values()):
         if function:
