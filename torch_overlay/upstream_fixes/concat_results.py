@@ -41,7 +41,8 @@ def _shown_by_results(concat: Node) -> set[int]:
     """
     own = {get_node_storage(n) for n in concat.all_input_nodes if n.op != "placeholder" and not _is_view(n)}
     results = concat.graph.output_node().all_input_nodes
-    return own.intersection(get_node_storage(result) for result in results if _is_view(result)) - {None}
+    shown = {get_node_storage(result) for result in results if _is_view(result)}
+    return {storage for storage in own & shown if storage is not None}
 
 
 def _is_view(node: Node) -> bool:
