@@ -27,7 +27,7 @@ from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
 from torch_overlay._inductor.relaunch.launch import native, native_call
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal, Segment, Word
 
 
 MiB = 1 << 20
@@ -934,7 +934,7 @@ class TestOnAGpu(TestCase):
             at = {tensor.data_ptr(): k for k, tensor in enumerate(tensors)}
             segments, scratch = [], 0
             for address, size in space.allocations():
-                segments.append(template.Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
+                segments.append(Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
                 scratch += 0 if address in at else size
             return space, graph, graphs.read(graph, segments, space.low, space.high), scratch
 
