@@ -56,7 +56,7 @@ def unordered(request: Request, plan: Plan) -> set[Any]:
     for here, op in enumerate(plan.ops):
         known = done.get(here, frozenset())
         names = {other.name: i for i, other in enumerate(plan.ops[:here])}
-        wanted = {("op", names[name]) for name in op.behind if name in names}
+        wanted = {("op", names[name]) for name in op.order_after if name in names}
         found |= {(point, here) for point in wanted if point not in known and plan.ops[point[1]].stream != HOST}
     for stream, tokens in request.promised.items():
         known = done.get(("exit", stream), frozenset())
@@ -64,7 +64,7 @@ def unordered(request: Request, plan: Plan) -> set[Any]:
         found |= {(point, ("exit", stream)) for point in points if point not in known}
     for buffer in request.buffers:
         if buffer.settles:
-            owner = buffer.stream if buffer.lender is None else buffer.lender
+            owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
             known = done.get(("exit", owner), frozenset())
             users = [i for i in plan.uses.get(buffer.name, ()) if plan.ops[i].stream not in (owner, HOST)]
             found |= {(("op", i), ("exit", owner)) for i in users if ("op", i) not in known}

@@ -396,7 +396,7 @@ class TestBoundary(TestCase):
         """
         backward = region(compile_step("train_saved_chain"), "backward")
         (plan,) = backward.plans
-        saved = [b for b in plan.buffers if not b.fresh and b.lender == 1]
+        saved = [b for b in plan.buffers if not b.fresh and b.saved_on == 1]
         self.assertEqual([b.stream for b in saved], [1] * len(saved))
         self.assertGreater(len(saved), 2)
         self.assertEqual([b.name for b in saved if b.name in plan.release], [])
@@ -411,7 +411,7 @@ class TestBoundary(TestCase):
         """On an idle device (threshold set), and captured (mode)."""
         for mode, fold in ((None, True), ("reduce-overhead", False)):
             backward = region(compile_step("train_saved_chain", mode, fold=fold), "backward")
-            saved = [b for plan in backward.plans for b in plan.buffers if not b.fresh and b.lender == 1]
+            saved = [b for plan in backward.plans for b in plan.buffers if not b.fresh and b.saved_on == 1]
             self.assertTrue(saved)
             self.assertEqual({b.stream for b in saved}, {0})
 

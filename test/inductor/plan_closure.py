@@ -126,7 +126,7 @@ def obligations(plan, buffers, done):
     for i, op in enumerate(plan.ops):
         found |= {(("op", i), ("exit", stream)) for stream in streams_of(op.before)}
     for buffer in buffers:
-        owner = buffer.stream if buffer.lender is None else buffer.lender
+        owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
         if buffer.settles and ("exit", owner) in done:
             found |= {(use, ("exit", owner)) for use in foreign_uses(plan.ops, buffer, owner)}
     return found
@@ -209,8 +209,8 @@ def planned(schedule):
 def draw_buffer(draw, name, streams):
     """Memory of the region, or of one of two streams that came in."""
     stream, fresh = draw(st.integers(0, streams - 1)), draw(st.booleans())
-    lender = None if fresh else draw(st.sampled_from([None, *range(streams)]))
-    return Buffer(name, stream, fresh=fresh, saved_on=lender, settles=draw(st.integers(0, 3)) == 0)
+    saved_on = None if fresh else draw(st.sampled_from([None, *range(streams)]))
+    return Buffer(name, stream, fresh=fresh, saved_on=saved_on, settles=draw(st.integers(0, 3)) == 0)
 
 
 def uses_of(ops, buffer):

@@ -61,16 +61,16 @@ _region0 = region(
     streams={'stream0': 'cuda:0', 'stream1': 1, 'stream2': 2},
     events=3,
     entry=(('record', 'ev0', 'stream0'), ('wait', 'ev0', 'stream1')),
-    returns=('multi_stream', 'ev1', 'stream1_raw', 'ev0', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1', 'stream2',
-     'stream0'),
+    returns=('multi_stream', 'ev1', 'stream1_raw', 'ev0', 'stream2_raw', 'ev2', 'stream0_raw', 'stream1',
+     'stream2', 'stream0'),
     distinct=('stream0', 'stream1', 'stream2'),
     idle_streams=('stream1', 'stream2'),
 )
 def call(self, args):
     arg0_1, = args
     args.clear()
-    frame0, multi_stream, ev1, stream1_raw, ev0, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, =
-    _region0.enter() try:
+    frame0, multi_stream, ev1, stream1_raw, ev0, stream2_raw, ev2, stream0_raw, stream1, stream2, stream0, = _region0.enter()
+    try:
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
             if multi_stream: set_stream(stream1)
@@ -108,7 +108,7 @@ def call(self, args):
         if multi_stream: restore_stream(stream0)
     frame0.leave()
     return (buf6, )
-""",
+""",  # noqa: E501
         )
 
     @simulated_gpu()

@@ -59,7 +59,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
         done, end = happens_before(plan, plan.events), len(ops)
         for buffer in buffers:
             positions = [ENTRY]
-            for owner in {buffer.stream, buffer.stream if buffer.lender is None else buffer.lender}:
+            for owner in {buffer.stream, buffer.stream if buffer.saved_on is None else buffer.saved_on}:
                 if foreign := foreign_uses(ops, buffer, owner):
                     last = max(uses_of(ops, buffer))
                     own = [i for i, op in enumerate(ops) if op.stream == owner]
@@ -76,7 +76,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
         plan, buffers = planned(schedule)
         done = happens_before(plan, plan.events)
         for buffer in buffers:
-            owner = buffer.stream if buffer.lender is None else buffer.lender
+            owner = buffer.stream if buffer.saved_on is None else buffer.saved_on
             if buffer.settles:
                 self.assertLessEqual(foreign_uses(plan.ops, buffer, owner), at_exit(done, owner), plan.table())
 
