@@ -401,13 +401,13 @@ class TestBoundary(TestCase):
         self.assertGreater(len(saved), 2)
         self.assertEqual([b.name for b in saved if b.name in plan.release], [])
 
-    def test_memory_of_a_folded_branch_is_the_ambient_stream_s(self) -> None:
+    def test_memory_of_a_folded_branch_is_the_callers_stream_s(self) -> None:
         """So its backward, which has no other streams, frees it as soon as it is read, and orders nothing."""
         for fold in (True, False):
             text = region(compile_step("train_saved_update", fold=fold), "backward").wrapper
             self.assertEqual("_region" not in text and "del add" in text, fold, text)
 
-    def test_activations_of_a_forward_that_may_run_on_one_stream_may_be_the_ambient_stream_s(self) -> None:
+    def test_activations_of_a_forward_that_may_run_on_one_stream_may_be_the_callers_stream_s(self) -> None:
         """On an idle device (threshold set), and captured (mode)."""
         for mode, fold in ((None, True), ("reduce-overhead", False)):
             backward = region(compile_step("train_saved_chain", mode, fold=fold), "backward")
@@ -673,7 +673,7 @@ class TestTable(TestCase):
             loss.backward()
         self.assertTrue(described)
         origins = [sorted(i.origin for i in infos) for infos in described]
-        self.assertEqual(origins, [["current", "caller", "frame"]] * len(origins))
+        self.assertEqual(origins, [["caller", "current", "frame"]] * len(origins))
 
     @simulated_gpu()
     def test_engine_that_knows_no_stream_is_ordered_behind_the_forward(self) -> None:

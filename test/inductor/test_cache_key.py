@@ -67,7 +67,7 @@ class TestCacheKey(TestCase):
     def test_another_operator_on_the_stream(self) -> None:
         self.for_both(lambda key: self.assertNotEqual(key(graph({"mul": 1})), key(graph({"add": 1}))))
 
-    def test_the_ambient_stream_by_index_and_by_silence(self) -> None:
+    def test_the_callers_stream_by_index_and_by_silence(self) -> None:
         for silence in (0, None):
             self.for_both(lambda key: self.assertEqual(key(graph()), key(graph({"mul": silence}))))  # noqa: B023
 

@@ -882,31 +882,31 @@ class TestOnAGpu(TestCase):
     """The real driver."""
 
     def test_capture_of_any_size_costs_a_few_mib(self):
-        for module in (native.implementation(),):
-            torch.zeros(64, dtype=torch.uint8, device="cuda")[:4].fill_(7).tolist()  # loads what is launched below
-            torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info()[0]
-            space = AddressSpace(torch.cuda.current_device(), module=module)
-            with space:
-                one = tensor_at(space, 24 << 30)
-                with torch.cuda.use_mem_pool(space.pool()):
-                    two = torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
-                with torch.cuda.use_mem_pool(space.pool(no_split=True)):
-                    three = torch.empty(5, device="cuda")
-            self.assertLess(free - torch.cuda.mem_get_info()[0], 17 * MiB)
-            segments = space.allocations()
-            for tensor in (one, two, three):
-                self.assertTrue(space.low < tensor.data_ptr() < space.high)
-                self.assertIn(tensor.data_ptr(), [address for address, _ in segments])
-            self.assertEqual(len(segments), 3)
-            self.assertIsNone(space.error())
-            one[: 12 * MiB].fill_(7)  # the addresses can be used, though those of all blocks mean the same bytes
-            self.assertEqual(three.view(torch.uint8)[:4].tolist(), [7] * 4)
-            del one, two, three, tensor
-            space.close()
-            torch.cuda.empty_cache()
-            self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
-            self.assertLess(free - torch.cuda.mem_get_info()[0], 8 * MiB)  # the block itself is gone
+        module = native.implementation()
+        torch.zeros(64, dtype=torch.uint8, device="cuda")[:4].fill_(7).tolist()  # loads what is launched below
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        space = AddressSpace(torch.cuda.current_device(), module=module)
+        with space:
+            one = tensor_at(space, 24 << 30)
+            with torch.cuda.use_mem_pool(space.pool()):
+                two = torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+            with torch.cuda.use_mem_pool(space.pool(no_split=True)):
+                three = torch.empty(5, device="cuda")
+        self.assertLess(free - torch.cuda.mem_get_info()[0], 17 * MiB)
+        segments = space.allocations()
+        for tensor in (one, two, three):
+            self.assertTrue(space.low < tensor.data_ptr() < space.high)
+            self.assertIn(tensor.data_ptr(), [address for address, _ in segments])
+        self.assertEqual(len(segments), 3)
+        self.assertIsNone(space.error())
+        one[: 12 * MiB].fill_(7)  # the addresses can be used, though those of all blocks mean the same bytes
+        self.assertEqual(three.view(torch.uint8)[:4].tolist(), [7] * 4)
+        del one, two, three, tensor
+        space.close()
+        torch.cuda.empty_cache()
+        self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
+        self.assertLess(free - torch.cuda.mem_get_info()[0], 8 * MiB)  # the block itself is gone
 
     def test_relaunch_on_other_memory(self):
         """Two captures of a region with a side stream are proven, and what they make runs on tensors that moved."""
@@ -941,23 +941,23 @@ class TestOnAGpu(TestCase):
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]
         region(*warm)
         torch.cuda.synchronize()
-        for module in (native.implementation(),):
-            (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
-            proven = template.prove(first, second)
-            graph.instantiate()
-            exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.words, proven.regions)
-            del second_graph
-            a.close()
-            b.close()
-            for _ in range(4):
-                x, y, out = (torch.randn(1000, device="cuda") for _ in range(3))
-                slab = torch.empty(scratch, dtype=torch.uint8, device="cuda")
-                self.assertGreater(exec.patch([x, y, out, slab]), 0)
-                graph.replay()
-                self.assertEqual(out, y * 3 + (x + 1))
-                self.assertEqual(exec.patch([x, y, out, slab]), 0)
-            self.assertEqual(exec.patch([torch.empty_like(x)], [0]), 1)
-            del exec, graph
-            gc.collect()
-            torch.cuda.empty_cache()
-            self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})
+        module = native.implementation()
+        (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
+        proven = template.prove(first, second)
+        graph.instantiate()
+        exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.words, proven.regions)
+        del second_graph
+        a.close()
+        b.close()
+        for _ in range(4):
+            x, y, out = (torch.randn(1000, device="cuda") for _ in range(3))
+            slab = torch.empty(scratch, dtype=torch.uint8, device="cuda")
+            self.assertGreater(exec.patch([x, y, out, slab]), 0)
+            graph.replay()
+            self.assertEqual(out, y * 3 + (x + 1))
+            self.assertEqual(exec.patch([x, y, out, slab]), 0)
+        self.assertEqual(exec.patch([torch.empty_like(x)], [0]), 1)
+        del exec, graph
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.assertEqual(module.counts(), {"ranges": 0, "blocks": 0, "arenas": 0, "held": 0})

@@ -127,8 +127,8 @@ class TestNativeRegion(TestCase):
             r = region(**fork, results=(("raw", 0), ("stream", 1), ("event", 2), ("object", 3), ("stream", 0)))
             one, two, event = Stream(11), Stream(12), object()
             thread.objects = (None, one, two, event)
-            frame, raw, stream, mine, found, ambient = r.enter()
-            assert raw == 9 and stream is one and found is event and ambient.cuda_stream == 9
+            frame, raw, stream, mine, found, caller = r.enter()
+            assert raw == 9 and stream is one and found is event and caller.cuda_stream == 9
             print(calls())
             mine.record(11)
             print(calls())
@@ -237,8 +237,8 @@ query@9 record1@11 wait1@12
             for idle, capturing in ((0, 0), (1, 0), (1, 9), (1, 12), (1, 0)):
                 driver.set_idle(idle)
                 driver.set_capturing(capturing, 1)
-                frame, multi_stream, ambient, raw, stream = r.enter()
-                assert ambient == 9 and raw == (11 if multi_stream else 9) and stream is (one if multi_stream else None)
+                frame, multi_stream, caller, raw, stream = r.enter()
+                assert caller == 9 and raw == (11 if multi_stream else 9) and stream is (one if multi_stream else None)
                 print(multi_stream, calls())
                 frame.leave()
                 print("leave", calls())
@@ -388,7 +388,7 @@ Region: a negative number of events
             watched = weakref.ref(one)
             thread.objects = (None, one, Stream(12))
             def call():
-                frame, raw, stream, event, ambient = r.enter()
+                frame, raw, stream, event, caller = r.enter()
                 frame.leave()
             call(); call(); calls()
             before = sys.getrefcount(one), sys.getrefcount(r), sys.getrefcount(None)

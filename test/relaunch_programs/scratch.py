@@ -104,7 +104,9 @@ def scratch_in_a_pool_that_goes(k: Kit) -> None:
         del pool
 
 
-@program("what stays is no more than the option says", launches=OFTEN - 2, config={"cudagraph_scratch_cache_mib": 0})
+@program(
+    "the scratch cache is no larger than the option says", launches=OFTEN - 2, config={"cudagraph_scratch_cache_mib": 0}
+)
 def scratch_that_is_not_to_stay(k: Kit) -> None:
     f = k.compile(chain)
     x = k.randn(96, 96)

@@ -325,23 +325,26 @@ def order_blocking_operations(scheduler: Any) -> None:
         return
     place = {node: i for i, node in enumerate(nodes)}
     launched: list[tuple[int, int, Any, frozenset[Token]]] = []  # place of its last operation, stream, node, promises
+    on_host: list[tuple[int, Any, frozenset[Token]]] = []  # of those, what touches the host's memory
     blocking: list[tuple[int, int, Any, Token | None]] = []
     for node in scheduler.nodes:
         origins = sorted(fx_origins(node), key=place.__getitem__)
         if origins and stream_operation(node) is None:
             promises = frozenset(t for n in origins for t in fact_of(n).promises)
-            launched.append((place[origins[-1]], node_stream(origins[-1]), node, promises))
+            last = place[origins[-1]]
+            launched.append((last, node_stream(origins[-1]), node, promises))
+            if any(map(_touches_host_memory, origins)):
+                on_host.append((last, node, promises))
             for n in filter(blocks_host, origins):
                 token = fact_of(n).requires
                 blocking.append((place[n], node_stream(n), node, token))
     readers = _readers(scheduler)
     for at, stream, node, _ in blocking:
         _order_after(node, [n for other, s, n, _ in launched if other < at and s == stream], readers)
-    for at, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
+    for _, _, node, token in blocking:  # an input that was updated before is written back at the graph's end
         _order_after(node, [n for _, _, n, promises in launched if token in promises], readers)
-        for other, _, n, promises in launched:
-            if other > at and token not in promises and any(map(_touches_host_memory, fx_origins(n))):
-                _order_after(n, [node], readers)
+    for last, node, promises in on_host:
+        _order_after(node, [n for at, _, n, token in blocking if at < last and token not in promises], readers)
 
 
 def _readers(scheduler: Any) -> dict[Any, set[Any]]:

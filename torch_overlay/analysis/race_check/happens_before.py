@@ -132,7 +132,7 @@ class _Block:
 
     inherited: dict[str, Done]
     done: dict[tuple[object, ...], Done] = field(default_factory=dict)
-    lent: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
+    recorded: dict[str, str] = field(default_factory=dict)  # stream -> site of its record_stream
     freed: Free | None = None
 
 
@@ -147,7 +147,7 @@ class _Reader:
         self.blocks: dict[Memory, _Block] = {}
         self.pools: dict[str, dict[str, Done]] = {}  # pool -> stream -> the last access of freed memory
         self.pool_streams: dict[str, str] = {}
-        self.told: dict[str, str] = {}  # pool -> site of a record_stream that covers an access
+        self.record_sites: dict[str, str] = {}  # pool -> site of a record_stream that covers an access
         self.never_recorded: set[tuple[str, str]] = set()
         self.orders: dict[tuple[str, str], bool] = {}  # wait -> did any of its executions order something?
         self.records: dict[tuple[str, str], bool] = {}  # record -> was any of its executions waited for?
@@ -237,9 +237,9 @@ class _Reader:
         pool = self.pools.setdefault(op.memory.pool, {})
         for done in block.done.values():
             stream = done.launch.stream
-            told = [site for lent, site in block.lent.items() if self.clock(lent).covers(stream, done.position)]
-            if told:
-                self.told.setdefault(op.memory.pool, told[0])
+            sites = [site for other, site in block.recorded.items() if self.clock(other).covers(stream, done.position)]
+            if sites:
+                self.record_sites.setdefault(op.memory.pool, sites[0])
                 continue
             if stream not in pool or pool[stream].position < done.position:
                 pool[stream] = done
@@ -291,7 +291,7 @@ class _Reader:
             found = Reliance(
                 frozenset(who for who, clock in ends.items() if _over(clock, written)),
                 frozenset(who for who, clock in ends.items() if _over(clock, touched)),
-                frozenset({view.memory.stream, *block.lent}),
+                frozenset({view.memory.stream, *block.recorded}),
             )
             for who, clock in ends.items():
                 self.explain(found, who, clock, [*written, *touched], recorded.get(who))
@@ -300,8 +300,8 @@ class _Reader:
             stream = self.pool_streams[pool]
             over = _over(self.clock(stream), freed.values())
             found = Reliance(frozenset([stream] if over else ()), frozenset(), frozenset())
-            if pool in self.told:
-                found.because[stream] = self.told[pool]
+            if pool in self.record_sites:
+                found.because[stream] = self.record_sites[pool]
             self.explain(found, stream, self.clock(stream), freed.values(), None)
             rows[f"free memory of {pool}"] = found
 
@@ -328,7 +328,7 @@ class _Reader:
         elif isinstance(op, Synchronize):
             self.synchronize(op)
         elif isinstance(op, RecordStream):
-            self.block(op.memory).lent.setdefault(op.stream, op.site)
+            self.block(op.memory).recorded.setdefault(op.stream, op.site)
         else:
             self.boundary(op)
 
