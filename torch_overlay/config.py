@@ -52,10 +52,6 @@ cudagraph_verify: bool = False
 # In inference, neighbours in a graph that are known to be independent run side by side, if the device has room.
 cudagraph_concurrency: bool = True
 
-# Scratch cache: inference graphs leave up to this much scratch memory allocated on a device between their launches, in
-# MiB, for each other, since allocating it takes a good part of the host's time for a launch. 0: all is freed at once.
-cudagraph_scratch_cache_mib: float = 64
-
 # These options decide how compiled code is run, not the code itself, so caches share the code between their values. Two
 # of them also decide about code that asks for CUDA graphs: `_inductor.cache_key` adds these two to its key.
 _cache_config_ignore_prefix = ["cudagraph"]

@@ -14,7 +14,6 @@ from torch_overlay import config
 from torch_overlay._options import MODES
 
 
-HUGE = 10**400
 SWITCHES = ("streams", "cudagraph_verify", "cudagraph_concurrency")
 WRONG = {
     **dict.fromkeys(SWITCHES, ("abc", "0", "False", 0, 1, 2, None, math.nan, [], {})),
@@ -23,7 +22,6 @@ WRONG = {
     "activation_offload": ("x", -1, 20, True, math.nan, {}, {"budget_gb": math.nan}, {"budget_gb": -1}, {"budget": 1}),
     "cudagraphs": ("abc", "", "Trees", None, True, False, 1, ["off"]),
     "cudagraph_templates": (-3, -1, 2.0, math.nan, "x", "64", None, True),
-    "cudagraph_scratch_cache_mib": (math.nan, -1, math.inf, HUGE, 1e13, "x", None, False),
 }
 RIGHT = {
     **dict.fromkeys(SWITCHES, (True, False)),
@@ -32,7 +30,6 @@ RIGHT = {
     "activation_offload": (None, "auto", {"budget_gb": 12.5}, {"budget_gb": 0, "strict": False, "min_bytes": 1}),
     "cudagraphs": MODES,
     "cudagraph_templates": (0, 1, 64),
-    "cudagraph_scratch_cache_mib": (0, 0.5, 64, 8e12),
 }
 
 
@@ -168,7 +165,6 @@ class TestEnvironment(unittest.TestCase):
             "activation_offload": ("AUTO", "auto"),
             "cudagraphs": ("Trees", "trees"),
             "cudagraph_templates": ("8", 8),
-            "cudagraph_scratch_cache_mib": ("0", 0.0),
             "cudagraph_concurrency": ("", True),
         }
         code = SHOW.format(list(env)) + (
@@ -194,7 +190,6 @@ class TestEnvironment(unittest.TestCase):
             ("cudagraph_templates", "-3", "an int, not negative"),
             ("cudagraph_templates", "8.5", "an int, not negative"),
             ("fold_branches_below_us", "nan", "a number of microseconds"),
-            ("cudagraph_scratch_cache_mib", "1e400", "a number of MiB"),
             ("activation_offload", "lots", "auto, none, or a number of gigabytes"),
         ):
             name = _options.variable(name)

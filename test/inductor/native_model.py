@@ -247,13 +247,6 @@ class Module:
     def error(self, range: int) -> str | None:
         return self._range(range).error
 
-    def cached(self) -> int:
-        """Bytes of scratch memory that stay between launches: what launches in Python need is freed after each."""
-        return 0
-
-    def free_cached(self) -> int:
-        return 0
-
     def launching(self) -> bool:
         """Is this thread in the middle of a launch by C?"""
         return False

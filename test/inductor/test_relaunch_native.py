@@ -790,7 +790,7 @@ class TestArguments(TestCase):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
         defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        defaults |= {"direct": False, "raw": (None, None, 0, None, 0, (0, 0, 0)), "index": 0}
+        defaults |= {"direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
         return modules["native"].Exec(0, (), (), 0).call(**defaults | arguments)
 
     def check(self, kind, message, make, *args, **kwargs):

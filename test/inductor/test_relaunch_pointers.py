@@ -113,7 +113,7 @@ class TestPointers(TestCase):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         nothing = dict.fromkeys([*names.split(), "slab", "scratch"])
         lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        raw = (None, None, 0, None, 0, (0, 0, 0))
+        raw = (None, None, 0, (0, 0, 0))
         call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, raw=raw, index=0)
         return call.aligned
 

@@ -1,4 +1,4 @@
-"""Scratch memory that stays allocated between the launches of graphs."""
+"""Scratch memory of graphs, launch after launch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scratch_of_several_functions(k: Kit) -> None:
     k.see("outputs", held)
 
 
-@program("scratch stays, and the function that it is for is dropped while another one goes on", launches=60)
+@program("a function with scratch is dropped while another one goes on", launches=60)
 def scratch_outlives_a_function(k: Kit) -> None:
     kept = k.compile(chain)
     for _ in range(3):
@@ -53,7 +53,7 @@ def scratch_outlives_a_function(k: Kit) -> None:
         k.see("alone", kept(k.randn(64, 64)))
 
 
-@program("launches on several streams, without an order between them, and scratch that stays", launches=60)
+@program("launches with scratch on several streams, without an order between them", launches=60)
 def scratch_of_several_streams(k: Kit) -> None:
     f = k.compile(chain)
     streams = [k.stream() for _ in range(6)]
@@ -70,7 +70,7 @@ def scratch_of_several_streams(k: Kit) -> None:
         k.see("outputs", outputs)
 
 
-@program("threads launch on one stream, and take the same scratch", launches=60)
+@program("threads launch on one stream, and each launch has scratch of its own", launches=60)
 def scratch_of_two_threads(k: Kit) -> None:
     functions = [k.compile(chain), k.compile(wide)]
     for f in functions:
@@ -104,10 +104,8 @@ def scratch_in_a_pool_that_goes(k: Kit) -> None:
         del pool
 
 
-@program(
-    "the scratch cache is no larger than the option says", launches=OFTEN - 2, config={"cudagraph_scratch_cache_mib": 0}
-)
-def scratch_that_is_not_to_stay(k: Kit) -> None:
+@program("a launch leaves nothing allocated but its outputs", launches=OFTEN - 2)
+def scratch_is_freed(k: Kit) -> None:
     f = k.compile(chain)
     x = k.randn(96, 96)
     for i in k.steps(OFTEN + 4):
@@ -119,7 +117,7 @@ def scratch_that_is_not_to_stay(k: Kit) -> None:
         del y
 
 
-@program("scratch stays, and no call adds to it", launches=OFTEN - 2)
+@program("scratch is freed after each launch, and no call adds to it", launches=OFTEN - 2)
 def scratch_does_not_grow(k: Kit) -> None:
     f, g = k.compile(chain), k.compile(wide)
     x = k.randn(96, 96)
@@ -137,8 +135,8 @@ def allocated(k: Kit) -> Any:
     return torch.cuda.memory_allocated() if k.gpu else 0
 
 
-@program("the process exits while scratch stays", launches=OFTEN, alone=True)
-def scratch_stays_at_exit(k: Kit) -> None:
+@program("the process exits with graphs that have scratch", launches=OFTEN, alone=True)
+def scratch_of_graphs_at_exit(k: Kit) -> None:
     f, g = k.compile(chain), k.compile(wide)
     for _ in k.steps(OFTEN):
         x = k.randn(96, 96)

@@ -29,7 +29,6 @@ FEATURES = {
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
     "cudagraph_concurrency": "independent kernels of a graph run side by side",
-    "cudagraph_scratch_cache_mib": "scratch memory stays allocated between launches of graphs, up to so many MiB",
 }
 
 

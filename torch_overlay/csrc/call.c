@@ -4,8 +4,6 @@
 
 #include <structmember.h>
 
-#define AGAIN 2 /* from this launch of a graph on, its scratch is cached */
-
 enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
 
 typedef struct {
@@ -32,6 +30,7 @@ typedef struct {
     PyObject *empty, *reinterpret, *outputs; /* outputs: makes all outputs if a recipe can't, or None */
     PyObject *replay;                        /* keeps the executable; not called if the driver launches */
     int direct;
+    long device;
     Scratch raw; /* allocates the scratch without a tensor, if raw_alloc is not None */
     PyObject *current, *index, *stream_of, *is_capturing;
     PyObject *misaligned, *counters, *group, *counter;
@@ -137,17 +136,17 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Scratch *raw;
     PyObject *positions, *masks, *order, *recipes;
     unsigned long long stream, alloc, release;
-    Py_ssize_t size, most;
+    Py_ssize_t size;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
     raw = &self->raw;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOnOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
-            &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types, &self->scratch,
-            &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs,
-            &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &raw->is_ordinary, &most, &stream,
-            &alloc, &release, &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned,
-            &self->counters, &self->group, &self->counter)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type,
+                                     &positions, &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab,
+                                     &PyTuple_Type, &self->types, &self->scratch, &PyTuple_Type, &order, &PyTuple_Type,
+                                     &recipes, &self->empty, &self->reinterpret, &self->outputs, &self->replay,
+                                     &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc, &release,
+                                     &self->current, &self->index, &self->stream_of, &self->is_capturing,
+                                     &self->misaligned, &self->counters, &self->group, &self->counter)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -172,7 +171,6 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Py_INCREF(self->counter);
     Py_INCREF(raw->raw_alloc);
     Py_INCREF(raw->raw_delete);
-    Py_INCREF(raw->is_ordinary);
     self->inputs = PyTuple_GET_SIZE(positions);
     self->recipes = PyTuple_GET_SIZE(recipes);
     if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
@@ -200,12 +198,11 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         goto failed;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->allocations); i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->allocations, i), "allocation", i)) goto failed;
-    raw->device = PyLong_AsLong(self->index);
+    self->device = PyLong_AsLong(self->index);
     raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
     raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     raw->torch.release = (int (*)(Handle))(uintptr_t)release;
     raw->size = (size_t)size;
-    raw->most = most >= size ? (size_t)most : 0;
     if (PyErr_Occurred() || read_order(self, order) || read_recipes(self, recipes)) goto failed;
     return (PyObject *)self;
 failed:
@@ -215,7 +212,7 @@ failed:
 
 static int current_stream(Call *self, Handle *stream) {
     PyObject *answer;
-    if (self->raw.torch.stream && !self->raw.torch.stream((int)self->raw.device, stream)) return 0;
+    if (self->raw.torch.stream && !self->raw.torch.stream((int)self->device, stream)) return 0;
     if (!(answer = PyObject_CallOneArg(self->stream_of, self->index))) return -1;
     *stream = PyLong_AsVoidPtr(answer);
     Py_DECREF(answer);
@@ -233,7 +230,7 @@ static int is_time(Call *self, Handle now, Handle *stream) {
         if (!(answer = PyObject_CallNoArgs(self->current))) return -1;
         device = PyLong_AsLong(answer);
         Py_DECREF(answer);
-        if (device != self->raw.device) return PyErr_Occurred() ? -1 : 0;
+        if (device != self->device) return PyErr_Occurred() ? -1 : 0;
         if (have_context(self->blocks, now)) return -1;
     }
     if (self->stream_of != Py_None)
@@ -268,19 +265,20 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
 
 typedef struct {
     PyObject *made, *slab, *scratch;
-    Taken taken;
-} Memory; /* the scratch is in `scratch` if it is a tensor, else in `taken` */
+    Handle raw;
+} Memory; /* the scratch is in `scratch` if it is a tensor, else at `raw` */
 
 static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     if (self->raw.raw_alloc == Py_None) {
         memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
         return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
     }
-    if (take_scratch(&self->raw, stream, &memory->taken)) return -1;
-    *base = (uint64_t)(uintptr_t)memory->taken.address;
+    if (take_scratch(&self->raw, stream, &memory->raw)) return -1;
+    *base = (uint64_t)(uintptr_t)memory->raw;
     return 0;
 }
 
+/* What is allocated when it fails is in `memory`. */
 static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
     base += self->inputs;
@@ -304,31 +302,15 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
     return 0;
 }
 
-static int free_scratch(Call *self, Handle stream, Memory *memory, int again) {
+static int free_after_launch(Call *self, Memory *memory) {
     Py_CLEAR(memory->scratch);
-    return leave_scratch(&self->raw, stream, &memory->taken, again);
+    return free_scratch(&self->raw, &memory->raw);
 }
 
-static void free_memory(Call *self, Handle stream, Memory *memory) {
-    free_scratch(self, stream, memory, 0);
+static void free_memory(Call *self, Memory *memory) {
+    free_after_launch(self, memory);
     Py_CLEAR(memory->made);
     Py_CLEAR(memory->slab);
-}
-
-/* Allocates. If there is no memory, it frees the scratch that is cached for other launches, and tries once more. */
-static int find_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
-    PyObject *type, *value, *trace;
-    if (!allocate_memory(self, stream, memory, base)) return 0;
-    PyErr_Fetch(&type, &value, &trace);
-    free_memory(self, stream, memory);
-    if (!PyErr_GivenExceptionMatches(type, PyExc_RuntimeError) || !free_cached()) {
-        PyErr_Restore(type, value, trace);
-        return -1;
-    }
-    Py_DECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return allocate_memory(self, stream, memory, base);
 }
 
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
@@ -483,7 +465,7 @@ static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBoo
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
     size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
-    Memory memory = {NULL, NULL, NULL, {NULL, NULL}};
+    Memory memory = {NULL, NULL, NULL, NULL};
     PyObject *result = NULL;
     Handle stream = NULL, now;
     int code;
@@ -511,14 +493,14 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
             PyErr_SetNone(self->misaligned);
         goto done;
     }
-    if (!find_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
-        && !free_scratch(self, stream, &memory, self->launches >= AGAIN)
+    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
+        && !free_after_launch(self, &memory)
         && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
         && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:
     if (base != few) PyMem_Free(base);
-    free_memory(self, stream, &memory);
+    free_memory(self, &memory);
     return result;
 }
 

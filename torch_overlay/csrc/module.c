@@ -17,8 +17,7 @@ static PyObject *add_module(PyObject *parent, const char *name, struct PyModuleD
 }
 
 static int fill_relaunch(PyObject *module) {
-    PyMethodDef *const methods[] = {aliased_memory_methods, data_ptr_methods, patch_methods, scratch_methods,
-                                    call_module_methods};
+    PyMethodDef *const methods[] = {aliased_memory_methods, data_ptr_methods, patch_methods, call_module_methods};
     for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
         if (PyModule_AddFunctions(module, methods[i])) return -1;
     return aliased_memory_init(module) || data_ptr_init() || patch_init(module) || call_init() ? -1 : 0;

@@ -100,45 +100,21 @@ int have_context(Blocks *self, Handle now);
 
 /* ---- scratch.c ---- */
 
-#define STREAMS 4 /* most streams with cached scratch for one graph */
-
 /* Torch's C functions, which return 0 on success. NULL: torch's Python functions are called instead. */
 typedef struct {
     int (*stream)(int, Handle *), (*alloc)(uint64_t, Handle *), (*release)(Handle);
 } Torch;
 
-typedef struct Kept {
-    long device;
-    Handle stream, address; /* address: NULL once the memory is freed */
-    size_t size;
-    int (*release)(Handle);
-    PyObject *raw_delete;
-    long users, holders; /* launches under way; graphs that may use it again */
-    int unwanted;
-    struct Kept *next;
-} Kept;
-
 /* The scratch of one graph. */
 typedef struct {
     PyObject *raw_alloc, *raw_delete;
-    PyObject *is_ordinary; /* may the memory at an address be cached? */
     Torch torch;
-    long device;
-    size_t size, most; /* most: bytes cached on the device; 0: don't cache for this graph */
-    Kept *kept[STREAMS];
+    size_t size;
 } Scratch;
 
-/* The scratch of one launch. */
-typedef struct {
-    Handle address;
-    Kept *kept;
-} Taken;
-
-extern PyMethodDef scratch_methods[];
 void scratch_clear(Scratch *self);
-size_t free_cached(void);
-int take_scratch(Scratch *self, Handle stream, Taken *taken);
-int leave_scratch(Scratch *self, Handle stream, Taken *taken, int again);
+int take_scratch(Scratch *self, Handle stream, Handle *address);
+int free_scratch(Scratch *self, Handle *address);
 
 /* ---- call.c ---- */
 

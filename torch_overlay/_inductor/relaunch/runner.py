@@ -34,7 +34,7 @@ from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph
-from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, native, relaunch, staged
+from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
@@ -77,7 +77,6 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
-        self.scratch_cache = 0 if code.is_training else int(config.cudagraph_scratch_cache_mib * (1 << 20))
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
@@ -314,7 +313,7 @@ class Runner:
             alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
             arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
             static = self.code.static_inputs
-            made = staged.launchable(self.device, arrangement, launchers, static, alignments, self.scratch_cache)
+            made = staged.launchable(self.device, arrangement, launchers, static, alignments)
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
@@ -396,11 +395,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def forget_all() -> None:
     for runner in list(live_runners):
         runner.forget()
-    native.free_cached()
 
 
 def live() -> dict[str, int]:
-    """Return how many runners, templates, executables and address ranges live, and the bytes of the scratch cache."""
+    """Return how many runners, templates, executables and address ranges live."""
     from torch_overlay._inductor.relaunch.capture import recording
 
     return {
@@ -408,7 +406,6 @@ def live() -> dict[str, int]:
         "templates": len(relaunch.live),
         "execs": len(launcher.live_launchers),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
-        "scratch cache": native.cached(),
     }
 
 

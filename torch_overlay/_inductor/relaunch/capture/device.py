@@ -88,14 +88,6 @@ class Cuda:
                 found += [size for size in free if size <= most]
         return found
 
-    def is_ordinary(self, address: int) -> bool:
-        """True if the address lies in memory of torch's allocator that belongs to no memory pool."""
-        return any(
-            segment["segment_pool_id"] == (0, 0)
-            for segment in torch.cuda.memory_snapshot(include_traces=False)
-            if segment["device"] == self.index and 0 <= address - segment["address"] < segment["total_size"]
-        )
-
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
 

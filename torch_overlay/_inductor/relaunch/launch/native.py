@@ -113,19 +113,6 @@ def torch_functions() -> tuple[int, ...]:
     return tuple([ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
-def cached() -> int:
-    """Return the bytes in the scratch cache: Note [Scratch cache] of `native_call`."""
-    module = _built()
-    return module.cached() if module is not None else 0
-
-
-def free_cached() -> None:
-    """Free the scratch cache; a block that a launch is using is freed when that launch is done with it."""
-    module = _built()
-    if module is not None:
-        module.free_cached()
-
-
 def launching() -> bool:
     """True if this thread is in the middle of a launch by the C module."""
     module = _built()

@@ -14,19 +14,6 @@ allocation, views, the current device and stream.
 Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
 random numbers is launched by the driver (`launcher.direct`); other graphs by torch's `replay`, which advances the
 generators first.
-
-Note [Scratch cache]
-Allocating and freeing scratch memory is a good part of the host's time in a short launch (2.5 us of 23 for Llama with
-16 layers, on a machine with an H200). So from its second launch on, an inference graph leaves its scratch allocated for
-the next launch of any graph on the same stream. The cache has one block a stream, as large as the largest scratch that
-was cached there, and all blocks of a device together take no more than `config.cudagraph_scratch_cache_mib`; scratch
-that doesn't fit is freed after each launch. A block is freed with the last graph that used it, at
-`torch._dynamo.reset()`, and when a launch finds no memory. Memory of a pool that the caller has selected is not cached,
-for it has to be freed with that pool.
-
-Launches that use a block follow each other on its stream, as they would if each allocated it in turn. A launch may
-release the GIL before its work is on the stream, so a block counts the launches that are about to use it, and isn't
-freed before they have.
 """
 
 from __future__ import annotations
@@ -87,8 +74,6 @@ def bind(relaunch: Relaunch) -> Any:
             getattr(device, "raw_alloc", None),
             getattr(device, "raw_delete", None),
             size,
-            getattr(device, "is_ordinary", None),
-            relaunch.scratch_cache,
             getattr(device, "functions", (0, 0, 0)),
         ),
         current=device.current,

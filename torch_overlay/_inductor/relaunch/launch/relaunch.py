@@ -11,8 +11,7 @@ Note [A relaunch]
    collector may run, too, and a finalizer may call compiled code. A thread that holds the lock of a launch doesn't wait
    for another one (`launching`): regions that are called in a launch run as compiled.
 4. Outputs and scratch are allocated on the stream that the graph is launched on, the largest first. The scratch is
-   freed right after the launch: the next user of the memory comes later on that stream. Some of it is cached instead:
-   Note [Scratch cache] of `native_call`.
+   freed right after the launch: the next user of the memory comes later on that stream.
 5. The list of inputs is cleared after the launch, as compiled code clears it. A call that raises leaves it unchanged.
 6. Saved outputs are views of one slab, or of a few chunks; each lives as long as one of its views.
 """
@@ -85,11 +84,8 @@ class Relaunch:
         launcher: Any,
         static: Sequence[int],
         alignments: Sequence[int],
-        scratch_cache: int = 0,
     ) -> None:
-        """`scratch_cache` is the limit in bytes of `native_call`, Note [Scratch cache]."""
-        self.device, self.layout, self.launcher = device, layout, launcher
-        self.alignments, self.scratch_cache = alignments, scratch_cache
+        self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.static = [k for k in static if k in self.region]
         self.addresses: list[int] = []  # of static inputs, by position

@@ -29,12 +29,11 @@ def launchable(
     launchers: Sequence[Any],
     static: Sequence[int],
     alignments: Sequence[int],
-    scratch_cache: int = 0,
 ) -> Relaunch | Split:
     if arrangement.stages:
         return Split(device, arrangement, launchers, static, alignments)
     (launcher,) = launchers
-    return Relaunch(device, arrangement.layout, launcher, static, alignments, scratch_cache)
+    return Relaunch(device, arrangement.layout, launcher, static, alignments)
 
 
 class Split:
