@@ -45,6 +45,13 @@ def needs_gpu(test: Any) -> Any:
     return pytest.mark.gpu(unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA GPU")(test))
 
 
+def slow(test: Any) -> Any:
+    """Decorator of a test or a class of them: it has the mark `slow`, and runs with `--slow`."""
+    import pytest
+
+    return pytest.mark.slow(test)
+
+
 def sampled(cases: Sequence[Case], part: int) -> list[Any]:
     """All cases, for `parametrize`. Every `part`th one always runs, the others have the mark `slow`: they run with
     `--slow`. For tests that compile a whole corpus of programs, no others. An odd `part` takes of each mode some.

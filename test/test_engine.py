@@ -530,6 +530,7 @@ torch_overlay.disable()
 assert c.FxGraphHashDetails.__init__ is kept[0].__wrapped__
 """)
 
+    @form.slow
     def test_python_with_optimization(self) -> None:
         self.run_ok(
             """
@@ -575,6 +576,7 @@ print("parent done")
 """)
         self.assertIn("parent done", output)
 
+    @form.slow
     def test_fork_while_another_thread_installs(self) -> None:
         self.run_ok("""
 import os, threading, torch_overlay, torch._inductor.codecache as c
@@ -594,6 +596,7 @@ for _ in range(10):
 stop.set(); thread.join()
 """)
 
+    @form.slow
     def test_a_spawned_child_has_what_its_main_module_imports(self) -> None:
         script = """
 import multiprocessing, sys
@@ -692,6 +695,7 @@ assert torch_overlay.status().enabled
         self.assertEqual(len(lines), 1, lines)
         self.assertRegex(lines[0], r"^W\d{4} .*\] a warning line$")
 
+    @form.slow
     def test_torch_logs(self) -> None:
         for setting, expected in (
             ("dynamo,torch_overlay", ["an info line", "a warning line"]),
@@ -758,6 +762,7 @@ class TestCommandLine(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("TORCH_OVERLAY_DISABLE=1", result.stdout)
 
+    @form.slow
     def test_a_package_that_is_not_whole_is_one_clear_error(self) -> None:
         """base.json is missing or broken, or the package is in an archive."""
         with tempfile.TemporaryDirectory() as name:

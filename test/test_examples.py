@@ -120,6 +120,7 @@ class TestMoeExperts(ExampleTest):
         self.assertEqual([pair for pair in waits if 0 not in pair], [])
 
     @form.overlay_only
+    @form.slow
     def test_script_prints_the_plan(self) -> None:
         self.assertIn("waits before", self.run_as_script())
 
@@ -139,6 +140,7 @@ class TestTransformerSideBranch(ExampleTest):
         self.assertEqual(len(self.plan.events), 2)
 
     @form.overlay_only
+    @form.slow
     def test_script_prints_the_plan(self) -> None:
         self.assertIn("waits before", self.run_as_script())
 
@@ -182,6 +184,7 @@ class TestTrainPrefetchLoop(TrainingTest):
         self.assertEqual(len(log), 3)
 
     @form.overlay_only
+    @form.slow
     def test_script_prints_both_plans(self) -> None:
         self.assertEqual(self.run_as_script().count("waits before"), 2)
 
@@ -196,12 +199,14 @@ class TestTrainTwoBatches(TrainingTest):
         waits = {(event.stream, stream) for event in self.result.plans[0].events for _, stream in event.waits}
         self.assertEqual([pair for pair in waits if 0 not in pair], [])
 
+    @form.slow
     def test_both_halves_have_their_own_backward(self) -> None:
         self.assertEqual(self.operations(1), self.operations(2))
         self.assertGreater(self.operations(1), 20)
         self.assertEqual(self.joins(), {1, 2})
 
     @form.overlay_only
+    @form.slow
     def test_script_prints_both_plans(self) -> None:
         self.assertEqual(self.run_as_script().count("waits before"), 2)
 
@@ -212,6 +217,7 @@ class TestTrainMoeExperts(TrainingTest):
     def test_step_compiles_as_one_region_without_a_graph_break(self) -> None:
         self.assert_regions()
 
+    @form.slow
     def test_every_expert_s_gradients_are_computed_on_its_stream(self) -> None:
         experts = range(1, moe_experts.EXPERTS + 1)
         self.assertEqual({s for s in self.plan.streams if s}, set(experts))
@@ -228,6 +234,7 @@ class TestTrainMoeExperts(TrainingTest):
             self.assertLess(memory.peak, 1.05 * memory.peak_on_one_stream)
 
     @form.overlay_only
+    @form.slow
     def test_script_prints_the_plan_and_its_memory(self) -> None:
         text = self.run_as_script()
         self.assertIn("waits before", text)
@@ -236,6 +243,7 @@ class TestTrainMoeExperts(TrainingTest):
 
 class TestOffloadedTransformer(unittest.TestCase):
     @form.overlay_only
+    @form.slow
     def test_script_says_what_waits_on_the_host_and_when_it_is_copied(self) -> None:
         code = f"import runpy; runpy.run_path({offloaded_transformer.__file__!r}, run_name='__main__')"
         result = form.run_python(code, env={"CUDA_VISIBLE_DEVICES": ""})

@@ -126,6 +126,7 @@ def hooks_alive():
     return [o for o in gc.get_objects() if type(o).__name__ == "function" and "__overlay__" in o.__dict__]
 """
 
+    @form.slow
     def test_modules_loaded_before(self) -> None:
         run(
             "import_all()",
@@ -213,12 +214,15 @@ for change in changes:
 assert not found, found
 """
 
+    @form.slow
     def test_no_holder_of_an_original_is_left_when_modules_were_loaded_before(self) -> None:
         run("import_all()", ENABLE, self.REFERRERS)
 
+    @form.slow
     def test_no_holder_of_an_original_is_left_when_modules_are_loaded_after(self) -> None:
         run(ENABLE, "import_all()", self.REFERRERS)
 
+    @form.slow
     def test_the_test_sees_a_holder(self) -> None:
         keep = "from torch._inductor import codecache\nkept = [codecache.FxGraphHashDetails.__init__]"
         with self.assertRaisesRegex(AssertionError, "FxGraphHashDetails"):

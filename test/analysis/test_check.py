@@ -707,12 +707,14 @@ class TestCommandLine(TestCase):
                 f"import sys; from torch_overlay.__main__ import main; sys.exit(main(['check', *{arguments!r}]))"
             )
 
+    @form.slow
     def test_clean(self) -> None:
         done = self.run_check("model.py:good", "--backward", "--calls", "3", "--plan")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("no races, no lost promises", done.stdout)
         self.assertIn("exit", done.stdout)
 
+    @form.slow
     def test_racy_in_eager(self) -> None:
         """The compiled code orders what the function doesn't."""
         for arguments, status in (((), 1), (("--eager-races", "ok"), 0)):
@@ -725,6 +727,7 @@ class TestCommandLine(TestCase):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertRegex(done.stdout, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 
+    @form.slow
     def test_bad_usage(self) -> None:
         for arguments, text in (
             (("model.py:nothing",), "has no function nothing"),

@@ -48,6 +48,7 @@ class TestCompiledPrograms(TestCase):
         mutants.count_compiled(report, f"{name}, {mode}", tally)
         self.assertEqual(tally.mistakes, [], "\n".join([*tally.mistakes, str(report)]))
 
+    @form.slow
     def test_enough_of_them(self) -> None:
         """Each kind of mutant is there, and the eight experts alone have dozens of waits."""
         tally = Tally()

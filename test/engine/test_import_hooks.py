@@ -347,6 +347,7 @@ print(result.graph_breaks, result.plans[0].table())
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout
 
+    @form.slow
     def test_with_import_hooks(self) -> None:
         plain = self.compiled("import torch_overlay")
         self.assertTrue(plain.startswith("[] ") and "wait" in plain, plain)

@@ -200,6 +200,7 @@ class TestEnvironment(unittest.TestCase):
                 for part in (f"{name} is {text!r} in the environment; it takes ", takes):
                     self.assertIn(part, message)
 
+    @form.slow
     def test_import_refuses_and_installs_nothing(self) -> None:
         code = """
 import sys, torch

@@ -75,6 +75,7 @@ class TestLinks(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout
 
+    @form.slow
     def test_frames_of_a_package_behind_a_link_are_not_traced(self) -> None:
         """Compiled autograd calls code of the package in frames that Dynamo looks at."""
         link = self.link("torch_overlay")
@@ -91,6 +92,7 @@ class TestLinks(unittest.TestCase):
         output = self.run_ok(TRAIN.replace("{gpu}", "nullcontext()"), self.folder)
         self.assertEqual(output.splitlines()[-1], "[]")
 
+    @form.slow
     def test_every_name_of_the_folder_is_skipped(self) -> None:
         self.link("direct/torch_overlay")
         self.link("chain/torch_overlay", self.folder / "direct" / "torch_overlay")
@@ -125,6 +127,7 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
             self.folder / "near",
         )
 
+    @form.slow
     def test_another_package_beside_it_is_traced(self) -> None:
         """The rule names folders, not everything that begins like them."""
         self.link("torch_overlay")
@@ -135,6 +138,7 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
             self.folder,
         )
 
+    @form.slow
     def test_files_that_are_links_into_a_store(self) -> None:
         """Package managers may link file by file, to where no other file of the package lies beside."""
         store = self.folder / "store"

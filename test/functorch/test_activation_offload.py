@@ -794,6 +794,7 @@ class TestDecision(TestCase):
         self.assertLess(choice.peak, choice.peak_before)
         self.assertEqual(choice.peak, choice.least)
 
+    @form.slow
     def test_policy_goes_with_a_budget(self) -> None:
         """What a policy names goes to the host though the budget wouldn't need it; the budget takes what is missing."""
 
@@ -958,15 +959,18 @@ class TestRaces(TestCase):
     def test_chain(self) -> None:
         self.check(Chain, lambda: [torch.randn(512, 256)])
 
+    @form.slow
     @parametrize("megabytes", [20, 22, 24, 26, 28, 30])
     def test_chain_at_a_budget(self, megabytes: int) -> None:
         option = {"budget_gb": megabytes / 1000, "min_bytes": 0}
         with mock.patch.object(device_rates, "LINK", Link(1e6, 1e6, 0.1)):
             self.check(Chain, lambda: [torch.randn(4096, 256)], option)
 
+    @form.slow
     def test_attention(self) -> None:
         self.check(Attention, lambda: [torch.randn(2, 128, 64)])
 
+    @form.slow
     @parametrize("fn", [Chain, Attention])
     def test_computed_again(self, fn: Any) -> None:
         shape = (512, 256) if fn is Chain else (2, 128, 64)
@@ -975,10 +979,12 @@ class TestRaces(TestCase):
     def test_dropout(self) -> None:
         self.check(dropout, lambda: [torch.randn(256, 256, requires_grad=True)])
 
+    @form.slow
     def test_with_streams_of_the_user(self) -> None:
         with config.patch(fold_branches_below_us=0.0):
             self.check(on_a_side_stream, lambda: [torch.randn(256, 256, requires_grad=True) for _ in range(2)])
 
+    @form.slow
     def test_model_without_its_waits_is_found(self) -> None:
         """The check can fail: each kind of order, taken out, is reported."""
         forward, backward = self.check(Chain, lambda: [torch.randn(512, 256)])

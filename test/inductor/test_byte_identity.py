@@ -118,9 +118,11 @@ class TestByteIdentity(unittest.TestCase):
 
     # -- models of transformers
 
+    @form.slow
     def test_gpt2(self) -> None:
         self.check(gpt2)
 
+    @form.slow
     def test_bert(self) -> None:
         def make() -> Program:
             from transformers import BertConfig, BertModel
@@ -269,6 +271,7 @@ class TestByteIdentity(unittest.TestCase):
             ours = text(compile_only(function, *args))
         self.assertNotEqual(theirs, ours)
 
+    @form.slow
     def test_a_process_that_never_enabled_the_overlay_generates_the_same(self) -> None:
         code = """
 import sys

@@ -176,6 +176,7 @@ class TestCacheKey(TestCase):
                 self.assertEqual(other, bare, "upstream's keys see placement now: the seam can go")
         self.assertEqual([key(graph({"mul": 1})) for key in KEYS], with_overlay)
 
+    @form.slow
     def test_keys_are_the_same_in_every_process(self) -> None:
         code = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

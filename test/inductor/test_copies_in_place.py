@@ -18,7 +18,7 @@ from torch._inductor.test_case import TestCase
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import form  # noqa: F401
+import form
 from torch_overlay._inductor.streams import copies_in_place
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC, DESTINATION, MEMORY_LIKE
 
@@ -128,6 +128,7 @@ class TestCopiesInPlace(TestCase):
             graphs.append(gm)
         return graphs
 
+    @form.slow
     @settings(max_examples=60, deadline=None)
     @given(st.lists(step, max_size=8), st.lists(st.integers(0, 3), max_size=3, unique=True))
     def test_values_are_those_of_the_program(self, steps: list[Any], returned: list[int]) -> None:

@@ -28,7 +28,7 @@ NAMES = [p.name for p in PROGRAMS]
 
 
 class TestPrograms(TestCase):
-    @parametrize("name", NAMES)
+    @parametrize("name", form.sampled(NAMES, 3))
     def test_without_graphs(self, name: str) -> None:
         program = by_name(name)
         if program.gpu_only:
@@ -209,6 +209,7 @@ class TestChecker(TestCase):
             },
         )
 
+    @form.slow
     def test_failure_of_a_rank_is_told(self) -> None:
         def body(k: Kit) -> None:
             raise AssertionError

@@ -14,7 +14,7 @@ import expecttest
 from hypothesis import example, given, settings
 from plan_closure import at_exit, foreign_uses, happens_before, missing, planned, schedules, uses_of, without_one_wait
 
-import form  # noqa: F401
+import form
 from token_text import token as token_of, tokens as tokens_of
 from torch_overlay._functorch.streams import tokens as tokens_module
 from torch_overlay._inductor.streams import planner
@@ -43,6 +43,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
         plan, buffers = planned(schedule)
         self.assertEqual(missing(plan, plan.events, buffers), set(), plan.table())
 
+    @form.slow
     @settings(max_examples=400, deadline=None)
     @given(schedules())
     def test_without_any_one_wait_something_is_unordered(self, schedule):
@@ -80,6 +81,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
             if buffer.settles:
                 self.assertLessEqual(foreign_uses(plan.ops, buffer, owner), at_exit(done, owner), plan.table())
 
+    @form.slow
     @settings(max_examples=200, deadline=None)
     @given(schedules())
     def test_the_plan_is_a_function_of_its_input(self, schedule):

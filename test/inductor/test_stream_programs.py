@@ -32,6 +32,7 @@ EXAMPLES = 40 if form.PATCHED else 160
 
 
 class TestDrawn(TestCase):
+    @form.slow
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -186,7 +187,7 @@ class TestGenerator(TestCase):
 
 
 class TestFound(TestCase):
-    @parametrize("name", form.sampled(list(found.PROGRAMS), 5))
+    @parametrize("name", form.sampled(list(found.PROGRAMS), 9))
     def test_is_ordered(self, name: str) -> None:
         for mode in COMPILED:
             verdict = judge(found.PROGRAMS[name], [mode], on_gpu=False)

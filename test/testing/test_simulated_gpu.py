@@ -17,12 +17,7 @@ import torch.nn as nn
 from torch._dynamo.test_case import TestCase
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-try:
-    import form
-except ImportError:  # run as a plain script
-    import form  # noqa: F401
-
+import form
 from torch_overlay._dynamo import objects
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.testing import _mocks, _native, active, compile_only, observe, simulated_gpu
@@ -187,6 +182,7 @@ class Entering(TestCase):
         )
         self.assertEqual(out.stdout.strip(), "torch.Size([4])", out.stderr)
 
+    @form.slow
     def test_process_may_end_inside(self):
         out = self.run_python(
             "from torch_overlay.testing import simulated_gpu; import torch\n"
@@ -194,6 +190,7 @@ class Entering(TestCase):
         )
         self.assertEqual((out.returncode, out.stderr), (0, ""))
 
+    @form.slow
     def test_process_may_end_inside_with_copies_and_threads_that_never_left(self):
         out = self.run_python(
             "from torch_overlay.testing import simulated_gpu; import copy, threading, torch\n"
@@ -203,6 +200,7 @@ class Entering(TestCase):
         )
         self.assertEqual((out.returncode, out.stderr), (0, ""))
 
+    @form.slow
     def test_forked_child(self):
         out = self.run_python(
             "from torch_overlay.testing import compile_only, simulated_gpu; import os, torch\n"

@@ -35,6 +35,7 @@ def run_demo(*arguments: str, folder: str, **env: str) -> subprocess.CompletedPr
 
 @form.overlay_only
 class TestCommand(unittest.TestCase):
+    @form.slow
     def test_without_a_gpu_it_compiles_says_so_in_one_line_and_draws_a_call(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = run_demo("moe_experts", folder=folder)

@@ -45,6 +45,7 @@ class TestExport(unittest.TestCase):
     def test_the_series_in_the_repository_is_up_to_date(self) -> None:
         self.assertEqual(export_patches.differences(series.series_folder(), self.exported), [])
 
+    @form.slow
     def test_exporting_twice_gives_the_same_bytes(self) -> None:
         self.assertEqual(self.exported, export_patches.export(installed_root()))
 
@@ -56,6 +57,7 @@ class TestExport(unittest.TestCase):
         self.assertEqual(PATCHES[-1].slug, "overlay-tools")
         self.assertEqual([seam.target for seam in SEAMS if seam.patch == "overlay-tools"], [])
 
+    @form.slow
     def test_every_wrap_seam_is_one_decorator_line_below_descriptors(self) -> None:
         patched = self.patched()
         trees = {name: ast.parse(text) for name, text in patched.items() if name.endswith(".py")}
@@ -124,6 +126,7 @@ class TestExport(unittest.TestCase):
                 with self.subTest(name):
                     self.assertEqual(export_patches.references(name, text) & engine, set())
 
+    @form.slow
     def test_a_patch_brings_what_it_needs(self) -> None:
         files = export_patches.travelling_files()
         by_module = {export_patches.module_of(name): name for name in files if name.endswith(".py")}
@@ -148,6 +151,7 @@ class TestExport(unittest.TestCase):
                         self.assertIn(f"Seam: {seam.target} ({seam.kind})", patch.header)
                 self.assertTrue(all(len(line) < 120 for line in patch.header.splitlines()))
 
+    @form.slow
     def test_check_reports_what_differs_and_changes_nothing(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -46,6 +46,7 @@ class TestCheck(unittest.TestCase):
             lines = [json.loads(line) for line in Path(folder, "results.jsonl").read_text().splitlines()]
         return done, lines[1:]
 
+    @form.slow
     def test_programs_run_in_processes_and_alone(self) -> None:
         done, lines = self.run_check("--jobs", "2", "--only", "outputs_stay,exit_with_*,exit_beside_*,float8_product")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -181,6 +182,7 @@ class TestBench(unittest.TestCase):
         self.assertEqual(done.returncode, 1)
         self.assertEqual(json.loads(line)["sides"]["relaunch"]["median"]["gpu us"], 10.0)
 
+    @form.slow
     @form.overlay_only
     def test_a_process_that_fails_is_told(self) -> None:
         answer = relaunch.Process("regions", "off").ask(200.0)
@@ -189,6 +191,7 @@ class TestBench(unittest.TestCase):
         else:
             self.assertGreater(answer["result"]["gpu us"], 0)
 
+    @form.slow
     @form.overlay_only
     def test_a_process_waits_until_it_is_asked(self) -> None:
         process = relaunch.Process("regions", "off")
@@ -251,6 +254,7 @@ class TestRows(unittest.TestCase):
         model(tokens, torch.tensor([3]))
         self.assertEqual(model.keys0.abs().sum((0, 1, 3)).nonzero().flatten().tolist(), [3])
 
+    @form.slow
     def test_regions_are_compiled_each_for_itself(self) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -292,6 +296,7 @@ class TestRows(unittest.TestCase):
         self.assertFalse(torch.equal(before, model.weight))
         self.assertIsNone(model.weight.grad)
 
+    @form.slow
     def test_language_models_run(self) -> None:
         for row in ("gpt2", "bert"):
             with torch.no_grad():

@@ -55,6 +55,7 @@ class TestSetup(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout), (0, f"{sys.executable}\n"), result.stderr)
         self.assertFalse((self.root / ".venv").exists())
 
+    @form.slow
     def test_missing_package_is_installed_beside_the_torch_that_is_there(self) -> None:
         package = self.root / "index" / "overlaytestpackage"
         package.mkdir(parents=True)
@@ -94,6 +95,7 @@ class TestSetup(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertIn("no C or C++ compiler (looked for: g++)", result.stderr)
 
+    @form.slow
     def test_full_disk_is_refused_before_anything_is_downloaded(self) -> None:
         self.program("df", "echo header; echo fs 100 99 524288 99% /")
         self.pins("torch==2.15.1", "")
@@ -101,6 +103,7 @@ class TestSetup(unittest.TestCase):
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         self.assertIn("12 GB are needed, 0 GB are free", result.stderr)
 
+    @form.slow
     def test_no_network_is_said_and_a_second_run_goes_on(self) -> None:
         self.pins("torch==2.15.0", "overlaytestpackage==1.0")
         for _ in range(2):
