@@ -14,7 +14,7 @@ waits on the host, or copies between devices, which may order the same; the join
 whether they are needed or not; in a program of several modules, like a training step, what its regions owe to the side
 streams of their caller, which is the program itself and need not call it in, and what they wait for at their entry,
 which another region may have waited for; and waits for the caller's state before work on memory of the region's own,
-which are for memory that the caller gave back while a stream still used it: the simulated caller does no such thing.
+which are for memory that the caller freed while a stream still used it: the simulated caller does no such thing.
 Such mutants are counted as not decided.
 
 A free that moves before a launch which uses the memory is wrong. One that moves before an operation that neither

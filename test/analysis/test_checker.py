@@ -274,7 +274,7 @@ reuse: y may get memory of x that is still in use
   first   `use` on side reads x
   second  `fill` on main writes y
   missing: main must wait, before `fill`, for an event that side records after `use`,
-           or x needs record_stream(side) before it is given back
+           or x needs record_stream(side) before it is freed
 1 race, no lost promises, no redundant events
 """,
         )
@@ -310,7 +310,7 @@ reuse: y may get memory of x that is still in use
   first   `use` on side reads x
   second  `fill` on main writes y
   missing: main must wait, before `fill`, for an event that side records after `use`,
-           or x needs record_stream(side) before it is given back
+           or x needs record_stream(side) before it is freed
 1 race, no lost promises, no redundant events
 """,
         )
@@ -329,7 +329,7 @@ reuse: y may get memory of x that is still in use
   first   `use` on side reads x
   second  `fill` on main writes y
   missing: main must wait, before `fill`, for an event that side records after `use`,
-           or x needs record_stream(side) before it is given back
+           or x needs record_stream(side) before it is freed
 1 race, no lost promises, no redundant events
 """,
         )
@@ -341,9 +341,9 @@ reuse: y may get memory of x that is still in use
         self.assertExpectedInline(
             self.report(),
             """\
-use-after-free: x is used after it was given back
+use-after-free: x is used after it was freed
   use     `use` on main reads x
-  missing: x must be given back after the launch of `use`
+  missing: x must be freed after the launch of `use`
 1 race, no lost promises, no redundant events
 """,
         )
@@ -445,7 +445,7 @@ reuse: w may get memory of x that is still in use
   first   `use` on side writes x
   second  `fill w` on main writes w
   missing: main must wait, before `fill w`, for an event that side records after `use`,
-           or x needs record_stream(side) before it is given back
+           or x needs record_stream(side) before it is freed
 redundant: wait of side for fork: what it orders is ordered without it
 1 race, no lost promises, 1 redundant event
 """,

@@ -130,7 +130,7 @@ class TestClock(TestCase):
         p.run("mm", "main", 1.0)
         self.assertEqual([lane.name for lane in p.timeline().lanes], ["main", "stream 1, to the host"])
 
-    def test_memory_is_taken_by_the_first_kernel_and_given_back_behind_the_last(self) -> None:
+    def test_memory_is_taken_by_the_first_kernel_and_freed_behind_the_last(self) -> None:
         # a is of the stream main, which is after its last reader on side only when it has waited for it.
         self.assertEqual(fork_and_join().timeline().memory, ((0, 4096), (10, 12288), (34, 0)))
 

@@ -44,7 +44,7 @@ from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
 from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
@@ -378,7 +378,7 @@ class TestSlabs(TestCase):
             y.backward()
             self.assertEqual(offload_runtime.live()["in_use"], 0)
 
-    def test_forward_whose_backward_never_runs_gives_its_slab_back(self) -> None:
+    def test_forward_whose_backward_never_runs_frees_its_slab(self) -> None:
         x = torch.ones(3, requires_grad=True)
         with host_slabs():
             y = _Keep.apply(x)
@@ -1038,7 +1038,7 @@ class TestGraphs(TestCase):
         copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)
         for nodes, launches, expected in (((copy,), 0, True), ((copy,), 3, False), ((), 0, False)):
             relaunch = mock.Mock(totals=(launches, 0))
-            relaunch.template = Template(1, nodes, tuple(Word(n.index, 0, 0, 0, 0) for n in nodes))
+            relaunch.template = Template(1, nodes, tuple(PointerSlot(n.index, 0, 0, 0, 0) for n in nodes))
             self.assertEqual(runner.has_copies_never_launched(relaunch), expected)
 
     def test_region_that_joins_its_copies_at_the_exit_can_be_captured(self) -> None:

@@ -167,7 +167,7 @@ class TestPlans(TestCase):
         (plan,) = compile_only(fn, torch.ones(64, 64, device="cuda")).plans
         return [wait for event in plan.events for wait in event.waits if wait[0] == len(plan.ops)]
 
-    def test_side_memory_that_dies_is_given_back_as_in_eager(self) -> None:
+    def test_side_memory_that_dies_is_freed_as_in_eager(self) -> None:
         self.assertEqual(self.exit_waits(update=False), [])
 
     def test_side_memory_that_eager_never_allocates_is_settled(self) -> None:

@@ -354,7 +354,7 @@ class TestBoundary(TestCase):
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
 
-    def test_memory_of_a_saved_tensor_is_given_back_in_its_stream_s_order(self) -> None:
+    def test_memory_of_a_saved_tensor_is_freed_in_its_stream_s_order(self) -> None:
         """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""
         ops = [
             Op("read", 0, frozenset({"saved"}), frozenset({"a"}), after=frozenset(), before=frozenset()),
@@ -390,7 +390,7 @@ class TestBoundary(TestCase):
             text, r"if not torch\.cuda\.is_current_stream_capturing\(\): buf\d\.record_stream\(stream0\)\n"
         )
 
-    def test_activations_of_a_branch_are_given_back_as_the_branch_goes_on(self) -> None:
+    def test_activations_of_a_branch_are_freed_as_the_branch_goes_on(self) -> None:
         """They are its stream's memory, which the forward's code knows. As memory that may be the caller's stream's
         they would stay to the exit, where that stream is ordered after the branch.
         """
@@ -471,7 +471,7 @@ class TestOverlap(TestCase):
 
 
 class TestReturnedMemory(TestCase):
-    def test_side_stream_s_memory_is_read_by_nobody_when_a_backward_has_given_it_back(self) -> None:
+    def test_side_stream_s_memory_is_read_by_nobody_when_a_backward_has_freed_it(self) -> None:
         """The caller may allocate on the side stream at once, and waits for nothing."""
         for sleeps in (False, True):
             (plan,) = region(compile_step("train_saved_chain", sleeps=sleeps), "backward").plans

@@ -32,5 +32,5 @@ def memory(which, *, regions=((0, 4 * KIB), (1, 8 * KIB), (2, 64 * KIB)), gap=No
     return tuple(segments)
 
 
-def words(found):
-    return [(w.node, w.parameter, w.offset, w.region, w.delta) for w in found.words]
+def slots(found):
+    return [(s.node, s.parameter, s.offset, s.region, s.delta) for s in found.slots]

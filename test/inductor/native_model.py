@@ -168,8 +168,8 @@ class Module:
         self.alloc_address = ctypes.cast(self.alloc, Handle).value
         self.free_address = ctypes.cast(self.free, Handle).value
 
-    def Blocks(self, exec_handle: int, nodes: tuple[Any, ...], words: tuple[Any, ...], regions: int) -> PythonBlocks:
-        return PythonBlocks(self.driver, exec_handle, nodes, words, regions)
+    def Blocks(self, exec_handle: int, nodes: tuple[Any, ...], slots: tuple[Any, ...], regions: int) -> PythonBlocks:
+        return PythonBlocks(self.driver, exec_handle, nodes, slots, regions)
 
     def context(self) -> int:
         return self.driver.context()
@@ -398,7 +398,7 @@ class Module:
 
 class PythonBlocks:
     def __init__(
-        self, driver: Driver, exec_handle: int, nodes: tuple[Any, ...], words: tuple[Any, ...], regions: int
+        self, driver: Driver, exec_handle: int, nodes: tuple[Any, ...], slots: tuple[Any, ...], regions: int
     ) -> None:
         self.driver = driver
         self.exec_handle = exec_handle
@@ -408,11 +408,11 @@ class PythonBlocks:
         self._regions = regions
         self._base: list[int | None] = [None] * regions
         self._nodes = [_Node(*node) for node in nodes]
-        self._words: list[list[tuple[int, int, int]]] = [[] for _ in range(regions)]
-        for node, offset, region, delta in words:
+        self._slots: list[list[tuple[int, int, int]]] = [[] for _ in range(regions)]
+        for node, offset, region, delta in slots:
             if not (0 <= node < len(nodes) and 0 <= region < regions and 0 <= offset <= self._nodes[node].size - 8):
-                raise ValueError("a word lies outside of its node or region, or is out of order")
-            self._words[region].append((node, offset, delta))
+                raise ValueError("a pointer slot lies outside of its node or region, or is out of order")
+            self._slots[region].append((node, offset, delta))
 
     @property
     def nodes(self) -> int:
@@ -451,7 +451,7 @@ class PythonBlocks:
                 if not 0 <= address < 1 << 64:
                     raise OverflowError(f"{address} is no address")
         for region, base in enumerate(fresh):
-            if self._words[region] and base is None:
+            if self._slots[region] and base is None:
                 raise ValueError(f"region {region} has no base yet")
         return fresh
 
@@ -460,7 +460,7 @@ class PythonBlocks:
         for region, base in enumerate(fresh):
             if base is None or (base == self._base[region] and not self.stale):
                 continue
-            for node, offset, delta in self._words[region]:
+            for node, offset, delta in self._slots[region]:
                 block = self._nodes[node]
                 struct.pack_into("<Q", block.memory, block.skip + offset, (base + delta) % (1 << 64))
                 dirty[node] = None

@@ -226,10 +226,10 @@ class Launcher:
         moved = {r for r, b in zip(regions, bases) if self.bases.get(r) != b}
         self.bases.update(zip(regions, bases))
         dirty = set()
-        for word in self.template.words:
-            if word.region in moved:
-                self.operations[word.node][4][word.parameter] = self.bases[word.region] + word.delta
-                dirty.add(word.node)
+        for slot in self.template.slots:
+            if slot.region in moved:
+                self.operations[slot.node][4][slot.parameter] = self.bases[slot.region] + slot.delta
+                dirty.add(slot.node)
         return len(dirty)
 
     def addresses_of(self, operation: Any) -> list[int]:
@@ -265,7 +265,7 @@ class NativeLauncher(Launcher):
         me = weakref.ref(self)
         self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        self.exec = module.Exec(handle, nodes, template.words, template.regions)
+        self.exec = module.Exec(handle, nodes, template.slots, template.regions)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -422,5 +422,5 @@ def renumbered(template: Any, nodes: Any) -> Any:
     return dataclasses.replace(
         template,
         nodes=tuple(sorted((dataclasses.replace(n, index=at[n.index]) for n in template.nodes), key=lambda n: n.index)),
-        words=tuple(w._replace(node=at[w.node]) for w in template.words),
+        slots=tuple(s._replace(node=at[s.node]) for s in template.slots),
     )

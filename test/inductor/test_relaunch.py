@@ -1067,13 +1067,13 @@ class TestStreamAndRawMemory(Native):
         x, w = torch.randn(4, 4), torch.randn(4, 4)
         self.assertEqual(run([x, w])[0], x * w + x)
 
-    def test_scratch_is_given_back_after_each_launch(self):
+    def test_scratch_is_freed_after_each_launch(self):
         run = self.warm()
         self.check(run)
         self.assertEqual(len(self.raw), self.counted("relaunches"))
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
-    def test_scratch_is_given_back_when_there_is_no_memory_for_outputs(self):
+    def test_scratch_is_freed_when_there_is_no_memory_for_outputs(self):
         full = False
         empty = self.device.empty
 
@@ -1091,7 +1091,7 @@ class TestStreamAndRawMemory(Native):
         self.check(run)
         self.assertEqual(self.freed, [t.data_ptr() for t in self.raw])
 
-    def test_scratch_is_given_back_after_an_error(self):
+    def test_scratch_is_freed_after_an_error(self):
         run = self.warm()
         for name in ("cuGraphLaunch", "cuGraphExecKernelNodeSetParams"):
             relaunch_driver.driver().fail(name, 2)

@@ -24,7 +24,7 @@ from torch_overlay._inductor.relaunch.graph.concurrency import (
     Use,
     uses_of,
 )
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, KernelNode, Segment, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, KernelNode, PointerSlot, Segment, Template
 from torch_overlay._inductor.relaunch.proof.signatures import parameters_of, signatures_of
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -63,8 +63,8 @@ def kernel(index, *values, func=7, blocks=1):
     return KernelNode(index, 100 + index, f"k{index}", func, 0, 0, (blocks, 1, 1), (32, 1, 1), 0, tuple(parameters))
 
 
-def template(*nodes, words=()):
-    return Template(8, tuple(nodes), tuple(Word(*w) for w in words))
+def template(*nodes, slots=()):
+    return Template(8, tuple(nodes), tuple(PointerSlot(*s) for s in slots))
 
 
 class TestEdges(unittest.TestCase):
@@ -176,23 +176,23 @@ class TestUses(unittest.TestCase):
         made = template(
             kernel(0, pointer(AT[0]), pointer(AT[3]), struct.pack("<I", 5), blocks=9),
             kernel(1, pointer(AT[0]), func=8),
-            words=[(0, 0, 0, 0, 0), (0, 1, 0, 3, 0), (1, 0, 0, 0, 0)],
+            slots=[(0, 0, 0, 0, 0), (0, 1, 0, 3, 0), (1, 0, 0, 0, 0)],
         )
         self.assertEqual(self.uses(made, {7: "rws"}), [use({CALLER}, {3}, 9), None])
 
     def test_letters_that_do_not_fit_tell_nothing(self):
-        made = template(kernel(0, pointer(AT[3])), words=[(0, 0, 0, 3, 0)])
+        made = template(kernel(0, pointer(AT[3])), slots=[(0, 0, 0, 3, 0)])
         self.assertEqual(self.uses(made, {7: "rw"}), [None])
 
     def test_what_is_read_and_written_is_written(self):
-        made = template(kernel(0, pointer(AT[3]), pointer(AT[3])), words=[(0, 0, 0, 3, 0), (0, 1, 0, 3, 64)])
+        made = template(kernel(0, pointer(AT[3]), pointer(AT[3])), slots=[(0, 0, 0, 3, 0), (0, 1, 0, 3, 64)])
         self.assertEqual(self.uses(made, {7: "rw"}), [use((), {3})])
 
     def test_inputs_may_share_memory(self):
         made = template(
             kernel(0, pointer(AT[0]), pointer(AT[4])),
             kernel(1, pointer(AT[5]), pointer(AT[1])),
-            words=[(0, 0, 0, 0, 0), (0, 1, 0, 4, 0), (1, 0, 0, 5, 0), (1, 1, 0, 1, 0)],
+            slots=[(0, 0, 0, 0, 0), (0, 1, 0, 4, 0), (1, 0, 0, 5, 0), (1, 1, 0, 1, 0)],
         )
         reads, writes = self.uses(made, {7: "rw"})
         self.assertTrue(reads.conflicts(writes))
@@ -205,8 +205,8 @@ class TestUses(unittest.TestCase):
 
     def test_matrix_product(self):
         values = pointer(AT[0]) + pointer(AT[2]) + pointer(AT[3]) + struct.pack("<4I", 64, 1024, 0, 1)
-        words = [(0, 0, 8 * i, region, 0) for i, region in enumerate((0, 2, 3))]
-        made = template(kernel(0, values, func=1), words=words)
+        slots = [(0, 0, 8 * i, region, 0) for i, region in enumerate((0, 2, 3))]
+        made = template(kernel(0, values, func=1), slots=slots)
         product = Product(0, 1, ((AT[0], 1000), (AT[2], 1000)), ((AT[3], 1000),))
         self.assertEqual(self.uses(made, products=[product]), [use({CALLER, 2}, {3})])
         self.assertEqual(self.uses(made), [None])
@@ -214,15 +214,15 @@ class TestUses(unittest.TestCase):
         self.assertEqual(self.uses(made, products=[into_its_operand]), [use({CALLER, 3}, {2})])
 
     def test_operand_that_is_the_result_too(self):
-        made = template(kernel(0, pointer(AT[2]) + pointer(AT[0]), func=1), words=[(0, 0, 0, 2, 0), (0, 0, 8, 0, 0)])
+        made = template(kernel(0, pointer(AT[2]) + pointer(AT[0]), func=1), slots=[(0, 0, 0, 2, 0), (0, 0, 8, 0, 0)])
         product = Product(0, 1, ((AT[2], 8),), ((AT[0], 8),))
         self.assertEqual(self.uses(made, products=[product]), [use({2}, {CALLER})])
         self.assertEqual(self.uses(made, products=[Product(0, 1, ((AT[2], 8),), ())]), [use({2}, {CALLER})])
 
     def test_operand_and_result_in_one_region(self):
         """What operators returned lies in one region, where the program puts other results later."""
-        words = [(0, 0, 0, 2, 0), (0, 0, 8, 2, 4096)]
-        made = template(kernel(0, pointer(AT[2]) + pointer(AT[2] + 4096), func=1), words=words)
+        slots = [(0, 0, 0, 2, 0), (0, 0, 8, 2, 4096)]
+        made = template(kernel(0, pointer(AT[2]) + pointer(AT[2] + 4096), func=1), slots=slots)
         operand, result = (AT[2], 512), (AT[2] + 4096, 512)
         product = Product(0, 1, (operand,), (result,))
         self.assertEqual(self.uses(made, products=[product]), [use((), {2})])
@@ -234,7 +234,7 @@ class TestUses(unittest.TestCase):
         made = template(
             kernel(0, pointer(AT[2] + 600)),
             kernel(1, pointer(AT[2] + 1500)),
-            words=[(0, 0, 0, 2, 600), (1, 0, 0, 2, 1500)],
+            slots=[(0, 0, 0, 2, 600), (1, 0, 0, 2, 1500)],
         )
         results = [(AT[2] + 500, 1000), (AT[2], 600), (AT[2] + 1500, 8), (DEVICE, 8)]
         self.assertEqual(
@@ -245,29 +245,29 @@ class TestUses(unittest.TestCase):
         """A library's, or Triton's: it may be where something was returned at another time, and be larger."""
         places = {2, (2, AT[2]), (2, AT[2] + 4096)}
         results = [(AT[2], 512), (AT[2] + 4096, 512)]
-        made = template(kernel(0, pointer(AT[2] + 4096)), words=[(0, 0, 0, 2, 4096)])
+        made = template(kernel(0, pointer(AT[2] + 4096)), slots=[(0, 0, 0, 2, 4096)])
         self.assertEqual(self.uses(made, {7: "h"}, results=results), [use((), places)])
         self.assertEqual(self.uses(made, products=[Product(0, 1, (), ())], results=results), [use((), places)])
-        elsewhere = template(kernel(0, pointer(AT[2] + 8192)), words=[(0, 0, 0, 2, 8192)])
+        elsewhere = template(kernel(0, pointer(AT[2] + 8192)), slots=[(0, 0, 0, 2, 8192)])
         self.assertEqual(self.uses(elsewhere, {7: "r"}, results=results), [use(places, ())])
 
     def test_bytes_of_a_fill(self):
         results = [(AT[2], 512), (AT[2] + 4096, 512)]
         for at, extent, places in ((4000, 64, {2}), (4000, 97, {2, (2, AT[2] + 4096)}), (0, 8, {2, (2, AT[2])})):
-            made = template(kernel(0, pointer(AT[2] + at)), words=[(0, 0, 0, 2, at)])
+            made = template(kernel(0, pointer(AT[2] + at)), slots=[(0, 0, 0, 2, at)])
             self.assertEqual(self.uses(made, {7: "w"}, results=results, extents={0: extent}), [use((), places)])
-        made = template(kernel(0, pointer(AT[1])), words=[(0, 0, 0, 1, 0)])
+        made = template(kernel(0, pointer(AT[1])), slots=[(0, 0, 0, 1, 0)])
         self.assertEqual(self.uses(made, {7: "w"}, extents={0: 8}), [use((), {CALLER})])
 
     def test_numbers_of_the_generator(self):
-        """Words that stay with the graph are nobody's region."""
-        words = [(0, 0, 0, FIXED, 8), (0, 0, 8, 2, 0)]
-        made = template(kernel(0, pointer(DEVICE) + pointer(AT[2]), func=1), words=words)
+        """Pointer slots that stay with the graph are nobody's region."""
+        slots = [(0, 0, 0, FIXED, 8), (0, 0, 8, 2, 0)]
+        made = template(kernel(0, pointer(DEVICE) + pointer(AT[2]), func=1), slots=slots)
         self.assertEqual(self.uses(made, products=[Product(0, 1, ((AT[2], 8),), ())]), [use({2}, {CALLER})])
 
     def test_memory_of_the_library(self):
         """Two products that a library gives one buffer of its own aren't independent."""
-        made = template(kernel(0, pointer(AT[2]) + pointer(DEVICE), func=1), words=[(0, 0, 0, 2, 0)])
+        made = template(kernel(0, pointer(AT[2]) + pointer(DEVICE), func=1), slots=[(0, 0, 0, 2, 0)])
         product = Product(0, 1, ((AT[2], 8),), ())
         self.assertEqual(self.uses(made, products=[product], device={DEVICE}), [use({2}, {OUTSIDE})])
         self.assertEqual(self.uses(made, products=[product]), [use({2}, ())])
@@ -286,11 +286,11 @@ class TestUses(unittest.TestCase):
 
     def test_a_chain_is_relaxed(self):
         nodes = [kernel(0, pointer(AT[0]), pointer(AT[3])), kernel(1, pointer(AT[0]), pointer(AT[4]))]
-        words = [(i, 0, 0, 0, 0) for i in range(2)] + [(0, 1, 0, 3, 0), (1, 1, 0, 4, 0)]
+        slots = [(i, 0, 0, 0, 0) for i in range(2)] + [(0, 1, 0, 3, 0), (1, 1, 0, 4, 0)]
         known = {"inputs": 2, "letters": {7: "rw"}, "products": [], "results": [], "segments": SEGMENTS}
         known |= {"is_device_memory": bool, "room": lambda node: ROOM, "extent": lambda node: None}
-        self.assertEqual(relaxed(template(*nodes, words=words), chain(2), **known), [])
-        self.assertIsNone(relaxed(template(*nodes, words=words), [], **known))
+        self.assertEqual(relaxed(template(*nodes, slots=slots), chain(2), **known), [])
+        self.assertIsNone(relaxed(template(*nodes, slots=slots), [], **known))
 
 
 class TestParameters(unittest.TestCase):

@@ -17,7 +17,7 @@ import form  # noqa: F401
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -52,8 +52,8 @@ def sides(params: Any) -> tuple[int, ...]:
 def template() -> Template:
     """Region 0 is loaded, region 1 is stored; a memset of region 0 stands between them."""
     fill = FillNode(1, 0x51, ALIASED, 0, 4, 16, 1, 0)
-    words = (Word(0, 0, 0, 0, 64), Word(1, 0, 0, 0, 0), Word(2, 1, 0, 1, 0))
-    return Template(2, (linear(0, 0x50), fill, linear(2, 0x52, out=True)), words)
+    slots = (PointerSlot(0, 0, 0, 0, 64), PointerSlot(1, 0, 0, 0, 0), PointerSlot(2, 1, 0, 1, 0))
+    return Template(2, (linear(0, 0x50), fill, linear(2, 0x52, out=True)), slots)
 
 
 class TestSettle(TestCase):
@@ -74,7 +74,7 @@ class TestSettle(TestCase):
 
     def test_two_sides_on_the_device_do_not_overlap(self) -> None:
         node = CopyNode(0, 0x50, ALIASED, ALIASED + WIDTH, WIDTH, 1, 1, 0, 0, 0, 0)
-        api, memory = self.settle(Template(2, (node,), (Word(0, 0, 0, 0, 0), Word(0, 1, 0, 1, 0))), {})
+        api, memory = self.settle(Template(2, (node,), (PointerSlot(0, 0, 0, 0, 0), PointerSlot(0, 1, 0, 1, 0))), {})
         assert memory is not None
         _, dst, _, src = sides(api.params[0x50])
         self.assertEqual((dst, src), (memory.data_ptr(), memory.data_ptr() + WIDTH))
@@ -82,12 +82,12 @@ class TestSettle(TestCase):
     def test_rows_have_room(self) -> None:
         node = linear(0, 0x50, width=100, height=3, depth=2, dst_pitch=512, dst_height=4)
         self.assertEqual(memcpy_nodes.extent(node, memcpy_nodes.DESTINATION), 100 + 512 * 2 + 512 * 4)
-        _, memory = self.settle(Template(1, (node,), (Word(0, 0, 0, 0, 0),)), {})
+        _, memory = self.settle(Template(1, (node,), (PointerSlot(0, 0, 0, 0, 0),)), {})
         assert memory is not None
         self.assertGreaterEqual(memory.nbytes // 2, memcpy_nodes.extent(node, memcpy_nodes.DESTINATION))
 
     def test_graph_without_such_copies_is_left_alone(self) -> None:
-        fixed = Template(1, (linear(0, 0x50),), (Word(0, 0, 0, -1, 0),))
+        fixed = Template(1, (linear(0, 0x50),), (PointerSlot(0, 0, 0, -1, 0),))
         for given in (Template(1, (), ()), fixed):
             api, memory = self.settle(given, {})
             self.assertEqual((api.params, memory), ({}, None))
@@ -112,16 +112,16 @@ class Exec:
     refuses: set[int] = set()
     error = "CUDA driver error in cuGraphExecMemcpyNodeSetParams: invalid argument (1), at node 0 (memcpy)"
 
-    def __init__(self, executable: int, nodes: Any, words: Any, regions: int) -> None:
-        self.executable, self.nodes, self.words = executable, nodes, words
+    def __init__(self, executable: int, nodes: Any, slots: Any, regions: int) -> None:
+        self.executable, self.nodes, self.slots = executable, nodes, slots
         self.bases: dict[int, int] = {}
 
     def patch(self, bases: Any, regions: Any = None) -> int:
         self.bases.update(zip(range(len(bases)) if regions is None else regions, bases))
-        has_copies = any(isinstance(self.nodes[w.node], CopyNode) for w in self.words)
+        has_copies = any(isinstance(self.nodes[s.node], CopyNode) for s in self.slots)
         if has_copies and self.executable in self.refuses:
             raise RuntimeError(self.error)
-        return len({w.node for w in self.words})
+        return len({s.node for s in self.slots})
 
 
 class TestPatcher(TestCase):
@@ -151,7 +151,7 @@ class TestPatcher(TestCase):
             self.assertEqual(self.calls, ["synchronize", "upload"])
             # What is no copy is patched in the new executable, at the bases of this call.
             self.assertEqual((patcher.exec.executable, patcher.exec.bases), (101, {0: 0x1000, 1: 0x2000}))
-            self.assertEqual([w.node for w in patcher.exec.words], [1])
+            self.assertEqual([s.node for s in patcher.exec.slots], [1])
             # Nothing moved: no other executable. One region moved: a new one, with the other where it was.
             patcher.patch([0x1000, 0x2000], [0, 1])
             self.assertEqual(patcher.rebuilds, 1)
@@ -179,9 +179,9 @@ class TestPatcher(TestCase):
 
     def test_rows_are_never_patched(self) -> None:
         rows = linear(0, 0x50, width=100, height=3, dst_pitch=512)
-        patcher = self.make(Template(1, (rows,), (Word(0, 0, 0, 0, 0),)))
+        patcher = self.make(Template(1, (rows,), (PointerSlot(0, 0, 0, 0, 0),)))
         self.assertEqual(patcher.patch([0x1000]), 1)
-        self.assertEqual((patcher.rebuilds, patcher.exec.words), (1, ()))
+        self.assertEqual((patcher.rebuilds, patcher.exec.slots), (1, ()))
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
         patcher = self.make()

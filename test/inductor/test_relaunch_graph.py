@@ -13,7 +13,7 @@ import unittest
 import unittest.mock
 from types import SimpleNamespace
 
-from captured_words import LOW, memory, SPAN, u32, u64, words
+from captured_words import LOW, memory, slots, SPAN, u32, u64
 from fake_graph_api import FakeApi
 from hypothesis import given, HealthCheck, settings, strategies as st
 from relaunch_graph_driver import DriverInC
@@ -381,7 +381,7 @@ class TestTidy(GraphTest):
             self.api.memcpy(segments[1].address, segments[0].address, 64, after=[fill])
             self.tidy()
             captured.append(graphs.read(0x77, segments, LOW[which], LOW[which] + SPAN, driver=self.driver))
-        self.assertEqual(words(prove(*captured)), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 0, 0)])
+        self.assertEqual(slots(prove(*captured)), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 0, 0)])
 
     @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.differing_executors])
     @given(DAGS)
@@ -775,7 +775,7 @@ class TestOnGpu(unittest.TestCase):
             keep.append((tensors, graph, space))
         found = prove(*captured, foreign=graphs.freed_memory(torch.cuda.memory_snapshot))
         print(found.table({0: "x", 1: "y", 2: "scratch"}))
-        self.assertLessEqual({0, 1}, {w.region for w in found.words})
+        self.assertLessEqual({0, 1}, {s.region for s in found.slots})
 
     def test_reading_in_c_is_the_same(self):
         torch = self.torch

@@ -29,14 +29,14 @@ MIB = 1 << 20
 
 
 def programs():
-    """(nodes, edges, lives, words) of programs that allocate, launch, and free, on one stream or on several."""
+    """(nodes, edges, lives, slots) of programs that allocate, launch, and free, on one stream or on several."""
     return st.integers(0, 2**32).map(a_program)
 
 
 def a_program(seed):
     rng = random.Random(seed)
     streams, count = rng.choice([1, 1, 2, 3]), rng.randrange(1, 24)
-    last, edges, words, touched = [None] * streams, [], [], []
+    last, edges, slots, touched = [None] * streams, [], [], []
     made, freed, sizes, alive = [], [], [], []
     now = 0
     for node in range(count):
@@ -51,14 +51,14 @@ def a_program(seed):
         edges += [(s, node) for s in sources if s is not None]
         last[stream] = node
         used = rng.sample(alive, min(len(alive), rng.randrange(4)))
-        words += [(node, a) for a in used]
+        slots += [(node, a) for a in used]
         touched.append(used)
         for a in list(alive):
             if rng.random() < 0.3 and all(a not in touched[n] or orders(edges, n, node) for n in range(node)):
                 alive.remove(a)
                 freed[a] = now
     lives = [Life(*each) for each in zip(sizes, made, freed)]
-    return count, edges, lives, words
+    return count, edges, lives, slots
 
 
 def orders(edges, u, v):
@@ -78,19 +78,19 @@ def chain(*allocations):
     length = 1 + max(last for _, _, last in allocations)
     starts = [first for _, first, _ in allocations]
     lives = [Life(s, sum(x < f for x in starts), sum(x <= last for x in starts)) for s, f, last in allocations]
-    words = [(n, a) for a, (_, f, last) in enumerate(allocations) for n in {f, last}]
-    return Order(length, [(n, n + 1) for n in range(length - 1)], lives, words)
+    slots = [(n, a) for a, (_, f, last) in enumerate(allocations) for n in {f, last}]
+    return Order(length, [(n, n + 1) for n in range(length - 1)], lives, slots)
 
 
 class TestPacking(unittest.TestCase):
     @settings(deadline=None, max_examples=200)
     @given(programs(), st.sampled_from((1, 4096, 1 << 20)), st.sampled_from((0, 2048, 1 << 20)))
     def test_what_overlaps_comes_one_after_the_other(self, program, slab, little):
-        count, edges, lives, words = program
-        order = Order(count, edges, lives, words)
+        count, edges, lives, slots = program
+        order = Order(count, edges, lives, slots)
         with mock.patch.object(packing, "SLAB", slab), mock.patch.object(packing, "LITTLE_SLAB", little):
             places, slabs = order.pack(range(len(lives)))
-        holders = [{n for n, a in words if a == b} for b in range(len(lives))]
+        holders = [{n for n, a in slots if a == b} for b in range(len(lives))]
         self.assertEqual(places.keys(), {a for a in range(len(lives)) if holders[a] and lives[a].size})
         for a, b in combinations(places, 2):
             (slab_a, at_a), (slab_b, at_b) = places[a], places[b]
@@ -142,10 +142,10 @@ class TestPacking(unittest.TestCase):
 
     def test_parallel_branches_share_nothing(self):
         lives = [Life(512, 0, 1), Life(512, 1, 2)]
-        words = [(1, 0), (2, 1)]
-        fork = Order(4, [(0, 1), (0, 2), (1, 3), (2, 3)], lives, words)
+        slots = [(1, 0), (2, 1)]
+        fork = Order(4, [(0, 1), (0, 2), (1, 3), (2, 3)], lives, slots)
         self.assertEqual(fork.pack([0, 1])[1], [1024])
-        line = Order(4, [(0, 1), (1, 2), (2, 3)], lives, words)
+        line = Order(4, [(0, 1), (1, 2), (2, 3)], lives, slots)
         self.assertEqual(line.pack([0, 1])[1], [512])
 
     def test_edges_alone_are_not_enough(self):

@@ -27,7 +27,7 @@ from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
 from torch_overlay._inductor.relaunch.launch import native, native_call
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal, Segment, Word
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
 
 
 MiB = 1 << 20
@@ -181,7 +181,7 @@ class RangeTests(DriverCase):
         self.assertEqual(len(set(seen)), 5)
         self.module.release(made)
 
-    def test_sealing_gives_the_rest_back(self):
+    def test_sealing_frees_the_rest(self):
         first, a = self.fill(100)
         self.module.seal(first)
         second, b = self.fill(100)
@@ -391,7 +391,7 @@ class RangeTests(DriverCase):
         with self.assertRaisesRegex(RuntimeError, "this address space is closed"):
             space.allocate(1)
 
-    def test_forgotten_address_space_gives_its_memory_back(self):
+    def test_forgotten_address_space_frees_its_memory(self):
         space = AddressSpace(0, module=self.module)
         with space:
             (address,) = self.allocate(100)
@@ -457,14 +457,14 @@ class Moved:
 
 
 class ExecTests(DriverCase):
-    def make(self, nodes, words, regions):
-        return self.module.Exec(0xE0, nodes, words, regions)
+    def make(self, nodes, slots, regions):
+        return self.module.Exec(0xE0, nodes, slots, regions)
 
     def pair(self):
         """Two nodes: the first reads region 0 and writes region 1, the second reads region 1."""
         nodes = [kernel(0, word(1), word(2), b"\x05\0\0\0"), kernel(1, word(3))]
-        words = [Word(0, 0, 0, 0, 0x10), Word(0, 1, 0, 1, 0), Word(1, 0, 0, 1, 0x20)]
-        return self.make(nodes, words, 2)
+        slots = [PointerSlot(0, 0, 0, 0, 0x10), PointerSlot(0, 1, 0, 1, 0), PointerSlot(1, 0, 0, 1, 0x20)]
+        return self.make(nodes, slots, 2)
 
     def set(self):
         """{node handle: values of its parameters} of the kernel nodes set since the last look."""
@@ -508,7 +508,7 @@ class ExecTests(DriverCase):
 
     def test_words_are_found_at_any_offset(self):
         blob = bytes(range(1, 65))
-        exec = self.make([kernel(0, b"\xff" * 4, blob)], [Word(0, 1, 12, 0, 1), Word(0, 1, 56, 0, 2)], 1)
+        exec = self.make([kernel(0, b"\xff" * 4, blob)], [PointerSlot(0, 1, 12, 0, 1), PointerSlot(0, 1, 56, 0, 2)], 1)
         exec.patch([0x1122334455667788])
         expected = bytearray(blob)
         struct.pack_into("<Q", expected, 12, 0x1122334455667789)
@@ -519,20 +519,20 @@ class ExecTests(DriverCase):
         """A CUtensorMap stands at a multiple of 64 in the packed block, and in ours."""
         node = kernel(0, word(1), bytes(128))
         node = KernelNode(**{**vars(node), "parameters": ((0, word(1)), (64, bytes(128)))})
-        self.make([node], [Word(0, 1, 0, 0, 0)], 1).patch([0x7000])
+        self.make([node], [PointerSlot(0, 1, 0, 0, 0)], 1).patch([0x7000])
         (line,) = driver.calls("kernel")
         block, arguments = int(line[-2], 16), int(line[-1], 16)
         self.assertEqual(block % 64, 0)
         self.assertTrue(arguments)
 
-    def test_first_call_needs_every_base_that_has_words(self):
+    def test_first_call_needs_every_base_that_has_pointer_slots(self):
         exec = self.pair()
         with self.assertRaisesRegex(ValueError, "region 1 has no base yet"):
             exec.patch([0x7000, None])
         with self.assertRaisesRegex(ValueError, "region 0 has no base yet"):
             exec.patch([0x9000], [1])
         self.assertEqual(driver.calls(), [])
-        self.assertEqual(self.make([kernel(0, word(1))], [Word(0, 0, 0, 2, 0)], 3).patch([None, None, 0x10]), 1)
+        self.assertEqual(self.make([kernel(0, word(1))], [PointerSlot(0, 0, 0, 2, 0)], 3).patch([None, None, 0x10]), 1)
 
     def test_after_an_error_every_node_is_set(self):
         exec = self.pair()
@@ -552,7 +552,7 @@ class ExecTests(DriverCase):
         self.assertEqual(exec.patch([0x7000, 0x9000]), 0)
 
     def test_bases_of_a_failed_call_are_remembered(self):
-        """A later call may leave out what this one gave: the words of all regions are written again."""
+        """A later call may leave out what this one gave: the pointer slots of all regions are written again."""
         exec = self.pair()
         driver.fail("cuGraphExecKernelNodeSetParams", INVALID)
         with self.assertRaisesRegex(RuntimeError, r"at node 0 \(kernel_0\)"):
@@ -607,7 +607,9 @@ class ExecTests(DriverCase):
     def test_fill_and_copy_nodes(self):
         fill = FillNode(0, 0x51, 0, 9, 4, 100, 1, 0)
         copy = CopyNode(1, 0x52, 0, 0, 64, 1, 1, 64, 1, 64, 1)
-        exec = self.make([fill, copy], [Word(0, 0, 0, 0, 8), Word(1, 0, 0, 1, 0), Word(1, 1, 0, 0, 16)], 2)
+        exec = self.make(
+            [fill, copy], [PointerSlot(0, 0, 0, 0, 8), PointerSlot(1, 0, 0, 1, 0), PointerSlot(1, 1, 0, 0, 16)], 2
+        )
         self.assertEqual(exec.patch([0x7000, 0x9000]), 2)
         ((_, handle, params, context),) = driver.calls("fill")
         self.assertEqual((handle, context), ("0x51", "0xc0ffee"))
@@ -628,17 +630,17 @@ class ExecTests(DriverCase):
             exec.patch([0x7000, 0x9000])
 
     def test_nodes_without_words_have_no_block(self):
-        exec = self.make([kernel(0, word(1)), kernel(5, word(1))], [Word(5, 0, 0, 0, 0)], 1)
+        exec = self.make([kernel(0, word(1)), kernel(5, word(1))], [PointerSlot(5, 0, 0, 0, 0)], 1)
         self.assertEqual(exec.nodes, 1)
         exec.patch([0x10])
         self.assertEqual(set(self.set()), {0x1005})
 
     def test_word_outside_of_its_parameter(self):
-        for bad in (Word(0, 0, 1, 0, 0), Word(0, 0, -8, 0, 0)):
-            with self.assertRaisesRegex(ValueError, r"node 0 \(kernel_0\), parameter 0: no word at "):
+        for bad in (PointerSlot(0, 0, 1, 0, 0), PointerSlot(0, 0, -8, 0, 0)):
+            with self.assertRaisesRegex(ValueError, r"node 0 \(kernel_0\), parameter 0: no pointer slot at "):
                 self.make([kernel(0, word(1))], [bad], 1)
-        with self.assertRaisesRegex(ValueError, "a word lies outside of its node or region"):
-            self.make([kernel(0, word(1))], [Word(0, 0, 0, 1, 0)], 1)
+        with self.assertRaisesRegex(ValueError, "a pointer slot lies outside of its node or region"):
+            self.make([kernel(0, word(1))], [PointerSlot(0, 0, 0, 1, 0)], 1)
 
     def test_thread_without_a_context_gets_the_executables(self):
         """The driver reads through the thread's context unasked, and dies where there is none."""
@@ -688,12 +690,14 @@ class ExecTests(DriverCase):
                 exec.patch([values[0], "x"])
         self.assertEqual(counts(), before)
 
-    def test_memory_is_given_back(self):
+    def test_memory_is_freed(self):
         driver.library.stub_quiet()
         pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
         big, sizes = bytes(1 << 20), []
         for _ in range(60):
-            exec = self.make([kernel(i, word(0), big) for i in range(4)], [Word(i, 0, 0, 0, 0) for i in range(4)], 1)
+            exec = self.make(
+                [kernel(i, word(0), big) for i in range(4)], [PointerSlot(i, 0, 0, 0, 0) for i in range(4)], 1
+            )
             exec.patch([5])
             del exec
             sizes.append(pages())
@@ -715,7 +719,7 @@ class ExecTests(DriverCase):
     @hypothesis.given(st.data())
     def test_executable_holds_what_the_bases_say(self, data):
         """Random templates, moves, partial calls and driver errors: after a call that succeeds, each node that was ever
-        set holds base + delta in its words and its own bytes elsewhere."""
+        set holds base + delta in its pointer slots and its own bytes elsewhere."""
         driver.library.stub_reset()
         draw = data.draw
         regions = draw(st.integers(1, 4))
@@ -729,16 +733,18 @@ class ExecTests(DriverCase):
             )
             for i in range(draw(st.integers(1, 5)))
         ]
-        words, taken = [], set()
+        slots, taken = [], set()
         for node in nodes:
             for p, (_, value) in enumerate(node.parameters):
                 for offset in range(0, len(value) - 7, 8):
                     if draw(st.booleans()):
-                        words.append(
-                            Word(node.index, p, offset, draw(st.integers(0, regions - 1)), draw(st.integers(0, 99)))
+                        slots.append(
+                            PointerSlot(
+                                node.index, p, offset, draw(st.integers(0, regions - 1)), draw(st.integers(0, 99))
+                            )
                         )
                         taken.add(node.index)
-        exec = self.make(nodes, words, regions)
+        exec = self.make(nodes, slots, regions)
         held: dict[int, list[str]] = {}
         bases = [draw(st.integers(0, 1 << 48)) for _ in range(regions)]
         call = list(bases)
@@ -761,9 +767,9 @@ class ExecTests(DriverCase):
                 self.assertEqual(set(held), taken)
                 for index in taken:
                     expected = [bytearray(value) for _, value in nodes[index].parameters]
-                    for w in words:
-                        if w.node == index:
-                            struct.pack_into("<Q", expected[w.parameter], w.offset, bases[w.region] + w.delta)
+                    for s in slots:
+                        if s.node == index:
+                            struct.pack_into("<Q", expected[s.parameter], s.offset, bases[s.region] + s.delta)
                     self.assertEqual(held[index], [value.hex() for value in expected])
             moved = [draw(st.booleans()) for _ in range(regions)]
             bases = [draw(st.integers(0, 1 << 48)) if m else b for m, b in zip(moved, bases)]
@@ -817,13 +823,13 @@ class TestArguments(TestCase):
             self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
 
-    def test_nodes_and_words(self):
+    def test_nodes_and_pointer_slots(self):
         make = modules["native"].Blocks
         make(0, (self.NODE,), ((0, 0, 0, 0),), 1)
         self.check(TypeError, "node 1 must be a tuple, not list", make, 0, (self.NODE, list(self.NODE)), (), 1)
         self.check(TypeError, r"a node is \(kind, handle, context, label", make, 0, (self.NODE[:3],), (), 1)
-        self.check(TypeError, "word 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
-        self.check(TypeError, r"a word is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
+        self.check(TypeError, "pointer slot 0 must be a tuple, not int", make, 0, (self.NODE,), (0,), 1)
+        self.check(TypeError, r"a pointer slot is \(node, offset, region, delta", make, 0, (self.NODE,), ((0, 0),), 1)
 
     def test_block_that_is_smaller_than_the_drivers_struct(self):
         for kind, size in ((0, 72), (1, 40), (2, 200)):
@@ -945,7 +951,7 @@ class TestOnAGpu(TestCase):
         (a, graph, first, scratch), (b, second_graph, second, _) = capture(module, 1), capture(module, 3)
         proven = template.prove(first, second)
         graph.instantiate()
-        exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.words, proven.regions)
+        exec = module.Exec(graph.raw_cuda_graph_exec(), proven.nodes, proven.slots, proven.regions)
         del second_graph
         a.close()
         b.close()

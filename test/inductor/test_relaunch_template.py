@@ -10,7 +10,7 @@ import struct
 import unittest
 
 import expecttest
-from captured_words import GRANULE, KIB, LOW, memory, SPAN, u32, u64, words
+from captured_words import GRANULE, KIB, LOW, memory, slots, SPAN, u32, u64
 from hypothesis import given, settings, strategies as st
 
 import form  # noqa: F401
@@ -21,9 +21,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     FillNode,
     FIXED,
     KernelNode,
+    PointerSlot,
     Refusal,
     Segment,
-    Word,
 )
 from torch_overlay._inductor.relaunch.proof.prove import prove, REACH
 
@@ -68,12 +68,12 @@ class ProofTest(expecttest.TestCase):
 
 
 class TestPointers(ProofTest):
-    def test_pointers_become_words_and_scalars_do_not(self):
+    def test_pointers_become_pointer_slots_and_scalars_do_not(self):
         captures = Captures(
             lambda at: [kernel(0, u64(at(0)), u64(at(1, 512)), u32(1000), u64(7)), kernel(1, u64(at(2, 4096)))]
         )
         found = captures.prove()
-        self.assertEqual(words(found), [(0, 0, 0, 0, 0), (0, 1, 0, 1, 512), (1, 0, 0, 2, 4096)])
+        self.assertEqual(slots(found), [(0, 0, 0, 0, 0), (0, 1, 0, 1, 512), (1, 0, 0, 2, 4096)])
         self.assertEqual(found.regions, 3)
         self.assertEqual(len(found.nodes), 2)
 
@@ -87,7 +87,7 @@ class TestPointers(ProofTest):
             return u32(1) + u64(at(0, 8)) + u32(2, 3) + u64(at(1), at(2, 4)) + u32(9)
 
         found = Captures(lambda at: [kernel(0, u32(5), blob(at))]).prove()
-        self.assertEqual(words(found), [(0, 1, 4, 0, 8), (0, 1, 20, 1, 0), (0, 1, 28, 2, 4)])
+        self.assertEqual(slots(found), [(0, 1, 4, 0, 8), (0, 1, 20, 1, 0), (0, 1, 28, 2, 4)])
 
     def test_descriptor_inside_a_packed_block(self):
         def descriptor(address):
@@ -97,15 +97,15 @@ class TestPointers(ProofTest):
             return u32(128, 64) + bytes(56) + descriptor(at(0)) + descriptor(at(1, 256)) + u32(1)
 
         found = Captures(lambda at: [kernel(0, block(at), offset=16)]).prove()
-        self.assertEqual(words(found), [(0, 0, 64, 0, 0), (0, 0, 192, 1, 256)])
+        self.assertEqual(slots(found), [(0, 0, 64, 0, 0), (0, 0, 192, 1, 256)])
 
     def test_last_possible_window_of_a_parameter(self):
         found = Captures(lambda at: [kernel(0, u32(0, 0, 0) + u64(at(1)))]).prove()
-        self.assertEqual(words(found), [(0, 0, 12, 1, 0)])
+        self.assertEqual(slots(found), [(0, 0, 12, 1, 0)])
 
     def test_bytes_behind_the_last_whole_window_are_ignored(self):
         found = Captures(lambda at: [kernel(0, u64(at(0)) + b"\1\2\3")]).prove()
-        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+        self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
 
     def test_a_pointer_does_not_span_two_parameters(self):
         def build(at):
@@ -118,7 +118,7 @@ class TestPointers(ProofTest):
         # (high half of a pointer, number) reads as an address in the first range, if the number is like a high half.
         like_a_high_half = LOW["a"] >> 32
         found = Captures(lambda at: [kernel(0, u64(at(0)) + u32(like_a_high_half, 0))]).prove()
-        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+        self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
 
     def test_a_number_beside_the_half_of_a_pointer_is_no_pointer(self):
         # (number, low half of a pointer) reads as an address in the range, if the low half is like a high half.
@@ -127,14 +127,14 @@ class TestPointers(ProofTest):
             low = LOW[which]
             segment = Segment(low + (low >> 32), 4 * KIB, 0)
             captured.append(CapturedGraph((kernel(0, u32(5) + u64(segment.address)),), (), (segment,), low, low + SPAN))
-        self.assertEqual(words(prove(*captured)), [(0, 0, 4, 0, 0)])
+        self.assertEqual(slots(prove(*captured)), [(0, 0, 4, 0, 0)])
 
     def test_null_pointers_are_constants(self):
-        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(0), u64(0, at(0)))]).prove()), [(0, 1, 8, 0, 0)])
+        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(0), u64(0, at(0)))]).prove()), [(0, 1, 8, 0, 0)])
 
     def test_constant_pointers_to_other_memory_stay(self):
         weights = 0x7F1200000000
-        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(weights), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(weights), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
 
     def test_scratch_in_several_segments_is_one_region(self):
         captured = []
@@ -143,7 +143,7 @@ class TestPointers(ProofTest):
             segments = (Segment(low, 512, 0, 0), Segment(low + step, 1024, 0, 512))
             nodes = (kernel(0, u64(segments[1].address + 64)),)
             captured.append(CapturedGraph(nodes, (), segments, low, low + SPAN))
-        self.assertEqual(words(prove(*captured)), [(0, 0, 0, 0, 576)])
+        self.assertEqual(slots(prove(*captured)), [(0, 0, 0, 0, 576)])
 
     def test_memory_that_outlives_the_capture_is_left_alone(self):
         captured = []
@@ -152,7 +152,7 @@ class TestPointers(ProofTest):
             nodes = (kernel(0, u64(segments[0].address), u64(seed + 8)),)
             captured.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
         found = prove(*captured, foreign=lambda address: True)
-        self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+        self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
         self.assertEqual(found.nodes[0].parameters[1][1], u64(0x7F0000001008))
 
     def test_memory_that_outlives_only_one_capture(self):
@@ -175,19 +175,19 @@ class TestPointers(ProofTest):
             yield EmptyNode(2, 3)
 
         found = Captures(build, edges=[(0, 2), (1, 2)]).prove()
-        self.assertEqual(words(found), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 2, 32)])
+        self.assertEqual(slots(found), [(0, 0, 0, 0, 16), (1, 0, 0, 1, 0), (1, 1, 0, 2, 32)])
 
-    def test_words_are_frozen_and_comparable(self):
-        (word,) = Captures(lambda at: [kernel(0, u64(at(1, 4)))]).prove().words
-        self.assertEqual(word, Word(node=0, parameter=0, offset=0, region=1, delta=4))
+    def test_pointer_slots_are_frozen_and_comparable(self):
+        (slot,) = Captures(lambda at: [kernel(0, u64(at(1, 4)))]).prove().slots
+        self.assertEqual(slot, PointerSlot(node=0, parameter=0, offset=0, region=1, delta=4))
         with self.assertRaises(AttributeError):
-            word.delta = 0
+            slot.delta = 0
 
 
 class TestCoincidences(ProofTest):
     def test_number_in_the_first_range_but_in_no_allocation(self):
         number = LOW["a"] + SPAN // 2
-        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
 
     def test_number_that_is_an_address_of_the_first_capture_only(self):
         number = memory("a")[1].address
@@ -195,14 +195,14 @@ class TestCoincidences(ProofTest):
         refusal = self.refused(captures, "unmoved", "did not move: a coincidence, or a kept pointer")
         self.assertEqual((refusal.node, refusal.parameter, refusal.offset), ("0 (kernel)", 1, 0))
         with self.subTest("a declared scalar can't be a pointer"):
-            self.assertEqual(words(captures.prove(signatures={0x1000: "ssp"})), [(0, 2, 0, 0, 0)])
+            self.assertEqual(slots(captures.prove(signatures={0x1000: "ssp"})), [(0, 2, 0, 0, 0)])
         with self.subTest("a capture at other addresses tells"):
-            self.assertEqual(words(captures.prove(a={"gap": 5})), [(0, 2, 0, 0, 0)])
+            self.assertEqual(slots(captures.prove(a={"gap": 5})), [(0, 2, 0, 0, 0)])
 
     def test_number_that_is_an_address_of_the_second_capture_only(self):
         # The second capture's memory did not exist when the first gave the kernel the same number.
         number = memory("b")[1].address
-        self.assertEqual(words(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
+        self.assertEqual(slots(Captures(lambda at: [kernel(0, u64(number), u64(at(0)))]).prove()), [(0, 1, 0, 0, 0)])
 
     def test_pointer_kept_from_the_first_capture(self):
         kept = memory("a")[2].address + 256
@@ -254,7 +254,7 @@ class TestRefusals(ProofTest):
             (lambda at: u64(heap), lambda at: u64(LOW["a"] + GRANULE)),
         ):
             found = self.by_capture(a, b).prove(on_device=lambda address: address != heap)
-            self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+            self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
 
     def test_addresses_with_three_bytes_overwritten_are_what_the_stack_held(self):
         a, b = (LOW[which] + SPAN - (1 << 24) * n for which, n in (("a", 5), ("b", 7)))
@@ -263,7 +263,7 @@ class TestRefusals(ProofTest):
             segments = (*memory(which), Segment(word - 512 * (1 + (which == "b")), 4 * KIB, 7))
             nodes = (kernel(0, u64(segments[0].address), u64(word)),)
             captures.append(CapturedGraph(nodes, (), segments, LOW[which], LOW[which] + SPAN))
-        self.assertEqual(words(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
+        self.assertEqual(slots(prove(*captures, on_device=lambda _: True)), [(0, 0, 0, 0, 0)])
         with self.assertRaisesRegex(Refusal, "did not move with one allocation"):
             prove(*captures, on_device=lambda _: True, signatures={0x1000: "pp"})
 
@@ -289,7 +289,7 @@ class TestRefusals(ProofTest):
     def test_null_in_one_capture_is_null_in_the_graph(self):
         for a, b in (((1, None), (None, None)), ((None, None), (1, None)), ((1, 2), (None, None))):
             found = self.half_null(a, b)
-            self.assertEqual(words(found), [(0, 0, 0, 0, 0)])
+            self.assertEqual(slots(found), [(0, 0, 0, 0, 0)])
             ((_, value),) = found.nodes[0].parameters
             self.assertEqual(value[8:], bytes(16))
 
@@ -350,7 +350,7 @@ class TestRefusals(ProofTest):
                 )
             ]
             with self.subTest(hex(first)):
-                self.assertEqual(words(prove(*captures)), [])
+                self.assertEqual(slots(prove(*captures)), [])
 
     def test_lower_half_is_no_pointer_to_memory_near_a_range_that_begins_low(self):
         # No memory lies below 4 GiB, so a word without an upper half is no base pointer with an offset taken off.
@@ -361,7 +361,7 @@ class TestRefusals(ProofTest):
                 nodes = (kernel(0, bytes(136) + u64(word)),)
                 captured.append(CapturedGraph(nodes, (), (Segment(low, GRANULE, 0),), low, low + GRANULE))
             try:
-                found = ("rubbish", words(prove(*captured)))
+                found = ("rubbish", slots(prove(*captured)))
             except Refusal as refusal:
                 found = (refusal.reason, [])
             self.assertEqual(found, (expected, []))
@@ -376,8 +376,8 @@ class TestRefusals(ProofTest):
                 for g, value in ((a, first), (b, second))
             ]
 
-        self.assertEqual(words(prove(*captures(2))), [])
-        self.assertEqual(words(prove(*captures(a.segments[2].address, 2))), [])
+        self.assertEqual(slots(prove(*captures(2))), [])
+        self.assertEqual(slots(prove(*captures(a.segments[2].address, 2))), [])
         for second in (0, b.segments[1].address, 1 << 33):
             with self.subTest(second=second), self.assertRaises(Refusal) as raised:
                 prove(*captures(a.segments[2].address, second))
@@ -406,14 +406,14 @@ class TestRefusals(ProofTest):
                 if refused:
                     self.refused(captures, "outside", "it moved like an allocation, but is in none", **options)
                 else:
-                    self.assertEqual(words(captures.prove(**options)), [])
+                    self.assertEqual(slots(captures.prove(**options)), [])
 
     def test_overwritten_remains_that_moved_like_an_allocation(self):
         low = 1 << 40, (1 << 40) + (64 << 20)
         captures = self.at_the_start_of_a_tebibyte([bytes(208) + u64(address) for address in low])
         with self.assertRaisesRegex(Refusal, "it moved like an allocation, but is in none"):
             prove(*captures)
-        self.assertEqual(words(prove(*captures, on_device=lambda address: True)), [])
+        self.assertEqual(slots(prove(*captures, on_device=lambda address: True)), [])
 
     def test_lower_half_that_is_a_shifted_address(self):
         captures = self.at_the_start_of_a_tebibyte((u64((1 << 40) + GRANULE >> 12), u64((1 << 40) + 0x4200000 >> 12)))
@@ -438,11 +438,11 @@ class TestRefusals(ProofTest):
 
     def test_memory_of_others_that_is_free_by_now(self):
         captures = self.by_capture(lambda at: u64(0x7F0000000000), lambda at: u64(0x7F0000600000))
-        self.assertEqual(words(captures.prove()), [(0, 0, 0, 0, 0)])
+        self.assertEqual(slots(captures.prove()), [(0, 0, 0, 0, 0)])
         refuse = {"foreign": lambda address: address >> 32 == 0x7F00}
         self.refused(captures, "foreign", "device memory that is no part of the capture", **refuse)
         with self.subTest("rubbish is an address by chance, and not twice"):
-            self.assertEqual(len(captures.prove(foreign=lambda address: address == 0x7F0000000000).words), 1)
+            self.assertEqual(len(captures.prove(foreign=lambda address: address == 0x7F0000000000).slots), 1)
 
     def test_remains_are_not_memory_of_others(self):
         # Overwritten addresses of two regions, in pools of the captures, which the allocator calls inactive.
@@ -450,7 +450,7 @@ class TestRefusals(ProofTest):
         captures = Captures(lambda at: [kernel(0, bytes(208) + u64(remains[at.capture]))], regions=((0, 64 << 20),))
         self.refused(captures, "moved", "did not move with one allocation")
         options = {"on_device": lambda _: True, "foreign": lambda address: address in remains.values()}
-        self.assertEqual(words(captures.prove(**options)), [])
+        self.assertEqual(slots(captures.prove(**options)), [])
 
     def test_memset_of_memory_that_was_not_seen(self):
         captures = Captures(lambda at: [FillNode(0, 1, {"a": 64, "b": 128}[at.capture], 0, 1, 4, 1, 0)])
@@ -459,9 +459,9 @@ class TestRefusals(ProofTest):
     def test_end_pointers_belong_to_the_allocation_before(self):
         regions = ((0, GRANULE), (1, GRANULE), (2, GRANULE))
         captures = Captures(lambda at: [kernel(0, u64(at(0)), u64(at(0, GRANULE)), u64(at(1)))], regions=regions)
-        self.assertEqual(words(captures.prove())[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
+        self.assertEqual(slots(captures.prove())[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
         with self.subTest("gaps in one capture suffice"):
-            self.assertEqual(words(captures.prove(a={"gap": 0}))[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
+            self.assertEqual(slots(captures.prove(a={"gap": 0}))[1:], [(0, 1, 0, 0, GRANULE), (0, 2, 0, 1, 0)])
         with self.subTest("without gaps there are two readings"):
             self.refused(captures, "ambiguous", r"region 0 \+ 2097152 or region 1 \+ 0", a={"gap": 0}, b={"gap": 0})
 
@@ -484,12 +484,12 @@ class TestRubbish(ProofTest):
             return [kernel(0, u64(rubbish, at(0), rubbish))]
 
         found = Captures(build).prove()
-        self.assertEqual(words(found), [(0, 0, 8, 0, 0)])
+        self.assertEqual(slots(found), [(0, 0, 8, 0, 0)])
         self.assertEqual(found.nodes[0].parameters[0][1][:8], u64(0xDEADBEEF_00000001))
 
     def test_byte_of_an_empty_functor(self):
         captures = Captures(lambda at: [kernel(0, u32(64), {"a": b"\1", "b": b"\7"}[at.capture], u64(at(0)))])
-        self.assertEqual(words(captures.prove()), [(0, 2, 0, 0, 0)])
+        self.assertEqual(slots(captures.prove()), [(0, 2, 0, 0, 0)])
 
     def test_scalar_that_differs(self):
         captures = Captures(lambda at: [kernel(0, u64(at(0)), u32({"a": 1, "b": 2}[at.capture]))])
@@ -506,7 +506,7 @@ class TestRubbish(ProofTest):
 
     def test_declared_pointer_that_differs_unexplained(self):
         captures = Captures(lambda at: [kernel(0, u64({"a": 1 << 20, "b": 2 << 20}[at.capture]))])
-        self.assertEqual(words(captures.prove()), [])
+        self.assertEqual(slots(captures.prove()), [])
         self.refused(captures, "moved", "no known way", signatures={0x1000: "p"})
 
     def test_declared_signature_of_another_length(self):
@@ -567,7 +567,7 @@ class TestStructure(ProofTest):
     def test_edges_in_another_order_are_the_same(self):
         captures = Captures(lambda at: [kernel(i, u64(at(0))) for i in range(3)], edges=[(0, 1), (0, 2)])
         b = dataclasses.replace(captures.capture("b"), edges=((0, 2), (0, 1)))
-        self.assertEqual(len(prove(captures.capture("a"), b).words), 3)
+        self.assertEqual(len(prove(captures.capture("a"), b).slots), 3)
 
 
 class TestTable(expecttest.TestCase):
@@ -628,7 +628,7 @@ class TestRandomCaptures(unittest.TestCase):
     @given(st.lists(PIECES, max_size=12), LAYOUTS)
     def test_what_was_planted_is_found(self, pieces, sizes):
         nodes, regions, planted = self.build(pieces, sizes)
-        self.assertEqual(words(Captures(nodes, regions=regions).prove()), planted)
+        self.assertEqual(slots(Captures(nodes, regions=regions).prove()), planted)
 
     @settings(deadline=None, max_examples=200)
     @given(st.lists(PIECES, max_size=12), LAYOUTS, st.data())

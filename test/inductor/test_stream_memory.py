@@ -55,7 +55,7 @@ class TestAccount(TestCase):
             "\n".join(describe(plan)) + "\n",
             """\
 Memory: 9.0 MiB at the peak, 4.0 MiB more than in the same order on one stream.
-  a, 4.0 MiB of stream 0, is used last by 1 (g) on stream 1, and given back before 4 (j), where stream 0 is behind it
+  a, 4.0 MiB of stream 0, is used last by 1 (g) on stream 1, and freed before 4 (j), where stream 0 is behind it
 """,
         )
 

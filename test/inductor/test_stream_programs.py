@@ -85,7 +85,7 @@ class TestGenerator(TestCase):
         order.wait_stream(1, CURRENT)
         self.assertEqual(order.missing(1, [made], []), {})
 
-    def test_memory_that_was_given_back_is_handed_on_behind_its_readers(self) -> None:
+    def test_memory_that_was_freed_is_handed_on_behind_its_readers(self) -> None:
         order = Order(2)
         for stream in (1, 2):
             order.wait_stream(stream, CURRENT)

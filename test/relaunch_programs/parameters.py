@@ -187,7 +187,7 @@ def copied_module(k: Kit) -> None:
             k.see("both", (f(x), g(x)))
 
 
-@program("one of many parameters moves: only its words are patched", launches=10)
+@program("one of many parameters moves: only its pointer slots are patched", launches=10)
 def one_of_many_moves(k: Kit) -> None:
     layers = [nn.Linear(24, 24) for _ in range(24)]
     model = k.module(nn.Sequential(*layers))

@@ -232,7 +232,7 @@ def one_joined_one_not(k: Kit) -> Any:
 
 @program(
     "memory of the current stream, updated in place on another: functional code makes new memory of that stream's, "
-    "which eager never gives back",
+    "which eager never frees",
     matrices(2, low=-1, high=1),
 )
 def updated_in_place_on_side_stream(k: Kit) -> Any:

@@ -1288,7 +1288,7 @@ def train_saved_memory(k: Kit) -> Any:
     return step
 
 
-@training("a branch saves one value a layer in its stream's memory, which the backward gives back layer by layer")
+@training("a branch saves one value a layer in its stream's memory, which the backward frees layer by layer")
 def train_saved_chain(k: Kit) -> Any:
     side, sleep = k.stream(), k.sleep
     weights = trained(k, 4)

@@ -9,7 +9,7 @@ static void blocks_dealloc(Blocks *self) {
         PyMem_Free(self->node[i].label);
     }
     PyMem_Free(self->node);
-    PyMem_Free(self->word);
+    PyMem_Free(self->slot);
     PyMem_Free(self->first);
     PyMem_Free(self->dirty);
     PyMem_Free(self->base);
@@ -67,24 +67,25 @@ static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size
     return 0;
 }
 
-static int read_words(Blocks *self, PyObject *words, const size_t *size) {
+static int read_slots(Blocks *self, PyObject *slots, const size_t *size) {
     unsigned long long node, offset, region, delta;
     size_t before = 0;
-    for (size_t i = 0; i < self->words; i++) {
-        PyObject *item = PyTuple_GET_ITEM(words, (Py_ssize_t)i);
-        if (!is_tuple(item, "word", (Py_ssize_t)i)
-            || !PyArg_ParseTuple(item, "KKKK;a word is (node, offset, region, delta)", &node, &offset, &region, &delta))
+    for (size_t i = 0; i < self->slots; i++) {
+        PyObject *item = PyTuple_GET_ITEM(slots, (Py_ssize_t)i);
+        if (!is_tuple(item, "pointer slot", (Py_ssize_t)i)
+            || !PyArg_ParseTuple(item, "KKKK;a pointer slot is (node, offset, region, delta)", &node, &offset, &region,
+                                 &delta))
             return -1;
         if (node >= self->nodes || region >= self->regions || region < before || size[node] < 8
             || offset > size[node] - 8) {
-            PyErr_SetString(PyExc_ValueError, "a word lies outside of its node or region, or is out of order");
+            PyErr_SetString(PyExc_ValueError, "a pointer slot lies outside of its node or region, or is out of order");
             return -1;
         }
-        self->word[i] = (Word){self->node[node].block + offset, delta, (size_t)node};
+        self->slot[i] = (Slot){self->node[node].block + offset, delta, (size_t)node};
         self->first[region + 1] = i + 1;
         before = region;
     }
-    for (size_t r = 0; r < self->regions; r++) /* regions without words */
+    for (size_t r = 0; r < self->regions; r++) /* regions without pointer slots */
         if (self->first[r + 1] < self->first[r]) self->first[r + 1] = self->first[r];
     return 0;
 }
@@ -92,21 +93,21 @@ static int read_words(Blocks *self, PyObject *words, const size_t *size) {
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
-    PyObject *nodes, *words;
+    PyObject *nodes, *slots;
     size_t *size = NULL, i;
     Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &words, &regions)) return NULL;
+    if (!PyArg_ParseTuple(args, "KO!O!n", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions)) return NULL;
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
     self->exec = (Handle)(uintptr_t)exec;
     if (cu.CtxGetCurrent(&self->context)) self->context = NULL;
     self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
-    self->words = (size_t)PyTuple_GET_SIZE(words);
+    self->slots = (size_t)PyTuple_GET_SIZE(slots);
     self->regions = (size_t)regions;
     self->stale = 1;
     if (!(size = PyMem_Calloc(self->nodes + 1, sizeof *size))
         || !(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
-        || !(self->word = PyMem_Calloc(self->words + 1, sizeof *self->word))
+        || !(self->slot = PyMem_Calloc(self->slots + 1, sizeof *self->slot))
         || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
         || !(self->dirty = PyMem_Calloc(self->nodes + 1, sizeof *self->dirty))
         || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
@@ -118,7 +119,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     for (i = 0; i < self->nodes; i++)
         if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), (Py_ssize_t)i, &size[i])) goto failed;
-    if (read_words(self, words, size)) goto failed;
+    if (read_slots(self, slots, size)) goto failed;
     PyMem_Free(size);
     return (PyObject *)self;
 failed:
@@ -169,15 +170,15 @@ static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     return 0;
 }
 
-/* Writes the words of a region, and puts their nodes on the list `dirty`. Returns the list's new length. */
-static size_t write_words(Blocks *self, size_t region, uint64_t base, size_t count) {
+/* Writes the pointer slots of a region, and puts their nodes on the list `dirty`. Returns the list's new length. */
+static size_t write_slots(Blocks *self, size_t region, uint64_t base, size_t count) {
     for (size_t i = self->first[region]; i < self->first[region + 1]; i++) {
-        Word *word = &self->word[i];
-        uint64_t value = base + word->delta;
-        memcpy(word->where, &value, sizeof value);
-        if (self->turn_of[word->node] == self->turn) continue;
-        self->turn_of[word->node] = self->turn;
-        self->dirty[count++] = word->node;
+        Slot *slot = &self->slot[i];
+        uint64_t value = base + slot->delta;
+        memcpy(slot->where, &value, sizeof value);
+        if (self->turn_of[slot->node] == self->turn) continue;
+        self->turn_of[slot->node] = self->turn;
+        self->dirty[count++] = slot->node;
     }
     return count;
 }
@@ -216,7 +217,7 @@ Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
     for (size_t r = 0; r < regions; r++) {
         if (base[r] == self->base[r]) continue;
         self->base[r] = base[r];
-        count = write_words(self, r, base[r], count);
+        count = write_slots(self, r, base[r], count);
     }
     return set_listed(self, count);
 }
@@ -232,7 +233,7 @@ Py_ssize_t set_nodes(Blocks *self) {
     self->turn++;
     for (size_t r = 0; r < self->regions; r++) {
         if (!self->stale && self->fresh[r] == self->base[r] && self->known[r]) continue;
-        count = write_words(self, r, self->fresh[r], count);
+        count = write_slots(self, r, self->fresh[r], count);
     }
     memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
     memcpy(self->known, self->given, self->regions);

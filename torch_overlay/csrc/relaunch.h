@@ -72,18 +72,19 @@ typedef struct {
     int kind;
 } Node;
 
+/* A pointer slot. */
 typedef struct {
     unsigned char *where;
     uint64_t delta;
     size_t node;
-} Word;
+} Slot;
 
 typedef struct {
     PyObject_HEAD
     Handle exec, context; /* context: in which the executable was made */
-    size_t nodes, words, regions;
+    size_t nodes, slots, regions;
     Node *node;
-    Word *word;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
+    Slot *slot;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;  /* dirty: nodes to set, at most all */
     uint64_t *base, *fresh; /* of each region: from the last call, and from this call */
     unsigned char *known, *given;

@@ -232,7 +232,7 @@ def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tens
     if _is_capturing():
         _kept.append(slab)
         return slab.tensor(nbytes, None)
-    return slab.tensor(nbytes, _give_back)
+    return slab.tensor(nbytes, _free_slab)
 
 
 def _current_stream(device_index: int) -> Any:
@@ -249,7 +249,7 @@ def _has_hooks() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
-def _give_back(slab: _Slab) -> None:
+def _free_slab(slab: _Slab) -> None:
     with _lock:
         _free.append(slab)
 

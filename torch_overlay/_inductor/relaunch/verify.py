@@ -34,7 +34,7 @@ TOLERANCES = {
     torch.bfloat16: 5e-2,
 }
 COARSE = 0.25  # for types of 8 bits
-MOST_WORDS = 8
+MOST_SLOTS = 8
 
 
 class VerifyError(RuntimeError):
@@ -84,8 +84,8 @@ class Verified:
             case OfStorage(number, _):
                 storage, region = layout.storages[number], self._region(output)
                 start = 0 if number in layout.own else storage.offset
-                words = self.relaunch.template.words
-                return not any(w.region == region and start <= w.delta < start + max(storage.size, 1) for w in words)
+                slots = self.relaunch.template.slots
+                return not any(s.region == region and start <= s.delta < start + max(storage.size, 1) for s in slots)
         return False
 
     def _region(self, output: int) -> int | None:
@@ -107,15 +107,15 @@ class Verified:
         if difference is None:
             return
         template = self.relaunch.template
-        words = [w for w in template.words if w.region == region]
+        slots = [s for s in template.slots if s.region == region]
         lines = [f"{self.code.name}: {what} of the relaunched graph is not that of the compiled code: {difference}"]
-        for word in words[:MOST_WORDS]:
-            kernel = template.nodes[word.node].name
+        for slot in slots[:MOST_SLOTS]:
+            kernel = template.nodes[slot.node].name
             lines.append(
-                f"  its address: node {word.node} ({kernel}), parameter {word.parameter}, offset {word.offset}"
+                f"  its address: node {slot.node} ({kernel}), parameter {slot.parameter}, offset {slot.offset}"
             )
-        if len(words) > MOST_WORDS:
-            lines.append(f"  and {len(words) - MOST_WORDS} more words")
+        if len(slots) > MOST_SLOTS:
+            lines.append(f"  and {len(slots) - MOST_SLOTS} more pointer slots")
         raise VerifyError("\n".join(lines))
 
 

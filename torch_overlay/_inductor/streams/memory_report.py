@@ -42,7 +42,7 @@ class Memory:
     held: tuple[Held, ...]
 
 
-def _given_back(plan: Plan, buffer: Buffer, on_one_stream: bool) -> int:
+def _freed_before(plan: Plan, buffer: Buffer, on_one_stream: bool) -> int:
     """Return the operation before which the buffer is freed."""
     end = len(plan.ops)
     if buffer.leaves:
@@ -55,7 +55,7 @@ def _peak(plan: Plan, buffers: list[Buffer], on_one_stream: bool) -> int:
     change = [0] * (len(plan.ops) + 1)
     for buffer in buffers:
         change[min(plan.uses[buffer.name]) if buffer.fresh else 0] += buffer.size
-        change[_given_back(plan, buffer, on_one_stream)] -= buffer.size
+        change[_freed_before(plan, buffer, on_one_stream)] -= buffer.size
     alive = peak = 0
     for difference in change[:-1]:
         alive += difference
@@ -68,8 +68,8 @@ def account(plan: Plan) -> Memory:
     buffers = [b for b in plan.buffers if b.size and plan.uses.get(b.name)]
     held = []
     for buffer in buffers:
-        last, until = max(plan.uses[buffer.name]), _given_back(plan, buffer, False)
-        if until > _given_back(plan, buffer, True):
+        last, until = max(plan.uses[buffer.name]), _freed_before(plan, buffer, False)
+        if until > _freed_before(plan, buffer, True):
             held.append(Held(buffer.name, buffer.size, buffer.stream, last, plan.ops[last].stream, until))
     held.sort(key=lambda h: (-h.size, h.name))
     return Memory(_peak(plan, buffers, False), _peak(plan, buffers, True), tuple(held))
@@ -97,7 +97,7 @@ def describe(plan: Plan, most: int = 10) -> list[str]:
         reader = "the host" if held.reader is None or held.reader < 0 else f"stream {held.reader}"
         lines.append(
             f"  {held.name}, {amount(held.size)} of stream {held.stream}, is used last by {held.last} "
-            f"({plan.ops[held.last].name}) on {reader}, and given back {place}, where stream {held.stream} is behind it"
+            f"({plan.ops[held.last].name}) on {reader}, and freed {place}, where stream {held.stream} is behind it"
         )
     if len(memory.held) > most:
         rest = memory.held[most:]

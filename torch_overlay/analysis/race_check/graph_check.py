@@ -4,8 +4,8 @@
     print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
 
 Two nodes that no path of edges connects may run at the same time. The memory that a node accesses follows from its
-parameters, as in `proof.prove`: a pointer slot whose value lies in a segment of the capture is a pointer to bytes of a
-region, and the kernel may access the region from there to the end of that segment. If two segments share bytes of one
+parameters, as in `proof.prove`: a word (8 bytes) whose value lies in a segment of the capture is a pointer to bytes of
+a region, and the kernel may access the region from there to the end of that segment. If two segments share bytes of one
 region (reused scratch memory), only the order of the nodes keeps their uses apart.
 
 The graph doesn't say if a kernel reads or writes through a pointer. Memset and memcpy nodes are known, and for

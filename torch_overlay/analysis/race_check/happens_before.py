@@ -373,14 +373,14 @@ def missing_edge(kind: str, first: Done, second: Done) -> str:
     """Describe the dependency that would order the two accesses."""
     early, late = first.launch, second.launch
     if kind == "use-after-free":
-        return f"{second.view.memory} must be given back after the launch of `{late.name}`"
+        return f"{second.view.memory} must be freed after the launch of `{late.name}`"
     if late.stream == HOST:
         return f"the host must wait for `{early.name}` on {early.stream} before `{late.name}`"
     edge = (
         f"{late.stream} must wait, before `{late.name}`, for an event that {early.stream} records after `{early.name}`"
     )
     if kind == "reuse" and early.stream != first.view.memory.stream:
-        return f"{edge},\n           or {first.view.memory} needs record_stream({early.stream}) before it is given back"
+        return f"{edge},\n           or {first.view.memory} needs record_stream({early.stream}) before it is freed"
     return edge
 
 

@@ -168,7 +168,7 @@ def describe(race: Race) -> str:
         "WAW": f"{view.memory} is written twice in no order",
         "host": f"{view.memory} is used by the host and by the device in no order",
         "reuse": f"{view.memory} may get memory of {race.first.view.memory} that is still in use",
-        "use-after-free": f"{view.memory} is used after it was given back",
+        "use-after-free": f"{view.memory} is used after it was freed",
     }[race.kind]
     lines = [f"{race.kind}: {what}"]
     if race.kind == "use-after-free":

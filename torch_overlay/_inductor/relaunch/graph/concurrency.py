@@ -119,13 +119,13 @@ def uses_of(
     says what kernels do with their parameters, by function handle; `room`, how many blocks of a kernel the device runs
     at once; `extent`, how many bytes its pointers stand for, if that is known."""
     memory = _Memory(segments, inputs, results)
-    words: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
-    for word in template.words:
-        words.setdefault(word.node, {})[word.parameter, word.offset] = word.region, word.delta
+    slots: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+    for slot in template.slots:
+        slots.setdefault(slot.node, {})[slot.parameter, slot.offset] = slot.region, slot.delta
     at = {order[position]: product for product in products for position in range(product.first, product.end)}
     found: list[Use | None] = []
     for node in template.nodes:
-        use, held = None, words.get(node.index, {})
+        use, held = None, slots.get(node.index, {})
         if isinstance(node, KernelNode):
             declared = letters.get(node.func)
             if declared is not None and len(declared) == len(node.parameters):

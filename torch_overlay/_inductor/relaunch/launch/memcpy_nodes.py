@@ -42,9 +42,9 @@ def moving(template: Template) -> dict[CopyNode, set[int]]:
     """Return the memcpy nodes that a launch may have to patch, each with its parameters that are pointers."""
     nodes = {node.index: node for node in template.nodes if isinstance(node, CopyNode)}
     found: dict[CopyNode, set[int]] = {}
-    for word in template.words:
-        if word.node in nodes and word.region != FIXED:
-            found.setdefault(nodes[word.node], set()).add(word.parameter)
+    for slot in template.slots:
+        if slot.node in nodes and slot.region != FIXED:
+            found.setdefault(nodes[slot.node], set()).add(slot.parameter)
     return found
 
 
@@ -104,8 +104,8 @@ class Patcher:
         self.make = make or native.implementation().Exec
         self.copies = tuple(moving(template))
         of_copies = {node.index for node in self.copies}
-        self.copy_words = [w for w in template.words if w.node in of_copies and w.region != FIXED]
-        self.other_words = tuple(w for w in template.words if w.node not in of_copies)
+        self.copy_slots = [s for s in template.slots if s.node in of_copies and s.region != FIXED]
+        self.other_slots = tuple(s for s in template.slots if s.node not in of_copies)
         self.bases: list[int | None] = [None] * template.regions
         self.rebuilds = 0
         self.placed: dict[CopyNode, dict[int, int]] = {}  # addresses of the copies in the rebuilt executable
@@ -113,8 +113,8 @@ class Patcher:
         self.exec = self._exec()
 
     def _exec(self) -> Any:
-        words = self.other_words if self.by_graph else self.template.words
-        return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, words, self.template.regions)
+        slots = self.other_slots if self.by_graph else self.template.slots
+        return self.make(self.graph.raw_cuda_graph_exec(), self.template.nodes, slots, self.template.regions)
 
     def patch(self, bases: Sequence[Any], regions: Sequence[int] | None = None) -> int:
         """Write the bases, as `native.Exec.patch` does; rebuild the executable if the driver refuses a copy."""
@@ -139,10 +139,10 @@ class Patcher:
         """Return the addresses that the copies need for the current bases, by node and parameter."""
         by_index = {node.index: node for node in self.copies}
         found: dict[CopyNode, dict[int, int]] = {}
-        for word in self.copy_words:
-            if (base := self.bases[word.region]) is None:
-                raise ValueError(f"region {word.region} has no base yet")
-            found.setdefault(by_index[word.node], {})[word.parameter] = base + word.delta
+        for slot in self.copy_slots:
+            if (base := self.bases[slot.region]) is None:
+                raise ValueError(f"region {slot.region} has no base yet")
+            found.setdefault(by_index[slot.node], {})[slot.parameter] = base + slot.delta
         return found
 
     def rebuild(self) -> int:

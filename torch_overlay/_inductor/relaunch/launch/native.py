@@ -6,8 +6,8 @@ pluggable allocator: torch calls them from any thread, with or without the GIL, 
 one lock of their own. `use(range)` selects the range that a thread allocates from; a thread that never called it shares
 the range of its device that is in use, if there is exactly one.
 
-*Patching.* `Exec(exec_handle, nodes, words, regions)` takes the nodes and words (pointer slots) of a template, and owns
-one parameter block for each node that holds a pointer. `patch(bases)` writes the words of the regions whose base
+*Patching.* `Exec(exec_handle, nodes, slots, regions)` takes the nodes and pointer slots of a template, and owns one
+parameter block for each node that holds a pointer. `patch(bases)` writes the pointer slots of the regions whose base
 changed, and passes the blocks of their nodes to the driver. It allocates nothing; it costs one comparison a region, and
 otherwise grows only with what moved.
 
@@ -64,7 +64,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, Ker
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, Word
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, PointerSlot
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,9 @@ DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], words: Iterable[Word], regions: int) -> Any:
-    """Return the parameter blocks of an executable graph, for the nodes and words of a template with `regions` regions.
+def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], slots: Iterable[PointerSlot], regions: int) -> Any:
+    """Return the parameter blocks of an executable graph, for the nodes and pointer slots of a template with so many
+    regions.
 
     `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
     moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
@@ -137,8 +138,8 @@ def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], words: Iter
 
     The blocks live as long as the object, and the object must live as long as the executable is patched.
     """
-    patched = sorted(words, key=lambda word: (word.region, word.node))
-    wanted = {word.node for word in patched}
+    patched = sorted(slots, key=lambda slot: (slot.region, slot.node))
+    wanted = {slot.node for slot in patched}
     by_index = {node.index: node for node in nodes if node.index in wanted}
     position = {index: place for place, index in enumerate(by_index)}
     context = 0
@@ -146,7 +147,7 @@ def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], words: Iter
         context = module.context()
     blocks = tuple(_block(node, context) for node in by_index.values())
     places = tuple(
-        [(position[word.node], _place(by_index[word.node], word), word.region, word.delta) for word in patched]
+        [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
     )
     return module.Blocks(exec_handle, blocks, places, regions)
 
@@ -181,13 +182,15 @@ def _side(address: int, on_host: bool) -> tuple[int, ...]:
     return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
 
 
-def _place(node: Node, word: Word) -> int:
-    """Return the offset of the word in the node's block."""
-    offset, value = node.parameters[word.parameter]
-    if not 0 <= word.offset <= len(value) - 8:
-        raise ValueError(f"node {node.index} ({node.name}), parameter {word.parameter}: no word at {word.offset}")
+def _place(node: Node, slot: PointerSlot) -> int:
+    """Return the offset of the pointer slot in the node's block."""
+    offset, value = node.parameters[slot.parameter]
+    if not 0 <= slot.offset <= len(value) - 8:
+        raise ValueError(
+            f"node {node.index} ({node.name}), parameter {slot.parameter}: no pointer slot at {slot.offset}"
+        )
     if isinstance(node, KernelNode):
-        return PARAMETERS_AT + offset + word.offset
+        return PARAMETERS_AT + offset + slot.offset
     if isinstance(node, CopyNode):
-        return SOURCE_OF_COPY if word.parameter else DESTINATION
+        return SOURCE_OF_COPY if slot.parameter else DESTINATION
     return 0

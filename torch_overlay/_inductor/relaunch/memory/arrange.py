@@ -33,7 +33,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.memory.outputs import Layout, OfStorage, Recipe, Repeated, Storage, View
 from torch_overlay._inductor.relaunch.memory.packing import aligned, cuts, Held, Life, need_of, Order
-from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Template, Word
+from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Template
 
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ class Proven:
         return range(len(self.places), len(self.lives))
 
     @functools.cached_property
-    def words(self) -> Mapping[int, Sequence[Word]]:
+    def pointer_slots(self) -> Mapping[int, Sequence[PointerSlot]]:
         """Return the pointer slots of the template, by node."""
-        by_node: defaultdict[int, list[Word]] = defaultdict(list)
-        for word in self.template.words:
-            by_node[word.node].append(word)
+        by_node: defaultdict[int, list[PointerSlot]] = defaultdict(list)
+        for slot in self.template.slots:
+            by_node[slot.node].append(slot)
         return by_node
 
 
@@ -107,8 +107,8 @@ def arrange(proven: Proven) -> Arrangement:
     layout, pieces = proven.layout, proven.pieces
     if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
         return _whole(proven, *_one_by_one(proven))
-    words = [(w.node, w.region) for w in proven.template.words if w.region != FIXED]
-    order = Order(len(proven.template.nodes), proven.edges, proven.lives, words)
+    pointer_slots = [(s.node, s.region) for s in proven.template.slots if s.region != FIXED]
+    order = Order(len(proven.template.nodes), proven.edges, proven.lives, pointer_slots)
     whole = _whole(proven, *order.pack(pieces))
     if not proven.stages or layout.saved_size:
         return whole
@@ -154,12 +154,12 @@ def _slab_regions(layout: Layout, slabs: int) -> list[int]:
 
 def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequence[Node], regions: int) -> Template:
     """Return a template of these nodes, whose pointer slots refer to the regions' new places."""
-    words = []
+    pointer_slots = []
     for node in nodes:
-        for index, parameter, offset, region, delta in proven.words.get(node.index, ()):
+        for index, parameter, offset, region, delta in proven.pointer_slots.get(node.index, ()):
             new, moved = places[region]
-            words.append(Word(index, parameter, offset, new, moved + delta))
-    return Template(regions, tuple(nodes), tuple(words))
+            pointer_slots.append(PointerSlot(index, parameter, offset, new, moved + delta))
+    return Template(regions, tuple(nodes), tuple(pointer_slots))
 
 
 def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:

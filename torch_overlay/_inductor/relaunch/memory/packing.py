@@ -62,18 +62,18 @@ class Life:
 
 
 class Order:
-    """The order of a graph's nodes, and the nodes that touch each allocation. `words`: (node, allocation) for each
+    """The order of a graph's nodes, and the nodes that touch each allocation. `slots`: (node, allocation) for each
     pointer slot."""
 
     def __init__(
-        self, nodes: int, edges: Iterable[tuple[int, int]], lives: Sequence[Life], words: Iterable[tuple[int, int]]
+        self, nodes: int, edges: Iterable[tuple[int, int]], lives: Sequence[Life], slots: Iterable[tuple[int, int]]
     ) -> None:
         self.lives = lives
         self.order = _topological(nodes, edges := list(edges))
         self.position = {node: at for at, node in enumerate(self.order)}
         self.earlier, self.later = self._closures(edges)  # by position: all nodes before it, all nodes after it
         self.holders = [0] * len(lives)
-        for node, allocation in words:
+        for node, allocation in slots:
             self.holders[allocation] |= 1 << self.position[node]
         self.touching = self._touching()
         everything = (1 << nodes) - 1

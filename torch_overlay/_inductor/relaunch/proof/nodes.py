@@ -121,8 +121,8 @@ class CapturedGraph:
     high: int  # [low, high) is the capture's own address range
 
 
-class Word(NamedTuple):
-    """A pointer slot: 8 bytes at `offset` in a node's parameter, which hold the base of the region + delta."""
+class PointerSlot(NamedTuple):
+    """Eight bytes at `offset` in a node's parameter, which hold the base of the region + delta."""
 
     node: int
     parameter: int
@@ -135,14 +135,14 @@ class Word(NamedTuple):
 class Template:
     regions: int
     nodes: tuple[Node, ...]
-    words: tuple[Word, ...]
+    slots: tuple[PointerSlot, ...]
 
     def table(self, names: Mapping[int, str] | None = None) -> str:
-        """Return a text table with one line for each word, sorted by region."""
+        """Return a text table with one line for each pointer slot, sorted by region."""
         rows = [("region", "node", "kernel", "parameter", "offset", "delta")]
-        for word in sorted(self.words, key=lambda w: (w.region, w.node, w.parameter, w.offset)):
-            region = (names or {}).get(word.region, str(word.region))
-            kernel = self.nodes[word.node].name
-            rows.append((region, str(word.node), kernel, str(word.parameter), str(word.offset), str(word.delta)))
+        for slot in sorted(self.slots, key=lambda s: (s.region, s.node, s.parameter, s.offset)):
+            region = (names or {}).get(slot.region, str(slot.region))
+            kernel = self.nodes[slot.node].name
+            rows.append((region, str(slot.node), kernel, str(slot.parameter), str(slot.offset), str(slot.delta)))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)

@@ -3,14 +3,14 @@
 A region is captured twice, each time in an address range of its own that nothing else in the process uses. Comparing
 the arguments of the kernel nodes in the two captures word by word (8 bytes) puts each word into one of a few classes:
 
-    it stands for the same byte of the same region in both         a pointer: it becomes a `Word` of the template
+    it stands for the same byte of the same region in both         a pointer: it becomes a `PointerSlot` of the template
     equal in both, and in no allocation of the first               a constant
     different, and it has nothing to do with either range          garbage: padding that a launcher left uninitialised
     anything else                                                  unknown: `Refusal`, and no CUDA graph
 
 A `Segment` says which addresses of a capture stand for which bytes of a region of memory: an input, an output, or the
-scratch slab. A relaunch sets each word to the base of its region + delta. This module imports neither torch nor a
-driver.
+scratch slab. A relaunch sets each pointer slot to the base of its region + delta. This module imports neither torch nor
+a driver.
 
 Note [What a word can hide]
 Arguments are compared in windows of 8 bytes at steps of 4, for packed structures align their pointers to 4 bytes at
@@ -68,9 +68,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
     FIXED,
     KernelNode,
     Node,
+    PointerSlot,
     Refusal,
     Template,
-    Word,
 )
 
 
@@ -152,7 +152,7 @@ def prove(
     _same_structure(a, b)
     scan = _Scan(AddressMap(a), AddressMap(b), foreign, on_device)
     constants, pointers = scan.constants, scan.pointers
-    words: list[Word] = []
+    slots: list[PointerSlot] = []
     for node_a, node_b in zip(a.nodes, b.nodes):
         kinds, index = _parameter_kinds(node_a, signatures or {}), node_a.index
         for number, ((_, value_a), (_, value_b)) in enumerate(zip(node_a.parameters, node_b.parameters)):
@@ -160,16 +160,16 @@ def prove(
             if value_a == value_b and (kind == "s" or len(value_a) < 8 or value_a in constants):
                 continue
             if (place := pointers.get((value_a, value_b, kind))) is not None:
-                words.append(Word(index, number, 0, *place))
+                slots.append(PointerSlot(index, number, 0, *place))
                 continue
             try:
-                words += scan.parameter(index, number, value_a, value_b, kind)
+                slots += scan.parameter(index, number, value_a, value_b, kind)
             except _Found as found:
                 node = f"{index} ({node_a.name})"
                 raise Refusal(found.reason, str(found), node=node, parameter=number, offset=found.offset) from None
     regions = 1 + max((s.region for s in a.segments), default=-1)
-    nodes = _with_nulls(a.nodes, scan.nulls, {word.node for word in words}) if scan.nulls else a.nodes
-    return Template(regions=regions, nodes=nodes, words=tuple(words))
+    nodes = _with_nulls(a.nodes, scan.nulls, {slot.node for slot in slots}) if scan.nulls else a.nodes
+    return Template(regions=regions, nodes=nodes, slots=tuple(slots))
 
 
 def _with_nulls(nodes: Sequence[Node], nulls: Sequence[_Null], patched: Container[int]) -> tuple[Node, ...]:
@@ -272,7 +272,7 @@ class _Scan:
         self.at = 0, 0  # node and parameter
         self.packed = False  # is the parameter a structure?
 
-    def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[Word]:
+    def parameter(self, node: int, number: int, value_a: bytes, value_b: bytes, kind: str) -> Iterable[PointerSlot]:
         if value_a == value_b:
             for offset, word, _ in self._windows(value_a, value_a):
                 self._unproven(offset, word, word, kind)
@@ -285,10 +285,10 @@ class _Scan:
             common = self._common(int.from_bytes(value_a, "little"), int.from_bytes(value_b, "little"))
             if len(common) == 1 and common[0][0] != FIXED:
                 self.pointers[value_a, value_b, kind] = common[0]
-                return [Word(node, number, 0, *common[0])]
+                return [PointerSlot(node, number, 0, *common[0])]
         self.at, self.packed = (node, number), len(value_a) > 8
         proven = self._proven(self._windows(value_a, value_b), kind)
-        return [Word(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
+        return [PointerSlot(node, number, offset, *place) for offset, place in proven.items() if place[0] != FIXED]
 
     def _common(self, word_a: int, word_b: int) -> list[tuple[int, int]]:
         """Return every (region, delta) that both words stand for, each in its own capture."""
