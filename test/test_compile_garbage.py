@@ -13,7 +13,7 @@ import torch._inductor.config
 from torch._dynamo.test_case import TestCase
 from torch._inductor import pattern_matcher
 
-import form  # noqa: F401
+import form
 from torch_overlay.upstream_fixes import pattern_traceback
 
 
@@ -40,6 +40,7 @@ def no_collection():
 
 
 class TestCompileGarbage(TestCase):
+    @form.slow
     def test_backward_that_is_compiled_keeps_nothing(self):
         """Patterns that don't match."""
         layers = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 16))

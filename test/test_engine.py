@@ -519,6 +519,7 @@ class TestProcesses(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return result.stdout + result.stderr
 
+    @form.slow
     def test_importing_twice(self) -> None:
         self.run_ok("""
 import torch_overlay, importlib, torch._inductor.codecache as c
@@ -618,6 +619,7 @@ if __name__ == "__main__":
                 result = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True)
                 self.assertEqual(result.stdout.strip(), expected, result.stderr)
 
+    @form.slow
     def test_enabling_and_disabling_after_something_was_compiled(self) -> None:
         output = self.run_ok("""
 import torch
@@ -705,6 +707,7 @@ assert torch_overlay.status().enabled
             with self.subTest(setting):
                 self.assertEqual(self.lines(self.CODE, setting), expected)
 
+    @form.slow
     def test_torch_logs_when_the_overlay_is_imported_before_torch(self) -> None:
         code = "import torch_overlay\n" + self.CODE
         self.assertEqual(self.lines(code, "torch_overlay"), ["an info line", "a warning line"])
@@ -713,6 +716,7 @@ assert torch_overlay.status().enabled
         text = self.output(code, TORCH_LOGS=setting)
         return [line.partition("] ")[2] for line in text.splitlines() if " line" in line]
 
+    @form.slow
     def test_torch_logs_does_not_enable_the_overlay(self) -> None:
         self.output(
             "import sys, torch\nassert 'torch_overlay' not in sys.modules\n"

@@ -189,6 +189,7 @@ class TestTrainPrefetchLoop(TrainingTest):
         self.assertEqual(self.run_as_script().count("waits before"), 2)
 
 
+@form.slow
 class TestTrainTwoBatches(TrainingTest):
     example = train_two_batches
 

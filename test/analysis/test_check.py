@@ -469,6 +469,7 @@ lost: after call 1, s1 may read output 0
         self.assertTrue(report.ok, str(report))
         self.assertTrue(any("gradient of linear.weight" in str(p) for p in report.boundary))
 
+    @form.slow
     def test_control_flow_on_the_device(self) -> None:
         """Predicates are read from a device that computes nothing: loops end all the same, in eager, too."""
 

@@ -115,6 +115,7 @@ assert not left and len(set(before)) >= len(set(trace_rules.SKIP_DIRS)), left
 """
                 self.run_ok(code, Path(names[0]), Path(names[1]))
 
+    @form.slow
     def test_folder_that_the_link_leads_to(self) -> None:
         """... from where nothing is imported."""
         far = self.folder / "far" / "torch_overlay"

@@ -759,6 +759,7 @@ class TestDecision(TestCase):
         self.assertEqual(seen.offloads, [])
         self.assertIn("Training goes on without offload", logs.output[0])
 
+    @form.slow
     def test_auto_takes_what_the_device_has_free_less_room_for_an_optimizer(self) -> None:
         gradients = 4 * 256 * 256 * 4
         total = 140_000_000_000
@@ -976,6 +977,7 @@ class TestRaces(TestCase):
         shape = (512, 256) if fn is Chain else (2, 128, 64)
         self.check(fn, lambda: [torch.randn(*shape)], by=recomputing)
 
+    @form.slow
     def test_dropout(self) -> None:
         self.check(dropout, lambda: [torch.randn(256, 256, requires_grad=True)])
 

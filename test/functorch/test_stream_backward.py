@@ -123,22 +123,22 @@ class TestPrograms(TestCase):
                         report = check_step(forward, backward)
                     self.assertTrue(report.ok, f"{report}\n{forward.wrapper}{backward.wrapper}")
 
-    @parametrize("name,mode", form.sampled(PAIRS, 9))
+    @parametrize("name,mode", form.sampled(PAIRS, 15))
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
 
-    @parametrize("name,mode", form.sampled(PAIRS, 9))
+    @parametrize("name,mode", form.sampled(PAIRS, 15))
     def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
         report = corpus.check_program(by_name(name), mode_of(mode))
         self.assertEqual(corpus.findings(report), [], report)
         self.assertEqual(corpus.needless(by_name(name), report), [])
 
-    @parametrize("name", form.sampled(WRITTEN, 9))
+    @parametrize("name", form.sampled(WRITTEN, 25))
     def test_compiles_with_operators_between(self, name: str) -> None:
         self.check(name, sleeps=True)
 
-    @parametrize("name", form.sampled(WRITTEN, 9))
+    @parametrize("name", form.sampled(WRITTEN, 25))
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
@@ -150,6 +150,7 @@ class TestPrograms(TestCase):
             except AssertionError as e:
                 raise AssertionError(source(int(name[-2:]))) from e
 
+    @form.slow
     @parametrize("name", ["train_two_branches", "train_experts", "train_saved_memory", "train_several_forwards"])
     def test_the_check_misses_no_wait(self, name: str) -> None:
         """Without any one of its waits a backward races: the plan is minimal, and the machine model sees it. (Waits of

@@ -134,6 +134,7 @@ class TestByteIdentity(unittest.TestCase):
 
         self.check(make)
 
+    @form.slow
     def test_llama(self) -> None:
         def make() -> Program:
             from transformers import LlamaConfig, LlamaForCausalLM

@@ -36,7 +36,7 @@ RECORDS_OF_NOTHING_NEW = (
 
 
 class TestStreamPlannerProperties(unittest.TestCase):
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @example(RECORDS_OF_NOTHING_NEW)
     @given(schedules())
     def test_every_conflicting_pair_and_boundary_effect_is_ordered(self, schedule):
@@ -44,14 +44,14 @@ class TestStreamPlannerProperties(unittest.TestCase):
         self.assertEqual(missing(plan, plan.events, buffers), set(), plan.table())
 
     @form.slow
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(schedules())
     def test_without_any_one_wait_something_is_unordered(self, schedule):
         plan, buffers = planned(schedule)
         for what, smaller, events in without_one_wait(plan):
             self.assertTrue(missing(smaller, events, buffers), f"{what} is redundant\n{plan.table()}")
 
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(schedules())
     def test_memory_is_freed_as_soon_as_its_streams_are_ordered_after_every_access(self, schedule):
         """Neither earlier nor later, and right after the last use where no stream but its own touches it."""
@@ -71,7 +71,7 @@ class TestStreamPlannerProperties(unittest.TestCase):
                             self.assertLessEqual(foreign, at_exit(done, owner), plan.table())
             self.assertEqual(plan.release.get(buffer.name, ENTRY), max(positions), plan.table())
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(schedules())
     def test_what_settles_is_ordered_at_the_exit(self, schedule):
         plan, buffers = planned(schedule)

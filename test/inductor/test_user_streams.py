@@ -90,7 +90,7 @@ class TestCorpus(TestCase):
             report = check_wrapper(wrapper, joined=program.finish is None, owned=owned)
             self.assertTrue(report.ok, f"{report}\n{wrapper}")
 
-    @parametrize("name,mode", form.sampled(PAIRS, 9))
+    @parametrize("name,mode", form.sampled(PAIRS, 15))
     def test_compiles(self, name: str, mode: str) -> None:
         """No race, and no promise of eager lost, either."""
         report = corpus.check_program(by_name(name), mode_of(mode))
@@ -124,11 +124,11 @@ class TestCorpus(TestCase):
         captured = {region.kind: "def partition_0(" in (region.wrapper or "") for region in seen.regions}
         self.assertEqual(captured, {"forward": False, "backward": True})
 
-    @parametrize("name", form.sampled(NAMES, 9))
+    @parametrize("name", form.sampled(NAMES, 25))
     def test_compiles_with_operators_between(self, name: str) -> None:
         self.check(name, None, sleeps=True)
 
-    @parametrize("name", form.sampled(NAMES, 9))
+    @parametrize("name", form.sampled(NAMES, 25))
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, None, fold=True)
 

@@ -175,6 +175,7 @@ class Entering(TestCase):
         env.pop("LD_PRELOAD", None)
         return subprocess.run([sys.executable, "-c", f"import form\n{code}"], env=env, capture_output=True, text=True)
 
+    @form.slow
     def test_fresh_process_without_driver(self):
         out = self.run_python(
             "from torch_overlay.testing import compile_only; import torch\n"

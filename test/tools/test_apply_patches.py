@@ -333,9 +333,11 @@ class TestUnfinishedRuns(unittest.TestCase):
         self.assertGreater(found["unfinished"], 20)
         self.assertGreater(found["whole"], 60)
 
+    @form.slow
     def test_killed_again_while_it_recovers(self) -> None:
         self.assertGreater(self.faults("kill_twice")["kills of the recovery"], 200)
 
+    @form.slow
     def test_errors_from_every_operation_on(self) -> None:
         found = self.faults("errors")
         self.assertGreater(found["No space left on device"], 200)
