@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_overlay._engine.report import Status
+    from torch_overlay._inductor.relaunch.coverage import Coverage
     from torch_overlay.seams import Seam
 
-__all__ = ["OverlayError", "__version__", "config", "disable", "enable", "status"]
+__all__ = ["OverlayError", "__version__", "config", "coverage", "disable", "enable", "status"]
 
 
 DISABLE = "TORCH_OVERLAY_DISABLE"
@@ -73,6 +74,14 @@ def status() -> Status:
     from torch_overlay._engine.report import make_status
 
     return make_status(_installer)
+
+
+def coverage() -> Coverage:
+    """Return how much of the compiled code of this process runs in CUDA graphs, and what does not, with its cause.
+    Printing it gives a table; `to_json()` gives the same as text of JSON."""
+    from torch_overlay._inductor.relaunch import coverage as module
+
+    return module.coverage()
 
 
 def __getattr__(name: str) -> Any:

@@ -1065,7 +1065,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._log_graph_partitions",
-        impl="torch_overlay._inductor.relaunch.policy:log_graph_partitions",
+        impl="torch_overlay._inductor.relaunch.partitions:log_graph_partitions",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f162f5e6ed14cf5a",
@@ -1078,7 +1078,16 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="951a2782005bf3db",
-        why="Collectives keep addresses where no proof sees them, so they are split off.",
+        why="Collectives, control flow, and operators in which a capture failed are split off.",
+        ends="the patch is merged",
+    ),
+    Seam(
+        target="torch._inductor.ir:Switch.create",
+        impl="torch_overlay._inductor.relaunch.partitions:create_switch",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="b4b8981ee09e364e",
+        why="torch.cond takes the CUDA graph from the whole function; it is split off alone.",
         ends="the patch is merged",
     ),
     Seam(

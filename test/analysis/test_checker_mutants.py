@@ -38,7 +38,7 @@ class TestSmallPrograms(TestCase):
 
 
 class TestCompiledPrograms(TestCase):
-    @parametrize("name,mode", form.sampled(SOME, 5))
+    @parametrize("name,mode", form.sampled(SOME, 9))
     def test_mutants(self, name: str, mode: str) -> None:
         with plan_contract.requests() as requests:
             report = corpus.check_program(by_name(name), None if mode == "default" else mode)

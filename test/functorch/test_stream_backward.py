@@ -518,7 +518,7 @@ class TestPartition(TestCase):
         self.assertTrue(pairs)
         return sum(_saved_bytes(f, b) for f, b in pairs)
 
-    @parametrize("name", form.sampled(COMPARED, 25))
+    @parametrize("name", form.sampled(COMPARED, 45))
     def test_saved_bytes_equal_those_without_streams(self, name: str) -> None:
         self.assertEqual(self.saved_bytes(name, True), self.saved_bytes(name, False))
 

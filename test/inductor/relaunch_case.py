@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch import alignment, refusals, runner
 from torch_overlay._inductor.relaunch.capture import capture, make_graph
 from torch_overlay._inductor.relaunch.launch import native
 from torch_overlay._inductor.relaunch.refusals import Code
@@ -44,7 +44,7 @@ class RelaunchTestCase(TestCase):
         if module is not None:
             self.enterContext(mock.patch.object(native, "launching", module.launching))
         # Host memory is aligned to 64 bytes.
-        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(runner, "FULL", 64)):
+        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(alignment, "FULL", 64)):
             patch.start()
             self.addCleanup(patch.stop)
 

@@ -298,6 +298,7 @@ class FakeDevice:
         self.free_blocks: list[int] = []  # sizes
         self.random: list[bool] = []  # of each capture: was it told of random numbers?
         self.captured_by_user = False
+        self.broken = False  # is the capture that is under way?
         self.selected = 0  # the thread's device
         self.asked = 0  # for it
         self.full = False
@@ -316,6 +317,9 @@ class FakeDevice:
 
     def is_capturing(self) -> bool:
         return self.captured_by_user
+
+    def is_capture_broken(self) -> bool:
+        return self.broken
 
     def guard(self) -> Any:
         return contextlib.nullcontext()

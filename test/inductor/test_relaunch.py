@@ -1236,7 +1236,7 @@ class TestFailures(RelaunchTestCase):
         for _ in range(8):
             x, w = torch.randn(4, 4), torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
-        self.assertEqual(self.device.fail_captures, 97)
+        self.assertEqual(self.device.fail_captures, 94)  # each time once more, to see in which operator
         self.assertEqual(
             refusals.refusals(),
             ["a region runs without a CUDA graph [capture]: RuntimeError: the driver has the flu"],

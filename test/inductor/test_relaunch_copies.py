@@ -5,11 +5,13 @@ refuses to point them elsewhere later. Graphs and executables are fakes; the dri
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from fake_graph_api import FakeApi
+from relaunch_fakes import FakeDevice
 from torch._dynamo.utils import counters
 from torch._inductor.test_case import TestCase
 
@@ -185,9 +187,9 @@ class TestPatcher(TestCase):
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
         patcher = self.make()
-        owner = mock.Mock()
+        owner = runner.Runner(lambda inputs: None, refusals.Code("a region", 0), FakeDevice())
         state = runner.State()
-        state.relaunch = object()  # type: ignore[assignment]
+        state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         patcher.given_up = lambda why: runner._give_up(weakref.ref(owner), weakref.ref(state), why)
         with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
             for i in range(memcpy_nodes.MOST_REBUILDS - 1):
@@ -196,9 +198,10 @@ class TestPatcher(TestCase):
             patcher.patch([0x9_0000, 0x2000])
         self.assertTrue(state.refused)
         self.assertIsNone(state.relaunch)
-        ((_, reason, why), _) = refuse.call_args
+        ((_, reason, why, *_), _) = refuse.call_args
         self.assertEqual(reason, "host-memory")
         self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", why)
+        self.assertEqual(owner.launched(), 3)
 
     def test_region_with_copies_is_launched_from_python(self) -> None:
         launcher = mock.Mock(exec=None)

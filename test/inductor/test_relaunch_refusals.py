@@ -20,9 +20,10 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import policy, refusals, runner
+from torch_overlay._inductor.relaunch import alignment, policy, refusals
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
+from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
@@ -95,8 +96,8 @@ class TestOfInductor(RefusalTestCase):
 
     def test_all_is_split_off_for_no_known_reason(self):
         """Note [Nobody is left without a graph or a reason]. Operations on streams alone are nothing to launch."""
-        cases = {(): "split", ("a collective",): "split", ("stream operation x",): None}
-        cases[("stream operation x", "a collective")] = "split"
+        streams, other = (SplitOff(code, "why", "", "", 1) for code in ("split-streams", "split-collective"))
+        cases = {(): "split", (other,): "split", (streams,): None, (streams, other): "split"}
         for reasons, expected in cases.items():
             compiled = SimpleNamespace(
                 kernel_free_cudagraph=False,
@@ -104,7 +105,7 @@ class TestOfInductor(RefusalTestCase):
                 disabled_cudagraphs_reason=None,
                 cudagraph_info=None,
                 partition_maps=[],
-                _overlay_split_off=reasons,
+                _overlay_partitions=Partitions((), reasons).plain(),
             )
             found = policy.why_not(compiled)
             self.assertEqual(found and found[0], expected)
@@ -141,7 +142,7 @@ class TestOfCalls(RefusalTestCase):
     def setUp(self):
         super().setUp()
         self.device = FakeDevice()
-        for patch in (mock.patch.object(capture, "is_region", is_tensor), mock.patch.object(runner, "FULL", 64)):
+        for patch in (mock.patch.object(capture, "is_region", is_tensor), mock.patch.object(alignment, "FULL", 64)):
             patch.start()
             self.addCleanup(patch.stop)
 

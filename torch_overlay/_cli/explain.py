@@ -30,7 +30,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._cli import program
-from torch_overlay._inductor.relaunch import refusals
+from torch_overlay._inductor.relaunch import coverage, refusals
 from torch_overlay._inductor.streams import memory_report
 from torch_overlay.analysis.timelines.run import watching
 from torch_overlay.testing import observe, simulated_gpu
@@ -40,6 +40,7 @@ from torch_overlay.testing._text import innermost_frame
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_overlay._inductor.relaunch.coverage import Coverage
     from torch_overlay.analysis.timelines.timeline import Timeline
     from torch_overlay.testing import Compiled, Frame, Region
 
@@ -83,6 +84,7 @@ def main(argv: list[str]) -> int:
             return 2
         except Exception as e:
             error = e
+        graphs = coverage.coverage()  # the simulation resets the compiler at its end
     drawn, written = None, []
     try:
         if draw is not None:
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as e:  # the folder doesn't exist, or nothing ran on the device
         print(f"explain: no timeline: {e}", file=sys.stderr)
     Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
-        seen, [r for r in refusals.refused() if r not in refused_before], error
+        seen, [r for r in refusals.refused() if r not in refused_before], graphs, error
     )
     return 1 if error is not None else 0
 
@@ -131,7 +133,9 @@ class Report:
 
             self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
-    def print(self, seen: Compiled, refused: Sequence[refusals.Refused], error: BaseException | None) -> None:
+    def print(
+        self, seen: Compiled, refused: Sequence[refusals.Refused], graphs: Coverage, error: BaseException | None
+    ) -> None:
         self._heading(self._title)
         self._breaks(seen)
         for frame in seen.frames:
@@ -148,8 +152,11 @@ class Report:
             self._heading("Timeline")
             self._line("\n".join([str(self._timeline), *(f"wrote {name}" for name in self._written)]))
         if refused:
-            rows = [(r.code.name, r.reason, r.message, r.code.source) for r in refused]
-            self._table("Regions without a CUDA graph", ("region", "reason", "what it is", "first line"), rows)
+            rows = [(r.code.name, r.reason, r.message, r.line or r.code.source, r.remedy) for r in refused]
+            self._table("Regions without a CUDA graph", ("region", "code", "what it is", "line", "what to do"), rows)
+        if graphs.functions:
+            self._heading("CUDA graphs")
+            self._line(str(graphs))
         if not seen.frames:
             self._line("Nothing was compiled: no torch.compile'd function was called.")
         if error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -64,6 +65,7 @@ class Status:
     edited_files: tuple[str, ...]
     seams: tuple[SeamState, ...]
     features: tuple[Feature, ...]
+    coverage: str = ""  # one line about CUDA graphs, once something was compiled
 
     def __str__(self) -> str:
         state = "enabled" if self.enabled else "not enabled"
@@ -72,6 +74,7 @@ class Status:
         lines += [f"  {name} differs from the release, but no seam's target in it does" for name in self.edited_files]
         lines += ["features:"]
         lines += [f"  {'on ' if f.on else 'off'} {f.name}: {f.description} ({f.why})" for f in self.features]
+        lines += [f"CUDA graphs: {self.coverage}"] * bool(self.coverage)
         lines += ["seams:"]
         lines += [f"  {s.state:9} {s.seam.kind:8} {s.seam.target}" for s in self.seams]
         return "\n".join(lines)
@@ -139,4 +142,12 @@ def make_status(installer: Installer) -> Status:
         edited_files=tuple(installer.edited_files),
         seams=states,
         features=tuple(feature(installer, name) for name in FEATURES),
+        coverage=coverage(),
     )
+
+
+def coverage() -> str:
+    """Return one line about what runs in CUDA graphs; empty if nothing that asks for them was compiled."""
+    module = sys.modules.get("torch_overlay._inductor.relaunch.coverage")
+    found = module.coverage() if module is not None else None
+    return found.summary() if found is not None and found.functions else ""

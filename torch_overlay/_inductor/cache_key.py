@@ -68,14 +68,18 @@ def config_digest() -> str:
 
 
 def graphs() -> tuple[object, ...]:
-    """Return the options of CUDA graphs, if the code asks for them: they decide how it is partitioned, and how it
-    allocates and frees memory.
+    """Return the options of CUDA graphs, if the code asks for them, and the operators that are split off: they decide
+    how code is partitioned, and how it allocates and frees memory.
     """
     import torch._inductor.config as inductor_config
 
     from torch_overlay import config
 
-    return (config.cudagraphs, config.cudagraph_concurrency) if inductor_config.triton.cudagraphs else ()
+    if not inductor_config.triton.cudagraphs:
+        return ()
+    from torch_overlay._inductor.relaunch import split_off
+
+    return config.cudagraphs, config.cudagraph_concurrency, *sorted(split_off.failed())
 
 
 def offload_room() -> tuple[int, ...]:

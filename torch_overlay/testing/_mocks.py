@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+from collections import Counter
 from types import FunctionType
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -174,6 +176,33 @@ def tensor_mocks(mode: SimulatedTensorMode) -> list[Mock]:
     ]
 
 
+class SimulatedRunner:
+    """Stands for a `Runner`: runs the region as compiled, and counts as if one call had been by a graph."""
+
+    def __init__(self, record: Callable[..., Any], model: Callable[[list[Any]], Any], code: Any) -> None:
+        self.model, self.code, self.compiled = model, code, None
+        self.outside: Counter[str] = Counter()
+        record(
+            model,
+            device_index=code.device,
+            is_backward=code.is_backward,
+            mutated_input_idxs=code.mutated_inputs,
+            relaunch=code,
+            runner=self,
+        )
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.model(inputs)
+
+    def launched(self) -> int:
+        return 1
+
+    def graphs(self) -> list[Any]:
+        from torch_overlay._inductor.relaunch.launch.staged import Graph
+
+        return [Graph(launches=1, nodes=0, scratch=0)]
+
+
 def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
     """Return the mocks of functions in which the compiler would execute something on the device."""
     from torch._inductor import cpu_vec_isa
@@ -198,13 +227,7 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
         ),
         Mock(
             "torch_overlay._inductor.relaunch.runner.Runner",
-            lambda model, code: record_cudagraph(
-                model,
-                device_index=code.device,
-                is_backward=code.is_backward,
-                mutated_input_idxs=code.mutated_inputs,
-                relaunch=code,
-            ),
+            functools.partial(SimulatedRunner, record_cudagraph),
             "captures a CUDA graph; what it was given is kept",
         ),
         Mock(

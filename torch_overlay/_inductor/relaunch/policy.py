@@ -22,15 +22,14 @@ can't be split, or an operator of the user's contains a collective, there is no 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import re
 import sys
 import threading
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.refusals import Code, COMMUNICATION, refuse
+from torch_overlay._inductor.relaunch import coverage, partitions, split_off
+from torch_overlay._inductor.relaunch.partitions import Partitions
+from torch_overlay._inductor.relaunch.refusals import Code, refuse, source_line
 
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class _Compiling(threading.local):
     mode: str | None = None
     graph: Any = None
     partition = 0
+    record: Any = None  # coverage.CompiledCode of the graph
 
 
 _compiling = _Compiling()
@@ -59,12 +59,12 @@ def chosen_mode(device_box: Any) -> str:
 
 @contextlib.contextmanager
 def compiling(graph: Any, mode: str) -> Iterator[None]:
-    before = _compiling.mode, _compiling.graph, _compiling.partition
-    _compiling.mode, _compiling.graph, _compiling.partition = mode, graph, 0
+    before = _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record
+    _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record = mode, graph, 0, None
     try:
         yield
     finally:
-        _compiling.mode, _compiling.graph, _compiling.partition = before
+        _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record = before
 
 
 def post_compile(
@@ -86,11 +86,15 @@ def post_compile(
     if mode == "off":
         type(wanted).disable(wanted)
     with compiling(compiled, mode):
+        if mode == "relaunch":
+            notes = Partitions.read(compiled._overlay_partitions)
+            _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes)
         original(compiled, example_inputs, constants, graph_kwargs)
         if mode == "relaunch" and not wanted:
             wanted.value = True
             if (found := why_not(compiled)) is not None:
-                refuse(describe_whole(compiled), *found)
+                compiled.current_callable = _compiling.record.without_graph(compiled.current_callable, *found)
+                refuse(_compiling.record.code, *found)
 
 
 # What the user can change, by a phrase of Inductor's message.
@@ -120,10 +124,11 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         advice = [advice for about, advice in ADVICE.items() if about in text]
         return "inductor", "; ".join([text, *advice])
     if compiled.partition_maps is not None and not compiled.partition_maps:
-        reasons = compiled._overlay_split_off
-        if reasons and all(reason.startswith("stream operation") for reason in reasons):
+        rows = Partitions.read(compiled._overlay_partitions).split_off
+        if rows and all(row.code == "split-streams" for row in rows):
             return None
-        message = f"all of it is split off: {'; '.join(reasons) or 'Inductor does not say why'}"
+        reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
+        message = f"all of it is split off: {reasons or 'Inductor does not say why'}"
         return "split", f"{message}. What stands between such operations in one function would get a graph"
     return "inductor", "Inductor disabled it for this code"
 
@@ -142,6 +147,8 @@ def reset(original: Callable[[], None]) -> None:
     runner = sys.modules.get("torch_overlay._inductor.relaunch.runner")
     if runner is not None:
         runner.forget_all()
+    split_off.forget()
+    coverage.forget()
 
 
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,35 +165,13 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
         wanted.overlay_wanted = True
     (output,) = given["gm"].graph.find_nodes(op="output")
     compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
-    compiled._overlay_split_off = getattr(given["graph"], "_overlay_split_off", ())
+    compiled._overlay_partitions = partitions.of_graph(given["graph"]).plain()
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 
 
-def log_graph_partitions(
-    original: Callable[..., None], scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]
-) -> None:
-    """Seam: note why nodes are in no CUDA graph, each reason once."""
-    from torch._inductor.virtualized import V
-
-    left_out = [node for p, signature in zip(partitions, signatures) if signature.skip_cudagraph for node in p]
-    graph: Any = V.graph
-    graph._overlay_split_off = tuple(dict.fromkeys(map(functools.partial(_why_left_out, scheduler), left_out)))
-    original(scheduler, partitions, signatures)
-
-
-def _why_left_out(scheduler: Any, node: Any) -> str:
-    reason = scheduler.should_partition(node)
-    if reason is None:
-        return "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
-    operator = getattr(node.node, "op_overload", None)
-    return f"{reason} ({operator})" if operator is not None and str(operator) not in reason else reason
-
-
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
-    """Seam: True for collectives, too, which are not captured. Note [Collectives]"""
-    return original(node) or (
-        config.cudagraphs == "relaunch" and getattr(node.target, "namespace", None) in COMMUNICATION
-    )
+    """Seam: True for what we split off, too."""
+    return original(node) or partitions.is_unsafe(node)
 
 
 def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
@@ -227,7 +212,11 @@ def cudagraphify(
         return model
     from torch_overlay._inductor.relaunch.runner import Runner
 
-    return Runner(model, describe(static_input_idxs, **kwargs))
+    number = _compiling.partition
+    made = Runner(model, describe(static_input_idxs, **kwargs))
+    if _compiling.record is not None:
+        _compiling.record.add(made, number)
+    return made
 
 
 def make_tree(
@@ -261,8 +250,14 @@ def describe(
         mutated_inputs=tuple(mutated_input_idxs),
         saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
         is_backward=is_backward,
-        source=_first_line(placeholders, stack_traces),
+        source=_partition_line(graph, number) or _first_line(placeholders, stack_traces),
+        compile_id=_compile_id(),
     )
+
+
+def _partition_line(graph: Any, number: int) -> str:
+    graphs = Partitions.read(getattr(graph, "_overlay_partitions", ())).graphs
+    return graphs[number][1] if number < len(graphs) else ""
 
 
 def describe_whole(compiled: Any) -> Code:
@@ -273,7 +268,8 @@ def describe_whole(compiled: Any) -> Code:
     source = source_line((compiled.disabled_cudagraphs_reason or "").partition("Found from")[2])
     if not source and info is not None:
         source = _first_line(info.placeholders, info.stack_traces or ())
-    return Code(name, device=next(iter(compiled.device_idxs), 0), is_backward=is_backward, source=source)
+    device = next(iter(compiled.device_idxs), 0)
+    return Code(name, device, is_backward=is_backward, source=source, compile_id=_compile_id())
 
 
 def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:
@@ -281,10 +277,14 @@ def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:
     return kind, f"{kind} of {_compiled_frame()}"
 
 
-def _compiled_frame() -> str:
+def _compile_id() -> Any:
     from torch._guards import CompileContext
 
-    return f"compiled frame {CompileContext.current_compile_id() or '?'}"
+    return CompileContext.current_compile_id()
+
+
+def _compiled_frame() -> str:
+    return f"compiled frame {_compile_id() or '?'}"
 
 
 def _first_line(placeholders: Sequence[Any], stack_traces: Sequence[str | None]) -> str:
@@ -309,16 +309,3 @@ def _saved(graph: Any, partition: Any) -> frozenset[int]:
         return frozenset(range(first, len(graph.cudagraph_info.stack_traces)))
     outputs = enumerate(partition.output_index_mapping)
     return frozenset(i for i, among in outputs if among and min(among) >= first)
-
-
-def source_line(stack_trace: str) -> str:
-    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch count only if there are no
-    others."""
-    import torch
-
-    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)
-    if not frames:
-        return ""
-    inside = os.path.dirname(torch.__file__) + os.sep
-    file, line, _, text = ([f for f in frames if not f[0].startswith(inside)] or frames)[-1]
-    return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"

@@ -1,13 +1,18 @@
 """Reports compiled code that asked for a CUDA graph and gets none, and why.
 
-A refusal has a reason code and a text. Each different refusal of a region is logged once and kept for `refusals()`; all
-are counted. The code then runs as compiled.
+A refusal has a reason code of `causes`, a text, and where they are known the operator and the user's line. Each
+different refusal of a region is logged once and kept for `refusals()`; all are counted. The code then runs as compiled.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 from dataclasses import dataclass
+from typing import Any
+
+from torch_overlay._inductor.relaunch.causes import CAUSES
 
 
 # Namespaces of operators that communicate with other processes: Note [Collectives], in `policy`.
@@ -27,6 +32,7 @@ class Code:
     saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
     is_backward: bool = False
     source: str = ""  # the first line of the user's program that the region was compiled from
+    compile_id: Any = None  # Dynamo's, of the frame that it was compiled for
 
     @property
     def is_training(self) -> bool:
@@ -38,9 +44,17 @@ class Refused:
     code: Code
     reason: str
     message: str
+    operator: str = ""
+    line: str = ""
+
+    @property
+    def remedy(self) -> str:
+        return CAUSES[self.reason].remedy
 
     def __str__(self) -> str:
         where = f" (the region begins at {self.code.source})" if self.code.source else ""
+        if self.line:
+            where = f" ({self.line})"
         return f"{self.code.name} runs without a CUDA graph [{self.reason}]: {self.message}{where}"
 
 
@@ -48,12 +62,12 @@ _refused: list[Refused] = []
 _MOST_REFUSED = 1000
 
 
-def refuse(code: Code, reason: str, message: str) -> None:
+def refuse(code: Code, reason: str, message: str, operator: str = "", line: str = "") -> None:
     """Log and count one refusal. Raises if the user asked for graphs or an error (`triton.cudagraph_or_error`)."""
     import torch._inductor.config
     from torch._dynamo.utils import counters
 
-    found = Refused(code, reason, message)
+    found = Refused(code, reason, message, operator, line)
     counters["torch_overlay"]["cudagraph_refusals"] += 1
     if found not in _refused:
         log.warning("%s", found)
@@ -70,3 +84,16 @@ def refused() -> list[Refused]:
 
 def refusals() -> list[str]:
     return list(map(str, _refused))
+
+
+def source_line(stack_trace: str) -> str:
+    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch count only if there are no
+    others."""
+    import torch
+
+    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)
+    if not frames:
+        return ""
+    inside = os.path.dirname(torch.__file__) + os.sep
+    file, line, _, text = ([f for f in frames if not f[0].startswith(inside)] or frames)[-1]
+    return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"

@@ -7,13 +7,6 @@
 The key of a call is made of the inputs that are not tensors on the device (`keys`). Each key has its own `State`; the
 least recently used state is dropped when there are too many. Seeds of attention are in no key, whether they are on the
 host or on the device: Note [Seeds of attention] of `attention_seeds`.
-
-Note [Alignment of inputs]
-Compiled code and libraries choose kernels by the alignment of what they read, so a graph is valid for inputs that are
-aligned like those it was captured with, or better. A newly allocated tensor has a higher alignment than any kernel
-checks for. At the first input that is less aligned, but to 16 bytes, the region is captured again, for inputs that are
-all aligned to 16 bytes. An input that is not aligned to 16 bytes is copied, and copied back if the region writes it:
-compiled code couldn't use it at its own address.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -30,13 +23,16 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import attention_seeds, keys, refusals
+from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
+from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph
+from torch_overlay._inductor.relaunch.capture.culprit import line_of_error
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, make_graph
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
+from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -48,8 +44,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.staged import Split
     from torch_overlay._inductor.relaunch.refusals import Code
 
-FULL = capture.ALIGNMENT
-LEAST = 16
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
 
@@ -64,7 +58,7 @@ class State:
         self.plan = Plan()
         self.alignments: dict[int, int] = {}
         self.failures = 0
-        self.refused = False
+        self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Relaunch | Split | Verified | None = None
 
 
@@ -88,6 +82,11 @@ class Runner:
         self.warm_ups = 0  # since the last capture
         self._is_current = device.current, device.index, device.is_capturing
         self.attempt: Callable[[list[Any]], Any] | None = None  # that of the only state, if the region needs no key
+        self.compiled: Any = None  # coverage.CompiledCode
+        self.outside: Counter[str] = Counter()  # calls that ran as compiled, by the code of the cause
+        self.refusals: dict[str, refusals.Refused] = {}  # the last one of each code
+        self._launched_before = 0  # launches of graphs that are dropped
+        self._known_to_fail = frozenset(split_off.failed())  # operators that the code was compiled without
         live_runners.add(self)
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -117,6 +116,11 @@ class Runner:
                 except Misaligned:
                     pass
         return self._slow(key, inputs)
+
+    def _outside(self, cause: str, inputs: list[Any]) -> Any:
+        """Run the region as compiled, and count the cause."""
+        self.outside[cause] += 1
+        return self.plain(inputs)
 
     def plain(self, inputs: list[Any]) -> Any:
         """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are
@@ -174,6 +178,7 @@ class Runner:
     def forget(self) -> None:
         """Drop all graphs; the next call is a first call again."""
         with self.lock:
+            self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = None
             self.captures = 0
@@ -192,7 +197,8 @@ class Runner:
             if state is None and self.captures < self._most_captures:
                 state = self.states[key] = State()
                 while len(self.states) > self.bound:
-                    self.states.popitem(last=False)
+                    _, dropped = self.states.popitem(last=False)
+                    self._launched_before += launches_of(dropped.relaunch)
             return state
 
     @property
@@ -201,12 +207,12 @@ class Runner:
 
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
         if self.device.is_capturing() or launching():
-            return self.plain(inputs)  # in a capture of the caller's, or in a finalizer that runs during a launch
+            return self._outside("callers-capture", inputs)  # or in a finalizer that runs during a launch
         state = self._state(key)
         if state is not None and not state.refused and keys.LARGE in key:
             self._refuse_host_tensor(state, inputs)
         if state is None or state.refused:
-            return self.plain(inputs)
+            return self._outside(state.refused if state is not None else "templates", inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
         with self.device.guard():
@@ -215,7 +221,7 @@ class Runner:
             ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
             if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
                 inputs[:] = originals
-                return self.plain(inputs)
+                return self._outside(state.refused or "busy", inputs)
             untried = has_copies_never_launched(relaunch)
             if not clones and not untried:
                 originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
@@ -226,22 +232,41 @@ class Runner:
                     if untried:
                         state.relaunch = None  # the next one is the first launch
                     raise
-                state.refused, state.relaunch = True, None
-                refusals.refuse(self.code, "host-memory", f"its copies to or from the host can't be patched: {error}")
+                self._refuse(state, "host-memory", f"its copies to or from the host can't be patched: {error}")
                 inputs[:] = originals
-                return self.plain(inputs)
+                return self._outside(state.refused, inputs)
             for k, original, clone in clones:
                 if k in self.code.mutated_inputs:
                     copy_back(original, clone)
             return result
 
+    def _refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
+        """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
+        self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
+        if state is not None:
+            with self.lock:
+                self._launched_before += launches_of(state.relaunch)
+                state.refused, state.relaunch, self.attempt = reason, None, None
+        refusals.refuse(self.code, reason, message, operator, line)
+
+    def launched(self) -> int:
+        """Return how many calls a graph has run."""
+        with self.lock:
+            return self._launched_before + sum(launches_of(state.relaunch) for state in self.states.values())
+
+    def graphs(self) -> list[Graph]:
+        """Return the graphs that there are now."""
+        with self.lock:
+            made = [state.relaunch for state in self.states.values() if state.relaunch is not None]
+        return list(map(graph_of, made))
+
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
-        state.refused = True
+        state.refused = "host-tensor"
         if not self.has_large:
             self.has_large = True
             k = next(k for k in self.keyed if k in self.scalars and keys.host_value(inputs[k]) is keys.LARGE)
             message = f"input {k} is a tensor of {inputs[k].numel()} values in host memory"
-            refusals.refuse(self.code, "host-tensor", f"{message}, which the graph would hold; move it to the device")
+            self._refuse(state, "host-tensor", f"{message}, which the graph would hold; move it to the device")
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
@@ -259,7 +284,7 @@ class Runner:
         namespace = namespace_of(self.model)
         watch = Watch(observer, self._counted(asked), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
-            result = self.plain(inputs)
+            result = self._outside("warm-up", inputs)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         random = drawn != [g.get_offset() for g in generators]
@@ -272,7 +297,7 @@ class Runner:
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
-            refusals.refuse(self.code, "first-calls", f"{message}; a graph is made at the second call")
+            self._refuse(None, "first-calls", f"{message}; a graph is made at the second call")
         return result
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
@@ -294,9 +319,9 @@ class Runner:
         ready = had_graph = state.relaunch is not None
         for k, value in enumerate(inputs):
             if capture.is_region(value):
-                alignment = alignment_of(address_of(value))
-                if alignment < state.alignments.setdefault(k, FULL):
-                    state.alignments[k] = alignment if k in self.code.static_inputs else LEAST
+                aligned = alignment_of(address_of(value))
+                if aligned < state.alignments.setdefault(k, alignment.FULL):
+                    state.alignments[k] = aligned if k in self.code.static_inputs else LEAST
                     ready = False
         if had_graph and not ready:
             moving = (k for k, v in enumerate(inputs) if capture.is_region(v) and k not in self.code.static_inputs)
@@ -307,10 +332,10 @@ class Runner:
         """Make the state's graph. Return False if this call has to run without one."""
         if not capturing.acquire(blocking=False):
             return False
+        alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
         try:
             self.captures += 1
             self.warm_ups = 0
-            alignments = [state.alignments.get(k, FULL) for k in range(len(inputs))]
             arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
@@ -318,15 +343,12 @@ class Runner:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         except Refusal as refusal:
-            state.refused = True
-            refusals.refuse(self.code, refusal.reason, str(refusal))
+            self._refuse(state, refusal.reason, str(refusal))
             return False
         except Exception as error:
             state.failures += 1
             refusals.log.info("%s could not be captured", self.code.name, exc_info=True)
-            if state.failures == FAILURES:
-                state.refused = True
-                refusals.refuse(self.code, "capture", f"{type(error).__name__}: {error}")
+            self._after_failure(state, inputs, alignments, error)
             return False
         finally:
             capturing.release()
@@ -337,16 +359,36 @@ class Runner:
             message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
             what = arrangement.describe(), arrangement.layout.names()
             refusals.log.info(message, self.code.name, nodes, len(launchers), *what)
+        with self.lock:
+            self._launched_before += launches_of(state.relaunch)
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:
                 self.attempt = state.relaunch.attempt
         if self.captures == self._most_captures:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
-            refusals.refuse(
-                self.code, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound"
-            )
+            self._refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
         return True
+
+    def _after_failure(self, state: State, inputs: Sequence[Any], alignments: Sequence[int], error: Exception) -> None:
+        """Split off the operator in which a capture has failed, or refuse. Note [Operators in which a capture failed]
+        of `split_off`"""
+        culprit = find_culprit(self.device, self.model, inputs, alignments, state.plan, self.code)
+        if culprit is None or culprit.is_out_of_memory:
+            if state.failures == FAILURES:
+                code = "capture" if culprit is None else "out-of-memory"
+                line = line_of_error(error, namespace_of(self.model) or {})
+                self._refuse(state, code, f"{type(error).__name__}: {error}", line=line)
+            return
+        split_off.remember(culprit.operator, culprit.did)
+        message = f"{culprit.operator} {culprit.did}"
+        found = refusals.Refused(self.code, "operator", message, culprit.operator, culprit.line)
+        if culprit.operator not in self._known_to_fail and split_off.compile_again(self.code.compile_id):
+            self.refusals["operator"], state.refused = found, "operator"
+            where = f" ({culprit.line})" if culprit.line else ""
+            refusals.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
+        else:
+            self._refuse(state, "operator", message, culprit.operator, culprit.line)
 
 
 def has_copies_never_launched(relaunch: Any) -> bool:
@@ -360,36 +402,10 @@ def has_copies_never_launched(relaunch: Any) -> bool:
 def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -> None:
     """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
     owner, found = runner(), state()
-    if found is not None:
-        found.refused, found.relaunch = True, None
-    if owner is not None:
-        owner.attempt = None
-        refusals.refuse(owner.code, "host-memory", why)
-
-
-def address_of(value: Any) -> int:
-    """Return the address of a plain tensor on the device, and 0 for anything else."""
-    return value.data_ptr() if capture.is_region(value) and value.layout is torch.strided else 0
-
-
-def alignment_of(address: int) -> int:
-    """Return the largest power of two, up to `FULL`, that the address is a multiple of."""
-    return min(address & -address, FULL) if address else FULL
-
-
-def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the strides of the original, including the elements in memory between those of the tensor."""
-    return torch.as_strided(_flat(tensor).clone(), tensor.size(), tensor.stride(), 0)
-
-
-def copy_back(original: torch.Tensor, clone: torch.Tensor) -> None:
-    _flat(original).copy_(_flat(clone))
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    length = 0 if 0 in tensor.size() else 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
-    return torch.as_strided(tensor, (length,), (1,))
+    if owner is not None and found is not None:
+        owner._refuse(found, "host-memory", why)
+    elif found is not None:
+        found.refused, found.relaunch = "host-memory", None
 
 
 def forget_all() -> None:

@@ -88,6 +88,10 @@ class Cuda:
                 found += [size for size in free if size <= most]
         return found
 
+    def is_capture_broken(self) -> bool:
+        """True if the current stream's capture has failed."""
+        return Driver().is_broken(self.stream_of(self.index))
+
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
 

@@ -15,6 +15,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
+from torch_overlay._inductor.relaunch.capture.culprit import Culprit, Suspects
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
@@ -81,6 +82,22 @@ def make_graph(
             edges = device.relax(first, graph, template, namespace)
             arrangement = arrange(_proven(first, second, template, edges, inputs, plan.dying, code))
             return device.instantiate(first, arrangement)
+
+
+def find_culprit(
+    device: Any,
+    model: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    plan: Plan,
+    code: Code,
+) -> Culprit | None:
+    """Capture once more, as the first capture of `make_graph` did, and return the operator in which that fails."""
+    with _recordings(device) as record:
+        recording = record(1)
+        with Suspects(namespace_of(model) or {}, device.is_capture_broken) as suspects, contextlib.suppress(Exception):
+            Capture(model, inputs, alignments, plan, recording).run(code)
+    return suspects.found
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ KIND_NAMES = {
     UNKNOWN: "unknown kind",
 }
 INVALID_VALUE = 1
+CAPTURE_INVALIDATED = 2
 PLAIN, PROGRAMMATIC = (0, 0, 0), (1, 1, 0)  # (type, from port, to port) of edges
 MEMORY_HOST, MEMORY_DEVICE, MEMORY_ARRAY, MEMORY_UNIFIED = 1, 2, 3, 4
 
@@ -113,6 +114,11 @@ class Driver:
     def captured_into(self, stream: int) -> int:
         """Return the graph that a stream is captured into; 0 if it isn't captured."""
         return int(self.call("cuStreamGetCaptureInfo", self.api.CUstream(stream))[2] or 0)
+
+    def is_broken(self, stream: int) -> bool:
+        """True if the stream's capture has failed."""
+        status = self.call("cuStreamIsCapturing", self.api.CUstream(stream))
+        return int(status) == CAPTURE_INVALIDATED
 
     def edges(self, graph: int) -> list[Edge]:
         return [Edge(u, v, kind_of(data) == PLAIN) for (u, v), data in self.edge_data(graph).items()]

@@ -9,7 +9,7 @@ that fails after that has consumed its inputs, like one that fails in compiled c
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
@@ -93,3 +93,30 @@ class Split:
         for output, slot in self.results:
             result[output] = slots[slot]
         return tuple(result)
+
+
+class Graph(NamedTuple):
+    """Facts of a graph: launches by the host for one call, nodes, and bytes of scratch memory at a time."""
+
+    launches: int
+    nodes: int
+    scratch: int
+
+
+def launches_of(relaunch: Any) -> int:
+    """Return how many calls a graph has run; 0 if there is none."""
+    if relaunch is None:
+        return 0
+    stages = stages_of(relaunch)
+    return sum(stage.totals[0] for stage in stages) // len(stages)
+
+
+def stages_of(relaunch: Any) -> Sequence[Relaunch]:
+    inner = getattr(relaunch, "relaunch", relaunch)  # of a Verified
+    return getattr(inner, "stages", (inner,))
+
+
+def graph_of(relaunch: Any) -> Graph:
+    stages = stages_of(relaunch)
+    nodes = sum(stage.launcher.nodes for stage in stages)
+    return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages))

@@ -1,0 +1,361 @@
+"""An operator in which a capture fails is found, kept in mind, and split off when its code is compiled again."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from relaunch_case import RelaunchTestCase
+from torch._dynamo.test_case import TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.cache_key import overlay_key
+from torch_overlay._inductor.relaunch import coverage, refusals, split_off
+from torch_overlay._inductor.relaunch.capture import culprit
+from torch_overlay.testing import simulated_gpu
+
+
+STATE = {"device": None, "error": None}
+UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be ..."
+
+
+@torch.library.custom_op("culprits::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    device = STATE["device"]
+    if device is not None and getattr(device.thread, "recording", None) is not None:
+        if STATE["error"] is None:
+            device.broken = True
+        else:
+            raise STATE["error"]
+    return x * 2
+
+
+@waits.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Private(TestCase):
+    """A test with a cache directory of its own."""
+
+    def setUp(self):
+        super().setUp()
+        self.folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.enterContext(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=self.folder))
+        self.addCleanup(split_off.forget)
+        split_off.forget()
+
+    def path(self):
+        return Path(self.folder, split_off.FILE)
+
+
+class TestCulprit(RelaunchTestCase, Private):
+    SOURCE = """
+def region(args):
+    x, = args
+    args.clear()
+    y = torch.mul(x, 3)
+    z = torch.ops.culprits.waits.default(y)
+    return (torch.add(z, x),)
+"""
+
+    def setUp(self):
+        super().setUp()
+        STATE.update(device=self.device, error=RuntimeError(UNSUPPORTED))
+        self.addCleanup(STATE.update, device=None)
+
+    def calls(self, run, times=3):
+        for _ in range(times):
+            x = torch.randn(4, 4)
+            self.assertEqual(run([x])[0], x * 7)
+
+    def test_it_is_named_with_what_it_did(self):
+        run = self.runner(self.SOURCE)
+        self.calls(run)
+        (found,) = refusals.refused()
+        self.assertEqual((found.reason, found.operator), ("operator", "culprits::waits.default"))
+        did = "waits for the device, or allocates or frees its memory itself (CUDA error 900)"
+        self.assertEqual(found.message, f"culprits::waits.default {did}")
+        self.assertEqual(split_off.failed(), {"culprits::waits.default": did})
+        self.assertEqual(dict(run.outside), {"warm-up": 1, "operator": 2})
+
+    def test_capture_that_it_breaks_without_an_error(self):
+        STATE["error"] = None
+        with mock.patch.object(self.device, "record", wraps=self.device.record) as record:
+            record.side_effect = [RuntimeError("broken"), mock.DEFAULT]
+            self.calls(self.runner(self.SOURCE))
+        (found,) = refusals.refused()
+        self.assertEqual(found.message, "culprits::waits.default breaks the capture")
+
+    def test_no_memory_is_not_its_fault(self):
+        STATE["error"] = torch.OutOfMemoryError("no memory")
+        self.calls(self.runner(self.SOURCE), 2)
+        self.assertEqual((refusals.refused(), dict(split_off.failed())), ([], {}))
+        self.calls(self.runner(self.SOURCE), 6)
+        self.assertEqual([r.reason for r in refusals.refused()], ["out-of-memory"])
+
+    def test_frame_that_is_compiled_again_is_no_refusal(self):
+        run = self.runner(self.SOURCE)
+        with (
+            mock.patch.object(split_off, "compile_again", return_value=True),
+            self.assertLogs(refusals.log, "WARNING") as logs,
+        ):
+            self.calls(run)
+        self.assertEqual(refusals.refused(), [])
+        self.assertEqual(len(logs.output), 1)
+        self.assertIn("from the next call on it runs between two graphs", logs.output[0])
+        self.assertEqual(dict(run.outside), {"warm-up": 1, "operator": 2})
+
+    def test_code_that_was_compiled_without_it_is_refused(self):
+        """It is called where it can't be split off, in an operator of another kind."""
+        split_off.remember("culprits::waits.default", "waits")
+        run = self.runner(self.SOURCE)
+        with mock.patch.object(split_off, "compile_again", return_value=True):
+            self.calls(run)
+        self.assertEqual([r.reason for r in refusals.refused()], ["operator"])
+
+    def test_error_of_the_code_itself_is_no_operators(self):
+        source = self.SOURCE.replace("return (", "check()\n    return (")
+
+        def check():
+            if getattr(self.device.thread, "recording", None) is not None:
+                raise ValueError("no operator")
+
+        STATE["device"] = None
+        self.calls(self.runner(source, check=check), 6)
+        (found,) = refusals.refused()
+        self.assertEqual((found.reason, found.message), ("capture", "ValueError: no operator"))
+
+    def test_errors_of_cuda_in_words(self):
+        for number, (text, did) in culprit.ERRORS.items():
+            error = RuntimeError(f"CUDA error: {text}, and so on")
+            self.assertEqual(culprit.did(error), f"{did} (CUDA error {number})")
+            error = RuntimeError("?")
+            error.error_code = number
+            self.assertEqual(culprit.did(error), f"{did} (CUDA error {number})")
+        self.assertEqual(culprit.did(KeyError("a\nb")), "raises KeyError: 'a\\nb'")
+
+
+class TestMemory(Private):
+    """What failed is known in the next process."""
+
+    def test_file(self):
+        self.assertEqual(dict(split_off.failed()), {})
+        split_off.remember("a::b.default", "waits")
+        split_off.remember("a::c.out", "launches")
+        split_off.remember("a::b.default", "something else")
+        split_off.forget()
+        self.assertEqual(dict(split_off.failed()), {"a::b.default": "waits", "a::c.out": "launches"})
+        self.assertEqual(os.listdir(self.folder), [split_off.FILE])
+
+    @parametrize("text", ["", "[]", "{", '{"torch": "1.0", "operators": {"a::b": "x"}}', '{"operators": {}}'])
+    def test_file_of_another_kind_is_nothing(self, text):
+        self.path().write_text(text)
+        self.assertEqual(dict(split_off.failed()), {})
+        split_off.remember("a::b.default", "waits")
+        self.assertEqual(json.loads(self.path().read_text())["operators"], {"a::b.default": "waits"})
+
+    def test_folder_that_cannot_be_written(self):
+        self.path().mkdir()
+        with self.assertLogs(split_off.log, "INFO") as logs:
+            split_off.remember("a::b.default", "waits")
+        self.assertIn("later processes will find out again", logs.output[0])
+        self.assertEqual(dict(split_off.failed()), {"a::b.default": "waits"})
+
+    def test_without_caches_nothing_is_read_or_written(self):
+        split_off.remember("a::b.default", "waits")
+        with inductor_config.patch(force_disable_caches=True):
+            self.assertEqual(dict(split_off.failed()), {})
+            split_off.remember("a::c.default", "waits")
+            self.assertEqual(dict(split_off.failed()), {"a::c.default": "waits"})
+        split_off.forget()
+        self.assertEqual(dict(split_off.failed()), {"a::b.default": "waits"})
+
+    def test_cache_keys_depend_on_it_where_graphs_are_asked_for(self):
+        for graphs in (False, True):
+            split_off.forget()
+            self.path().unlink(missing_ok=True)
+            with inductor_config.patch({"triton.cudagraphs": graphs}):
+                before = overlay_key(None, False)
+                split_off.remember("a::b.default", "waits")
+                self.assertEqual(overlay_key(None, False) != before, graphs)
+
+
+class TestCompiledAgain(Private):
+    def compiled(self):
+        made = []
+
+        def backend(gm, inputs):
+            made.append(torch._guards.CompileContext.current_compile_id())
+            return gm.forward
+
+        torch._dynamo.reset()
+
+        @torch.compile(backend=backend)
+        def f(x):
+            return x.sin() + 1
+
+        return f, made
+
+    def test_frame_is_compiled_at_its_next_call(self):
+        f, made = self.compiled()
+        x = torch.randn(4)
+        f(x), f(x)
+        self.assertEqual(len(made), 1)
+        self.assertTrue(split_off.compile_again(made[0]))
+        self.assertFalse(split_off.compile_again(made[0]), "it is invalid already")
+        self.assertEqual(f(x), x.sin() + 1)
+        f(x)
+        self.assertEqual(len(made), 2)
+        self.assertEqual(made[0].frame_id, made[1].frame_id)
+
+    def test_while_its_code_runs(self):
+        made = []
+
+        def backend(gm, inputs):
+            made.append(torch._guards.CompileContext.current_compile_id())
+            compile_id = made[-1]
+
+            def run(*args):
+                if len(made) == 1:
+                    self.assertTrue(split_off.compile_again(compile_id))
+                return gm.forward(*args)
+
+            return run
+
+        torch._dynamo.reset()
+
+        @torch.compile(backend=backend)
+        def f(x):
+            return x.sin() + 1
+
+        x = torch.randn(4)
+        for _ in range(3):
+            self.assertEqual(f(x), x.sin() + 1)
+        self.assertEqual(len(made), 2)
+
+    def test_no_more_often_than_dynamo_goes_along_with(self):
+        for limit, most in ((8, 6), (100, split_off.MOST)):
+            split_off.forget()
+            f, made = self.compiled()
+            x = torch.randn(4)
+            with torch._dynamo.config.patch(recompile_limit=limit):
+                f(x)
+                again = 0
+                while split_off.compile_again(made[-1]):
+                    again += 1
+                    f(x)
+                self.assertEqual((again, len(made)), (most, most + 1))
+
+    def test_not_where_compiling_again_is_an_error(self):
+        f, made = self.compiled()
+        x = torch.randn(4)
+        f(x)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            self.assertFalse(split_off.compile_again(made[0]))
+            f(x)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            self.assertFalse(split_off.compile_again(made[0]))
+            f(x)
+        self.assertEqual(len(made), 1)
+
+    def test_code_that_dynamo_has_not_compiled(self):
+        self.assertFalse(split_off.compile_again(None))
+        self.assertFalse(split_off.compile_again(torch._guards.CompileId(frame_id=10**6, frame_compile_id=0)))
+
+
+class TestPartitions(Private):
+    """What is split off is listed with its code, operator and line; the rest keeps its graphs."""
+
+    def split(self, fn, *extra, failed=(), graphs=2):
+        with simulated_gpu() as gpu, config.patch(cudagraphs="relaunch"):
+            for operator in failed:
+                split_off.remember(operator, "waits")
+            made = [each() for each in extra]
+            x, w = torch.randn(8, 8, device="cuda"), torch.randn(8, 8, device="cuda")
+            torch.compile(fn, mode="reduce-overhead")(x, w, *made)
+            seen = coverage.coverage()
+            self.assertEqual(len(gpu.cudagraphs), graphs)
+        (function,) = seen.functions
+        lines = Path(__file__).read_text().splitlines()
+        found = []
+        for each in function.outside:
+            name, _, rest = each.line.partition(".py:")
+            self.assertEqual(name + ".py", __file__)
+            number, _, text = rest.partition(": ")
+            self.assertEqual(lines[int(number) - 1].strip(), text)
+            found.append((each.code, each.operator, text))
+        return found
+
+    @pytest.mark.each_hook
+    def test_cond(self):
+        def f(x, w, p):
+            y = (x @ w).sin()
+            y = torch.cond(p, torch.sin, torch.cos, (y,))
+            return (y @ w).cos()
+
+        found = self.split(f, lambda: torch.tensor(True, device="cuda"))
+        self.assertEqual(found, [("split-control-flow", "cond", "y = torch.cond(p, torch.sin, torch.cos, (y,))")])
+
+    @parametrize("device", ["cuda", "cpu"])
+    def test_while_loop(self, device):
+        def f(x, w, n):
+            y = (x @ w).sin()
+            y = torch.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a * 2), (n, y))[1]
+            return (y @ w).cos()
+
+        with mock.patch.object(torch, "while_loop", torch._higher_order_ops.while_loop, create=True):
+            ((code, operator, _),) = self.split(f, lambda: torch.tensor(0, device=device))
+        self.assertEqual((code, operator), ("split-control-flow", "while_loop"))
+
+    def test_operator_that_failed(self):
+        def f(x, w):
+            y = (x @ w).sin()
+            y = torch.ops.culprits.waits(y)
+            return (y @ w).cos()
+
+        self.assertEqual(
+            self.split(f, failed=["culprits::waits.default"]),
+            [("split-failed", "culprits::waits.default", "y = torch.ops.culprits.waits(y)")],
+        )
+        self.assertEqual(self.split(f, graphs=1), [])
+
+    def test_operator_of_torch_that_failed(self):
+        def f(x, w):
+            y = (x @ w).sin()
+            y = torch.linalg.qr(y)[0]
+            return (y @ w).cos()
+
+        (found,) = self.split(f, failed=["aten::linalg_qr.default"])
+        self.assertEqual(found, ("split-failed", "aten::linalg_qr.default", "y = torch.linalg.qr(y)[0]"))
+
+    def test_size_that_depends_on_data(self):
+        def f(x, w):
+            y = (x @ w).sin()
+            z = y.nonzero()
+            return z.sum() + (y @ w).cos().sum()
+
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            found = self.split(f)
+        self.assertEqual(found[0], ("split-data-dependent", "aten::nonzero.default", "z = y.nonzero()"))
+
+    def test_host(self):
+        def f(x, w):
+            y = (x @ w).sin()
+            n = torch.arange(8).float().exp()
+            return (y @ w).cos(), n
+
+        ((code, _, text),) = self.split(f, graphs=1)
+        self.assertEqual((code, text), ("split-host", "n = torch.arange(8).float().exp()"))
+
+
+instantiate_parametrized_tests(TestMemory)
+instantiate_parametrized_tests(TestPartitions)

@@ -1,0 +1,121 @@
+"""Finds the operator in which a capture fails, by capturing once more and looking at each operator.
+
+Generated code calls libraries, custom operators and what it has no kernel for through torch's dispatcher, where a
+dispatch mode sees each call. After each, the stream is asked whether the capture is still whole: an operator may break
+it without an error. The line of generated code that made the call leads to the line of the user's program.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType, TracebackType
+
+# CUDA's errors about captures, by code: the beginning of CUDA's text, and what the operator did.
+ERRORS: dict[int, tuple[str, str]] = {
+    900: (
+        "operation not permitted when stream is capturing",
+        "waits for the device, or allocates or frees its memory itself",
+    ),
+    901: ("operation failed due to a previous error during capture", "goes on after the capture has failed"),
+    902: ("operation would result in a merge of separate capture", "joins the capture with another one"),
+    903: ("capture was not ended in the same stream", "ends the capture on another stream"),
+    904: ("capturing stream has unjoined work", "launches on another stream that nothing waits for"),
+    905: ("dependency created on uncaptured work", "waits for work that was launched before the capture"),
+    906: ("operation would make the legacy stream depend", "launches on the default stream"),
+    907: ("operation not permitted on an event last recorded in a capturing", "asks for an event of the capture"),
+    908: ("attempt to terminate a thread-local capture", "ends the capture in another thread"),
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    operator: str  # name of the overload, "mylib::op.default"; empty: no operator, the code itself
+    schema: str
+    line: str  # "file:line" of the user's program, or empty
+    did: str  # what it did, as the end of a sentence about it
+    is_out_of_memory: bool = False
+
+
+class Suspects(TorchDispatchMode):
+    """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
+    module with these globals that raises, or after which `is_broken()`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool]) -> None:
+        super().__init__()
+        self.namespace, self.is_broken = namespace, is_broken
+        self.found: Culprit | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except Exception as error:
+            self._note(func, error)
+            raise
+        if self.found is None and self.is_broken():
+            self._note(func, None)
+        return result
+
+    def _note(self, func: Any, error: Exception | None) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is not self.namespace:
+            frame = frame.f_back
+        if self.found is None and frame is not None:
+            line = user_line(frame.f_code.co_filename, frame.f_lineno)
+            memory = isinstance(error, torch.OutOfMemoryError)
+            self.found = Culprit(name_of(func), str(getattr(func, "_schema", "")), line, did(error), memory)
+
+
+def name_of(func: Any) -> str:
+    """Return "namespace::name.overload" of an operator; the plain name of a higher-order operator."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return func.name() if callable(getattr(func, "name", None)) else str(func)
+    return f"{schema.name}.{schema.overload_name or 'default'}"
+
+
+def did(error: BaseException | None) -> str:
+    """Return what an operator did that raised this error in a capture."""
+    if error is None:
+        return "breaks the capture"
+    code = getattr(error, "error_code", None)
+    text = str(error)
+    for number, (begin, what) in ERRORS.items():
+        if code == number or begin in text:
+            return f"{what} (CUDA error {number})"
+    lines = text.strip().splitlines() or [""]
+    return f"raises {type(error).__name__}: {lines[0]}"
+
+
+def user_line(path: str, line: int) -> str:
+    """Return "file:line" of the user's program for a line of generated code; empty if it is not known."""
+    from torch._inductor.codecache import PyCodeCache
+
+    frames = PyCodeCache.stack_frames_for_code(path, line) or []
+    ours = [frame for frame in frames if not is_in_torch(frame["filename"])] or frames
+    return f"{ours[0]['filename']}:{ours[0]['line']}" if ours else ""
+
+
+def is_in_torch(path: str) -> bool:
+    return path.startswith(torch.__path__[0])
+
+
+def line_of_error(error: BaseException, namespace: Mapping[str, Any]) -> str:
+    """Return the line of the user's program whose code raised this error."""
+    trace: TracebackType | None = error.__traceback__
+    found = ""
+    while trace is not None:
+        if trace.tb_frame.f_globals is namespace:
+            found = user_line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,120 @@
+"""Lists why work runs outside of CUDA graphs: a code, a title and a remedy for each cause.
+
+A refusal, a split and a drop all name a code of this table. `docs/cuda_graphs.md` lists the same codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    title: str  # what is outside of a graph, and why
+    remedy: str  # what the user can do; empty: nothing
+
+
+_MOVE_OUT = "move the operation to the beginning or the end of the compiled function, or out of it"
+_REPORT = "please report it with the log of TORCH_LOGS=torch_overlay"
+_SPLIT_BY_NAME = 'name the operator in torch._inductor.config.custom_should_partition_ops: ["mylib::op"]'
+
+CAUSES: dict[str, Cause] = {
+    # What Inductor splits off: it runs between two graphs.
+    "split-host": Cause("an operation on the host", "keep its tensors on the device, with device= where they are made"),
+    "split-devices": Cause("an operation on two devices", _MOVE_OUT),
+    "split-control-flow": Cause(
+        "torch.cond, switch, while_loop or scan: the host reads the condition",
+        "torch.where computes both sides and stays in a graph, where both may be computed",
+    ),
+    "split-data-dependent": Cause(
+        "an operation whose result has a size, or a number, that depends on data",
+        "a mask of fixed size (torch.where) instead of indices; a tensor instead of .item()",
+    ),
+    "split-unsafe": Cause("an operator that is known to synchronise or to allocate on its own", _MOVE_OUT),
+    "split-failed": Cause(
+        "an operator in which a capture failed", "an operator that neither synchronises nor uses another stream"
+    ),
+    "split-named": Cause("an operator named in custom_should_partition_ops", ""),
+    "split-dynamic": Cause(
+        "an operation on dynamic sizes", "torch._inductor.config.triton.cudagraph_skip_dynamic_graphs = False"
+    ),
+    "split-small": Cause(
+        "a partition of few kernels", "lower torch._inductor.config.triton.cudagraph_min_partition_size"
+    ),
+    "split-collective": Cause("a collective: its order across ranks is that of the program", ""),
+    "split-streams": Cause("an operation on the caller's streams or events", ""),
+    "split-other": Cause("an operation that Inductor splits off", _MOVE_OUT),
+    # What the compiler refuses.
+    "inductor": Cause("Inductor made no graph of this code", "its message says what to change"),
+    "split": Cause("all of the code is split off", "give the operations that stand between them one function"),
+    "cpp-wrapper": Cause("code with a C++ wrapper", "torch._inductor.config.cpp_wrapper = False"),
+    "graph-break": Cause(
+        "a graph break cuts the function in two", "the hint of the break; TORCH_LOGS=graph_breaks shows it"
+    ),
+    # What the first calls show.
+    "warm-up": Cause("the first call of a size, a number or a thread runs as compiled", ""),
+    "callers-capture": Cause("calls inside of a capture of the caller's are captured as compiled", ""),
+    "busy": Cause("another thread captures meanwhile", ""),
+    "first-calls": Cause(
+        "each call has a size or a number that no earlier one had, or runs in another thread",
+        "pass the number as a tensor on the device, or pad to a few sizes",
+    ),
+    "templates": Cause(
+        "more sizes or numbers than a region keeps graphs for",
+        "pad to a few sizes, or raise torch_overlay.config.cudagraph_templates",
+    ),
+    "host-tensor": Cause("a large tensor in host memory, which the graph would hold", "move it to the device"),
+    "input": Cause("an input that is not a plain strided tensor", "convert it before the call"),
+    "device": Cause("an input on another device", "compile the code of each device by itself"),
+    # What a capture shows.
+    "operator": Cause(
+        "the capture failed in an operator", "an operator that neither synchronises nor uses another stream"
+    ),
+    "capture": Cause("the capture failed", "the log at INFO shows the traceback"),
+    "out-of-memory": Cause("the capture found no memory", "free memory before the second call, or use smaller batches"),
+    "kept": Cause(
+        "memory of the capture is still in use after it", "keep no tensor that was allocated inside the function"
+    ),
+    "output": Cause("an output that is not a plain strided tensor", "convert it outside of the compiled function"),
+    "collective": Cause("a collective inside of the region", _SPLIT_BY_NAME),
+    "streams": Cause(
+        "the region orders streams of the caller's", "torch._inductor.config.graph_partition = True splits that off"
+    ),
+    "host-memory": Cause("a copy to or from the host that can't be patched", "pin the memory, or move the copy out"),
+    "allocator": Cause("an allocator that can't allocate elsewhere for a capture", "use torch's native allocator"),
+    "c-module": Cause("the C module can't be built", "install a C compiler, or set CC"),
+    # What the proof shows.
+    "unmoved": Cause("an argument of a kernel may be an address, but didn't move with a tensor", _SPLIT_BY_NAME),
+    "outside": Cause("a kernel has an address outside of the region's tensors", _SPLIT_BY_NAME),
+    "scalar": Cause("a number that a kernel gets differs between two captures", _SPLIT_BY_NAME),
+    "encoded": Cause("a kernel has an address that is packed with other data", _SPLIT_BY_NAME),
+    "foreign": Cause("a kernel has an address in memory that is none of the region's", _SPLIT_BY_NAME),
+    "ambiguous": Cause("an argument of a kernel can be read as two addresses", _REPORT),
+    "moved": Cause("an address that should stay has moved", _REPORT),
+    "layout": Cause("two captures of the region differ in their memory", _SPLIT_BY_NAME),
+    "nodes": Cause("two captures of the region differ in their kernels", _SPLIT_BY_NAME),
+    "edges": Cause("two captures of the region differ in their order", _SPLIT_BY_NAME),
+    "launch": Cause("two captures of the region differ in a kernel's grid", _SPLIT_BY_NAME),
+    "segments": Cause("memory of the capture overlaps", _REPORT),
+    "shape": Cause("a copy or a fill of a shape that can't be patched", _MOVE_OUT),
+    "signature": Cause("a kernel's parameters are not those of its signature", _REPORT),
+    "node-kind": Cause("the graph has a kind of node that can't be patched", _SPLIT_BY_NAME),
+}
+
+
+def of_partition(reason: str) -> str:
+    """Return the code for Inductor's reason to split an operation off."""
+    for begin, code in (
+        ("stream operation", "split-streams"),
+        ("custom partition op", "split-named"),
+        ("cross-device", "split-devices"),
+        ("Switch ops", "split-control-flow"),
+        ("unbacked binding", "split-data-dependent"),
+        ("uses cudagraph-unsafe unbacked", "split-data-dependent"),
+        ("CUDAGraph-unsafe", "split-unsafe"),
+        ("dynamic shape", "split-dynamic"),
+        ("fewer kernels", "split-small"),
+    ):
+        if reason.startswith(begin):
+            return code
+    return "split-host" if reason.endswith(" ops") else "split-other"

@@ -1,0 +1,294 @@
+"""Counts how much of the compiled code runs in CUDA graphs, and lists what does not, with its cause.
+
+Nothing is counted while a graph is launched: the C module counts its launches, and a `Runner` counts the calls that it
+runs as compiled. All else is known when the code is compiled or captured.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.causes import CAUSES
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch_overlay._inductor.relaunch.partitions import Partitions
+    from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.runner import Runner
+
+log = logging.getLogger(__name__)
+
+live: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
+_made = 0
+
+
+class CompiledCode:
+    """Compiled code that asked for graphs. Its runners hold it; where there are none, the function that stands for it
+    does."""
+
+    def __init__(self, code: Code, partitions: Partitions) -> None:
+        global _made
+        _made += 1
+        self.code, self.partitions, self.number = code, partitions, _made
+        self.runners: list[tuple[int, weakref.ref[Runner]]] = []  # with the number of the partition
+        self.without: tuple[str, str] | None = None  # code and text of the reason for no graph at all
+        self.calls = 0  # of code without a graph
+        live.add(self)
+
+    def add(self, runner: Runner, number: int) -> None:
+        runner.compiled = self
+        self.runners.append((number, weakref.ref(runner)))
+
+    def without_graph(self, model: Callable[[list[Any]], Any], reason: str, message: str) -> Callable[[list[Any]], Any]:
+        """Return the function that runs code without a graph, and counts its calls."""
+        self.without = reason, message
+
+        def run(inputs: list[Any]) -> Any:
+            self.calls += 1
+            return model(inputs)
+
+        return run
+
+
+def forget() -> None:
+    """Drop the counts of code that `torch._dynamo.reset()` has dropped."""
+    live.clear()
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Work outside of graphs with one cause. `kernels` are launches: kernels of generated code times calls."""
+
+    code: str
+    operator: str
+    line: str
+    message: str
+    remedy: str
+    calls: int
+    kernels: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A region with a graph, or one that might get one. Counts are totals over all calls; `kernels` and `launches` are
+    those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
+    graphs; `scratch_mib`: what a launch allocates and frees."""
+
+    name: str
+    line: str
+    calls: int
+    graph_calls: int
+    kernels: int
+    launches: int
+    graphs: int
+    nodes: int
+    scratch_mib: float
+
+
+@dataclass(frozen=True)
+class Function:
+    """Code that was compiled as one graph by Dynamo: a forward, a backward, or an inference graph."""
+
+    name: str
+    line: str
+    calls: int
+    regions: tuple[Region, ...]
+    outside: tuple[Outside, ...]
+
+    @property
+    def kernels_in_graphs(self) -> int:
+        return sum(region.kernels * region.graph_calls for region in self.regions)
+
+    @property
+    def kernels_outside(self) -> int:
+        return sum(each.kernels for each in self.outside)
+
+    @property
+    def host_launches(self) -> int:
+        """Launches by the host: of graphs, and of kernels outside."""
+        return sum(region.launches * region.graph_calls for region in self.regions) + self.kernels_outside
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What runs in CUDA graphs and what does not, since the process began or `torch._dynamo.reset()`. Printing it gives
+    a table."""
+
+    functions: tuple[Function, ...]
+    graph_breaks: tuple[tuple[str, int], ...] = ()  # reason, and how often Dynamo met it
+
+    @property
+    def kernels_in_graphs(self) -> int:
+        return sum(function.kernels_in_graphs for function in self.functions)
+
+    @property
+    def kernels_outside(self) -> int:
+        return sum(function.kernels_outside for function in self.functions)
+
+    @property
+    def host_launches(self) -> int:
+        return sum(function.host_launches for function in self.functions)
+
+    @property
+    def share(self) -> float:
+        """Kernels launched by graphs, of all kernels: from 0 to 1; 1 if nothing was launched."""
+        total = self.kernels_in_graphs + self.kernels_outside
+        return self.kernels_in_graphs / total if total else 1.0
+
+    def since(self, before: Coverage) -> Coverage:
+        """Return the counts since `before`, for the functions that were called since."""
+        known = {function.name: function for function in before.functions}
+        functions = tuple(_difference(f, known.get(f.name)) for f in self.functions)
+        breaks = tuple((r, n - dict(before.graph_breaks).get(r, 0)) for r, n in self.graph_breaks)
+        return Coverage(tuple(f for f in functions if f.calls), tuple((r, n) for r, n in breaks if n))
+
+    def to_json(self) -> str:
+        totals = {
+            "kernels_in_graphs": self.kernels_in_graphs,
+            "kernels_outside": self.kernels_outside,
+            "host_launches": self.host_launches,
+            "share": self.share,
+        }
+        return json.dumps({**totals, **dataclasses.asdict(self)})
+
+    def summary(self) -> str:
+        """Return one line."""
+        if not self.functions:
+            return "no compiled code asked for CUDA graphs"
+        causes = sum(len(function.outside) for function in self.functions)
+        return (
+            f"{100 * self.share:.1f} % of {self.kernels_in_graphs + self.kernels_outside} kernel launches are in CUDA "
+            f"graphs, {self.host_launches} launches by the host; {causes} causes of launches outside"
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("function", "region", "calls", "by graph", "kernels", "launches", "graphs", "nodes", "scratch MiB")
+        ]
+        for function in self.functions:
+            for i, region in enumerate(function.regions):
+                counts = (region.calls, region.graph_calls, region.kernels, region.launches, region.graphs)
+                where = (function.name if i == 0 else "", region.line or region.name)
+                rows.append((*where, *map(str, (*counts, region.nodes)), f"{region.scratch_mib:.1f}"))
+            if not function.regions:
+                rows.append((function.name, "no region has a graph", str(function.calls), "0", *[""] * 5))
+        lines = [self.summary()]
+        if len(rows) > 1:
+            lines += ["", *_columns(rows)]
+        outside = [each for function in self.functions for each in function.outside]
+        for each in sorted(outside, key=lambda each: -each.kernels):
+            lines += ["", f"[{each.code}] {each.message}: {each.kernels} launches in {each.calls} calls"]
+            lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
+        for reason, count in self.graph_breaks:
+            lines += ["", f"[graph-break] {count} x {reason}"]
+        return "\n".join(lines)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _difference(after: Function, before: Function | None) -> Function:
+    if before is None:
+        return after
+    regions = []
+    for region, old in zip(after.regions, before.regions):
+        calls, by_graph = region.calls - old.calls, region.graph_calls - old.graph_calls
+        regions.append(dataclasses.replace(region, calls=calls, graph_calls=by_graph))
+    known = {(each.code, each.operator, each.line, each.message): each for each in before.outside}
+    outside = []
+    for each in after.outside:
+        old_one = known.get((each.code, each.operator, each.line, each.message))
+        if old_one is not None:
+            counts = {"calls": each.calls - old_one.calls, "kernels": each.kernels - old_one.kernels}
+            each = dataclasses.replace(each, **counts)
+        outside += [each] * bool(each.calls)
+    return dataclasses.replace(after, calls=after.calls - before.calls, regions=tuple(regions), outside=tuple(outside))
+
+
+def coverage() -> Coverage:
+    """Return what runs in CUDA graphs and what does not, since the process began or `torch._dynamo.reset()`."""
+    from torch._dynamo.utils import counters
+
+    functions = [_function(compiled) for compiled in sorted(live, key=lambda compiled: compiled.number)]
+    breaks = Counter({_one_line(reason): count for reason, count in counters["graph_break"].items()})
+    return Coverage(tuple(functions), tuple(breaks.most_common()))
+
+
+def _log_at_exit() -> None:
+    if log.isEnabledFor(logging.INFO) and (found := coverage()).functions:
+        log.info("%s", found)
+
+
+atexit.register(_log_at_exit)
+
+
+def _one_line(text: Any) -> str:
+    return " ".join(str(text).split("\n\n")[0].split())
+
+
+def _function(compiled: CompiledCode) -> Function:
+    runners = [(number, runner) for number, ref in compiled.runners if (runner := ref()) is not None]
+    kernels = [count for count, _ in compiled.partitions.graphs]
+    regions, outside, calls = [], [], compiled.calls
+    for number, runner in runners:
+        region = _region(runner, kernels[number] if number < len(kernels) else 0)
+        regions.append(region)
+        calls = max(calls, region.calls)
+        outside += _outside(runner, region.kernels)
+    if compiled.without is not None:
+        code, message = compiled.without
+        number = sum(kernels) * calls
+        outside.append(Outside(code, "", compiled.code.source, message, CAUSES[code].remedy, calls, number))
+    for row in compiled.partitions.split_off:
+        launches, remedy = row.kernels * calls, CAUSES[row.code].remedy
+        outside.append(Outside(row.code, row.operator, row.line, row.reason, remedy, calls, launches))
+    name = f"{compiled.code.name} #{compiled.number}"
+    return Function(name, compiled.code.source, calls, tuple(regions), tuple(_merged(outside)))
+
+
+def _merged(outside: Iterable[Outside]) -> list[Outside]:
+    """Add up what has the same cause at the same place."""
+    found: dict[tuple[str, str, str, str], Outside] = {}
+    for each in outside:
+        key = (each.code, each.operator, each.line, each.message)
+        known = found.get(key)
+        kernels = each.kernels + (known.kernels if known is not None else 0)
+        found[key] = dataclasses.replace(each, kernels=kernels)
+    return [each for each in found.values() if each.calls]
+
+
+def _region(runner: Runner, kernels: int) -> Region:
+    graphs, by_graph = runner.graphs(), runner.launched()
+    return Region(
+        name=runner.code.name,
+        line=runner.code.source,
+        calls=by_graph + sum(runner.outside.values()),
+        graph_calls=by_graph,
+        kernels=kernels,
+        launches=max([graph.launches for graph in graphs], default=0),
+        graphs=len(graphs),
+        nodes=sum(graph.nodes for graph in graphs),
+        scratch_mib=max([graph.scratch for graph in graphs], default=0) / (1 << 20),
+    )
+
+
+def _outside(runner: Runner, kernels: int) -> list[Outside]:
+    found = []
+    for code, count in runner.outside.items():
+        refused = runner.refusals.get(code)
+        message = refused.message if refused is not None else CAUSES[code].title
+        operator, line = (refused.operator, refused.line) if refused is not None else ("", "")
+        remedy = CAUSES[code].remedy
+        found.append(Outside(code, operator, line or runner.code.source, message, remedy, count, kernels * count))
+    return found

@@ -1,0 +1,144 @@
+"""Notes what Inductor splits off from CUDA graphs, and why: the notes are pickled with the compiled code."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import split_off
+from torch_overlay._inductor.relaunch.capture.culprit import name_of
+from torch_overlay._inductor.relaunch.causes import of_partition
+from torch_overlay._inductor.relaunch.refusals import COMMUNICATION, source_line
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
+SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
+
+
+class SplitOff(NamedTuple):
+    """What one operation between graphs is, and why it is there."""
+
+    code: str  # of `causes`
+    reason: str
+    operator: str
+    line: str
+    kernels: int
+
+
+class Partitions(NamedTuple):
+    """The number of kernels of each partition that gets a graph, in order, with the line of the first, and what is
+    split off. Kernels are counted in generated code, where each call of a library or a custom operator is one."""
+
+    graphs: tuple[tuple[int, str], ...] = ()
+    split_off: tuple[SplitOff, ...] = ()
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
+        return self.graphs, tuple(map(tuple, self.split_off))
+
+    @staticmethod
+    def read(plain: tuple[Any, ...]) -> Partitions:
+        return Partitions(tuple(plain[0]), tuple(SplitOff(*row) for row in plain[1])) if plain else Partitions()
+
+
+def of_graph(graph: Any) -> Partitions:
+    """Return the notes of a graph that Inductor has generated code for."""
+    found = getattr(graph, "_overlay_partitions", None)
+    if found is None:  # it isn't partitioned
+        scheduler = getattr(graph, "scheduler", None)
+        found = Partitions() if scheduler is None else Partitions((_counted(scheduler.nodes),))
+    return found
+
+
+def log_graph_partitions(
+    original: Callable[..., None], scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]
+) -> None:
+    """Seam of Scheduler._log_graph_partitions: note each partition."""
+    from torch._inductor.virtualized import V
+
+    counted, rows = [], []
+    for partition, signature in zip(partitions, signatures):
+        if signature.skip_cudagraph:
+            rows += [_why(scheduler, node) for node in partition if _launches(node)]
+        else:
+            counted.append(_counted(partition))
+    graph: Any = V.graph
+    graph._overlay_partitions = Partitions(tuple(counted), tuple(rows))
+    original(scheduler, partitions, signatures)
+
+
+def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
+    launched = list(filter(_launches, nodes))
+    return len(launched), next(filter(None, map(_line, launched)), "")
+
+
+def _launches(node: Any) -> bool:
+    """True if generated code launches something for a node of the schedule: not for memory that nothing fills, nor for
+    one of several results of an operator."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    return not isinstance(node, NopKernelSchedulerNode) and not isinstance(node.node, (ir.MultiOutput, ir.AssertScalar))
+
+
+def _why(scheduler: Any, node: Any) -> SplitOff:
+    reason = scheduler.should_partition(node) or SMALL
+    code = of_partition(reason)
+    fx_node = getattr(node.node, "fx_node", None)
+    overload = getattr(node.node, "op_overload", None) or getattr(fx_node, "target", None)
+    operator = name_of(overload) if overload is not None else ""
+    if fx_node is not None and is_control_flow(fx_node):
+        code, reason = "split-control-flow", f"control flow: {operator}"
+    elif code == "split-unsafe":
+        if operator in split_off.failed():
+            code, reason = "split-failed", f"{operator} {split_off.failed()[operator]}"
+        elif getattr(overload, "namespace", None) in COMMUNICATION:
+            code, reason = "split-collective", f"a collective: {operator}"
+    if operator and operator not in reason:
+        reason = f"{reason} ({overload})"
+    return SplitOff(code, reason, operator, _line(node), kernels=code != "split-streams")
+
+
+def _line(node: Any) -> str:
+    """Return the user's line of a node of the schedule. A kernel has the line of its last operation."""
+    found = []
+    for each in node.get_nodes():
+        if (one := getattr(each.node, "fx_node", None)) is not None:
+            found.append(one)
+        elif each.node is not None:
+            found += sorted(each.node.get_origins())  # in the order of the FX graph
+    traces = [trace for origin in found if (trace := origin.stack_trace)]
+    return source_line(traces[-1]) if traces else ""
+
+
+def is_control_flow(node: Any) -> bool:
+    """True if the host decides by a tensor what a node of an FX graph launches."""
+    import torch
+
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in CONTROL_FLOW
+
+
+def is_unsafe(node: Any) -> bool:
+    """True if an FX node can't be in a graph for a reason that is ours: a collective (`policy`, Note [Collectives]),
+    control flow, or an operator in which a capture failed."""
+    return config.cudagraphs == "relaunch" and (
+        getattr(node.target, "namespace", None) in COMMUNICATION
+        or is_control_flow(node)
+        or (bool(split_off.failed()) and name_of(node.target) in split_off.failed())
+    )
+
+
+def create_switch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Seam of ir.Switch.create: the lowering of torch.cond and torch.switch has just taken the graph from the whole
+    code; where the code is partitioned, it is split off alone."""
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    is_taken = (graph.disable_cudagraphs_reason or "").startswith("control flow operator")
+    if is_taken and config.cudagraphs == "relaunch" and inductor_config.graph_partition:
+        graph.disable_cudagraphs_reason = None
+    return original(*args, **kwargs)
