@@ -90,6 +90,8 @@ class IsolatedAllocations:
 
 
 class Recording:
+    blocking = False
+
     def __init__(self, device: FakeDevice, gap: int) -> None:
         self.owner, self.device = device, CPU
         # Where a device's memory could be: the heap of some Pythons lies below 4 GiB.

@@ -47,7 +47,7 @@ class TestCounts(RelaunchTestCase):
     def test_first_call_is_outside_and_the_others_are_in(self):
         run = self.compiled(split=[SplitOff("split-failed", "a::b waits", "a::b", "f.py:3: b(x)", 1)])
         self.calls(run, 10)
-        seen = torch_overlay.coverage()
+        seen = coverage.coverage()
         self.assertEqual((seen.kernels_in_graphs, seen.kernels_outside, seen.host_launches), (27, 13, 22))
         ((region,), outside) = seen.functions[0].regions, seen.functions[0].outside
         self.assertEqual((region.calls, region.graph_calls, region.launches, region.graphs), (10, 9, 1, 1))
@@ -62,10 +62,10 @@ class TestCounts(RelaunchTestCase):
     def test_since(self):
         run = self.compiled()
         self.calls(run, 4)
-        before = torch_overlay.coverage()
-        self.assertEqual(torch_overlay.coverage().since(before).functions, ())
+        before = coverage.coverage()
+        self.assertEqual(coverage.coverage().since(before).functions, ())
         self.calls(run, 5)
-        seen = torch_overlay.coverage().since(before)
+        seen = coverage.coverage().since(before)
         self.assertEqual((seen.share, seen.kernels_in_graphs, seen.functions[0].outside), (1.0, 15, ()))
 
     def test_number_that_changes_at_each_call_is_no_secret(self):
@@ -73,7 +73,7 @@ class TestCounts(RelaunchTestCase):
             run = self.compiled()
         for n in range(20):
             self.calls(run, 1, n)
-        ((function,), total) = torch_overlay.coverage().functions, torch_overlay.coverage().kernels_outside
+        ((function,), total) = coverage.coverage().functions, coverage.coverage().kernels_outside
         self.assertEqual((total, [(o.code, o.calls) for o in function.outside]), (60, [("warm-up", 20)]))
 
     def test_graphs_that_were_dropped_are_counted(self):
@@ -89,7 +89,7 @@ class TestCounts(RelaunchTestCase):
     def test_refusal_has_its_text_and_remedy(self):
         run = self.compiled()
         self.calls(run, 3, host([0.0] * 100))
-        (outside,) = torch_overlay.coverage().functions[0].outside
+        (outside,) = coverage.coverage().functions[0].outside
         self.assertEqual((outside.code, outside.calls, outside.remedy), ("host-tensor", 3, "move it to the device"))
         self.assertIn("a tensor of 100 values in host memory", outside.message)
 
@@ -103,8 +103,8 @@ class TestCounts(RelaunchTestCase):
         run = self.compiled()
         self.calls(run, 3)
         del run
-        self.assertEqual(torch_overlay.coverage().functions, ())
-        self.assertEqual(str(torch_overlay.coverage()), "no compiled code asked for CUDA graphs")
+        self.assertEqual(coverage.coverage().functions, ())
+        self.assertEqual(str(coverage.coverage()), "no compiled code asked for CUDA graphs")
 
     def test_code_without_a_graph_is_counted(self):
         run = self.runner(ADD)
@@ -112,15 +112,17 @@ class TestCounts(RelaunchTestCase):
         model = made.without_graph(run.model, "inductor", "it says so")
         for _ in range(3):
             model([torch.randn(4, 32)])
-        seen = torch_overlay.coverage()
+        seen = coverage.coverage()
         self.assertEqual((seen.kernels_outside, seen.host_launches, seen.share), (12, 12, 0.0))
         self.assertIn("[inductor] it says so: 12 launches in 3 calls", str(seen))
 
 
 class TestShown(TestCase):
+    @form.overlay_only
     def test_status_has_one_line(self):
         with simulated_gpu(), config.patch(cudagraphs="relaunch"):
             torch.compile(torch.sin, mode="reduce-overhead")(torch.randn(4, device="cuda"))
+            self.assertEqual(torch_overlay.coverage(), coverage.coverage())
             self.assertIn("CUDA graphs: 100.0 % of 1 kernel launches", str(torch_overlay.status()))
         self.assertEqual(torch_overlay.status().coverage, "")
 
@@ -133,7 +135,7 @@ class TestShown(TestCase):
         torch._dynamo.utils.counters.clear()
         with simulated_gpu(), config.patch(cudagraphs="relaunch"):
             torch.compile(f, mode="reduce-overhead")(torch.randn(4, device="cuda"))
-            seen = torch_overlay.coverage()
+            seen = coverage.coverage()
         self.assertEqual(len(seen.functions), 2)
         ((reason, count),) = seen.graph_breaks
         self.assertEqual(count, 1)

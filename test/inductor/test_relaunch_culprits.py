@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -30,7 +32,8 @@ UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing\nCUD
 @torch.library.custom_op("culprits::waits", mutates_args=())
 def waits(x: torch.Tensor) -> torch.Tensor:
     device = STATE["device"]
-    if device is not None and getattr(device.thread, "recording", None) is not None:
+    recording = getattr(device.thread, "recording", None) if device is not None else None
+    if recording is not None and (recording.blocking or "only_blocking" not in STATE):
         if STATE["error"] is None:
             device.broken = True
         else:
@@ -133,6 +136,42 @@ def region(args):
         self.calls(self.runner(source, check=check), 6)
         (found,) = refusals.refused()
         self.assertEqual((found.reason, found.message), ("capture", "ValueError: no operator"))
+
+    def test_operator_that_launches_on_the_default_stream(self):
+        """Found before a capture in which its kernel would run on placeholder addresses."""
+        made = []
+
+        def record(gap):
+            made.append(original(gap))
+            return made[-1]
+
+        original, self.device.record = self.device.record, record
+        text = "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
+        STATE.update(error=RuntimeError(text), only_blocking=True)
+        self.addCleanup(STATE.pop, "only_blocking")
+        self.calls(self.runner(self.SOURCE))
+        (found,) = refusals.refused()
+        self.assertEqual(found.message, "culprits::waits.default launches on the default stream (CUDA error 906)")
+        self.assertEqual([each.blocking for each in made], [True])
+
+    def test_other_threads_are_left_alone(self):
+        go, started = threading.Event(), threading.Event()
+
+        def work():
+            started.set()
+            while not go.is_set():
+                time.sleep(0)
+
+        self.assertFalse(culprit.other_threads_run())
+        waiting = threading.Thread(target=go.wait)
+        waiting.start()
+        self.assertFalse(culprit.other_threads_run())
+        working = threading.Thread(target=work)
+        working.start()
+        started.wait(10)
+        self.assertTrue(culprit.other_threads_run())
+        go.set()
+        waiting.join(), working.join()
 
     def test_errors_of_cuda_in_words(self):
         for number, (text, did) in culprit.ERRORS.items():

@@ -27,7 +27,7 @@ from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, r
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
-from torch_overlay._inductor.relaunch.capture.culprit import line_of_error
+from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, make_graph
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
@@ -336,6 +336,10 @@ class Runner:
         try:
             self.captures += 1
             self.warm_ups = 0
+            if state.plan.opaque and not other_threads_run():
+                self._blame(state, self._find_culprit(state, inputs, alignments, blocking=True))
+                if state.refused:
+                    return False
             arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
@@ -373,12 +377,19 @@ class Runner:
     def _after_failure(self, state: State, inputs: Sequence[Any], alignments: Sequence[int], error: Exception) -> None:
         """Split off the operator in which a capture has failed, or refuse. Note [Operators in which a capture failed]
         of `split_off`"""
-        culprit = find_culprit(self.device, self.model, inputs, alignments, state.plan, self.code)
+        culprit = self._find_culprit(state, inputs, alignments)
+        self._blame(state, culprit)
+        if not state.refused and state.failures == FAILURES:
+            code = "capture" if culprit is None else "out-of-memory"
+            line = line_of_error(error, namespace_of(self.model) or {})
+            self._refuse(state, code, f"{type(error).__name__}: {error}", line=line)
+
+    def _find_culprit(self, state: State, inputs: Sequence[Any], alignments: Sequence[int], **how: Any) -> Any:
+        return find_culprit(self.device, self.model, inputs, alignments, state.plan, self.code, **how)
+
+    def _blame(self, state: State, culprit: Culprit | None) -> None:
+        """Have the frame compiled again without the operator; if it can't be, refuse."""
         if culprit is None or culprit.is_out_of_memory:
-            if state.failures == FAILURES:
-                code = "capture" if culprit is None else "out-of-memory"
-                line = line_of_error(error, namespace_of(self.model) or {})
-                self._refuse(state, code, f"{type(error).__name__}: {error}", line=line)
             return
         split_off.remember(culprit.operator, culprit.did)
         message = f"{culprit.operator} {culprit.did}"

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ALLOCATOR = "empty_strided_cuda"
+# Namespaces of operators that launch on the current stream alone; no namespace: operators of higher order.
+OURS = frozenset(
+    ("aten", "prims", "prim", "inductor", "quantized", "streams", "profiler", "rngprims", "ao", "higher_order")
+)
 TUNING = "torch._inductor.runtime.triton_heuristics"
 
 
@@ -45,6 +49,7 @@ class Plan:
     detail: bool = False  # the lives of allocations inside operators are noted, too
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
     asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
+    opaque: bool = False  # operators are called that are not torch's
 
 
 class Observer:
@@ -52,6 +57,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.count = 0
+        self.opaque = False
         self.last: dict[int, tuple[str, int]] = {}
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -80,6 +86,7 @@ class Observer:
             allocations=base.allocations | {f[1] for f in found if f is not None and f[0] == "allocation"},
             operators=base.operators | {f[1] for f in found if f is not None and f[0] == "operator"},
             watch=base.watch or None in found,
+            opaque=base.opaque or self.opaque,
         )
 
 
@@ -204,6 +211,7 @@ class Watch(TorchDispatchMode):
         if self.tuned_in is not None and _is_tuning(sys._getframe(1), self.tuned_in):
             return func(*args, **kwargs)
         number, self.count = self.count, self.count + 1
+        self.observer.opaque |= getattr(func, "namespace", "") not in OURS
         if not _makes(func):
             return self.run(number, lambda: self.observer.operator(func, args, kwargs), False)
         given = storages((args, kwargs))

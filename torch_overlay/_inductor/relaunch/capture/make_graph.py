@@ -5,6 +5,14 @@ prove        a second capture at other addresses; each argument word that differ
 relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
 arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
 instantiate  the graph, or a part of it for each stage, becomes executable (`launch.launcher`)
+
+Note [Opaque operators]
+A custom operator may launch on the default stream whatever the current stream is, as CUDA code that names no stream
+does. Nobody notices while the default stream is the current one. In a capture, such a launch is not recorded: the
+kernel would run at once, on placeholder addresses, and the illegal access would end the process. So a region that
+calls operators that are not torch's is first captured on a stream that the default stream waits for: CUDA refuses
+launches on the default stream while such a stream is captured, and the operator is found like any other in which a
+capture fails. CUDA refuses those of other threads, too; so while other threads run, there is no such capture.
 """
 
 from __future__ import annotations
@@ -91,10 +99,13 @@ def find_culprit(
     alignments: Sequence[int],
     plan: Plan,
     code: Code,
+    blocking: bool = False,
 ) -> Culprit | None:
-    """Capture once more, as the first capture of `make_graph` did, and return the operator in which that fails."""
+    """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
+    nothing may be launched on the default stream. Note [Opaque operators]"""
     with _recordings(device) as record:
         recording = record(1)
+        recording.blocking = blocking
         with Suspects(namespace_of(model) or {}, device.is_capture_broken) as suspects, contextlib.suppress(Exception):
             Capture(model, inputs, alignments, plan, recording).run(code)
     return suspects.found

@@ -59,6 +59,8 @@ class IsolatedAllocations:
 
 
 class Recording:
+    blocking = False  # nothing may be launched on the default stream meanwhile: `make_graph`, Note [Opaque operators]
+
     def __init__(self, owner: Cuda, gap: int) -> None:
         self.owner, self.device = owner, owner.device
         self.space: Any = AddressSpace(owner.device, gap=gap)
@@ -184,7 +186,7 @@ class Recording:
     @contextlib.contextmanager
     def capturing(self, inputs: Sequence[Any], random: bool) -> Iterator[None]:
         """Capture into the graph what this thread launches."""
-        streams = streams_of(self.device.index)
+        streams = streams_of(self.device.index, self.blocking)
         main = streams.get(0)
         main.wait_stream(torch.cuda.current_stream(self.device))
         with contextlib.ExitStack() as stack:

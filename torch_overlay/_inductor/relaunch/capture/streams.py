@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """Streams of a device that only captures use. They are made when they are first needed, and kept."""
+    """Streams of a device that only captures use. They are made when they are first needed, and kept. `blocking`: the
+    legacy default stream waits for them, so nothing can be launched there while one is captured."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, blocking: bool) -> None:
+        self.index, self.blocking = index, blocking
         self.made: list[torch.cuda.Stream] = []
 
     def get(self, number: int) -> torch.cuda.Stream:
@@ -28,7 +29,9 @@ class Streams:
             from cuda.bindings import driver  # pyrefly: ignore[missing-module-attribute]
 
             with torch.cuda.device(self.index):
-                code, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                kinds = driver.CUstream_flags
+                kind = kinds.CU_STREAM_DEFAULT if self.blocking else kinds.CU_STREAM_NON_BLOCKING
+                code, handle = driver.cuStreamCreate(kind)
             if int(code):
                 raise RuntimeError(f"CUDA driver error in cuStreamCreate: {code}")
             self.made.append(torch.cuda.ExternalStream(int(handle), device=self.index))
@@ -36,8 +39,8 @@ class Streams:
 
 
 @functools.cache
-def streams_of(index: int) -> Streams:
-    return Streams(index)
+def streams_of(index: int, blocking: bool = False) -> Streams:
+    return Streams(index, blocking)
 
 
 @contextlib.contextmanager
