@@ -135,6 +135,9 @@ class Recording:
     def count(self) -> int:
         return len(self.operations)
 
+    def nodes(self) -> list[int]:
+        return list(range(len(self.operations)))
+
     def segments(self) -> list[tuple[int, int]]:
         return list(self.taken)
 
@@ -319,6 +322,9 @@ class FakeDevice:
 
     def is_capturing(self) -> bool:
         return self.captured_by_user
+
+    def handle_of(self, captured: Any, number: int) -> int:
+        return number
 
     def is_capture_broken(self) -> bool:
         return self.broken

@@ -20,8 +20,9 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
-from torch_overlay._inductor.relaunch import coverage, refusals, split_off
+from torch_overlay._inductor.relaunch import coverage, refusals, runner, split_off
 from torch_overlay._inductor.relaunch.capture import culprit
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay.testing import simulated_gpu
 
 
@@ -38,6 +39,7 @@ def waits(x: torch.Tensor) -> torch.Tensor:
             device.broken = True
         else:
             raise STATE["error"]
+    STATE.get("nodes", []).append(20)
     return x * 2
 
 
@@ -153,6 +155,37 @@ def region(args):
         (found,) = refusals.refused()
         self.assertEqual(found.message, "culprits::waits.default launches on the default stream (CUDA error 906)")
         self.assertEqual([each.blocking for each in made], [True])
+
+    def refused_by_the_proof(self, node, source=SOURCE):
+        STATE["device"] = None
+        refusal = Refusal("foreign", "it points elsewhere", node=node)
+        with mock.patch.object(self.device, "prove", side_effect=refusal):
+            self.calls(self.runner(source))
+        return refusals.refused()
+
+    def test_operator_whose_kernel_the_proof_refuses(self):
+        made = culprit.Culprit("culprits::waits.default", "f.py:3", "launches what it likes")
+        with mock.patch.object(runner, "find_launcher", return_value=made):
+            (found,) = self.refused_by_the_proof("1 (kernel)")
+        self.assertEqual((found.reason, found.operator, found.line), ("operator", made.operator, "f.py:3"))
+        self.assertEqual(dict(split_off.failed()), {"culprits::waits.default": "launches what it likes"})
+
+    def test_operator_that_made_a_node(self):
+        STATE.update(device=None, nodes=[])
+        self.addCleanup(STATE.pop, "nodes")
+        scope = {"torch": torch, "STATE": STATE}
+        lines = ("STATE['nodes'].append(10)", "y = torch.ops.culprits.waits(x)", "STATE['nodes'].append(30)")
+        exec("def region(x):\n    " + "\n    ".join(lines), scope)
+        with culprit.Launchers(scope, lambda: list(STATE["nodes"])) as launchers:
+            scope["region"](torch.randn(2))
+        self.assertEqual(STATE["nodes"], [10, 20, 30])
+        self.assertEqual(launchers.culprit(20, "did it"), culprit.Culprit("culprits::waits.default", "", "did it"))
+        self.assertEqual([launchers.culprit(node, "") for node in (10, 30)], [None, None])
+
+    @parametrize("node", ["0 (kernel)", "2 (kernel)", "17 (kernel)", "", "all"])
+    def test_product_whose_kernel_the_proof_refuses_is_not_split_off(self, node):
+        (found,) = self.refused_by_the_proof(node)
+        self.assertEqual((found.reason, found.operator, dict(split_off.failed())), ("foreign", "", {}))
 
     def test_other_threads_are_left_alone(self):
         go, started = threading.Event(), threading.Event()
@@ -396,5 +429,6 @@ class TestPartitions(Private):
         self.assertEqual((code, text), ("split-host", "n = torch.arange(8).float().exp()"))
 
 
+instantiate_parametrized_tests(TestCulprit)
 instantiate_parametrized_tests(TestMemory)
 instantiate_parametrized_tests(TestPartitions)

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.relaunch import refusals
 from torch_overlay._inductor.relaunch.causes import CAUSES
 
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 live: weakref.WeakSet[CompiledCode] = weakref.WeakSet()
 _made = 0
+_forgotten = 0  # refusals before the last reset
 
 
 class CompiledCode:
@@ -61,7 +63,9 @@ class CompiledCode:
 
 def forget() -> None:
     """Drop the counts of code that `torch._dynamo.reset()` has dropped."""
+    global _forgotten
     live.clear()
+    _forgotten = len(refusals.refused())
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Coverage:
     a table."""
 
     functions: tuple[Function, ...]
+    refused: tuple[Outside, ...] = ()  # code that was refused before it could be counted
     graph_breaks: tuple[tuple[str, int], ...] = ()  # reason, and how often Dynamo met it
 
     @property
@@ -149,7 +154,7 @@ class Coverage:
         known = {function.name: function for function in before.functions}
         functions = tuple(_difference(f, known.get(f.name)) for f in self.functions)
         breaks = tuple((r, n - dict(before.graph_breaks).get(r, 0)) for r, n in self.graph_breaks)
-        return Coverage(tuple(f for f in functions if f.calls), tuple((r, n) for r, n in breaks if n))
+        return Coverage(tuple(f for f in functions if f.calls), self.refused, tuple((r, n) for r, n in breaks if n))
 
     def to_json(self) -> str:
         totals = {
@@ -162,7 +167,7 @@ class Coverage:
 
     def summary(self) -> str:
         """Return one line."""
-        if not self.functions:
+        if not self.functions and not self.refused:
             return "no compiled code asked for CUDA graphs"
         causes = sum(len(function.outside) for function in self.functions)
         return (
@@ -188,6 +193,8 @@ class Coverage:
         for each in sorted(outside, key=lambda each: -each.kernels):
             lines += ["", f"[{each.code}] {each.message}: {each.kernels} launches in {each.calls} calls"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
+        for each in self.refused:
+            lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)
         for reason, count in self.graph_breaks:
             lines += ["", f"[graph-break] {count} x {reason}"]
         return "\n".join(lines)
@@ -222,7 +229,12 @@ def coverage() -> Coverage:
 
     functions = [_function(compiled) for compiled in sorted(live, key=lambda compiled: compiled.number)]
     breaks = Counter({_one_line(reason): count for reason, count in counters["graph_break"].items()})
-    return Coverage(tuple(functions), tuple(breaks.most_common()))
+    refused = [
+        Outside(r.reason, r.operator, r.line or r.code.source, r.message, r.remedy, 0, 0)
+        for r in refusals.refused()[_forgotten:]
+        if r.reason == "cpp-wrapper"  # Inductor turns graphs off before it compiles
+    ]
+    return Coverage(tuple(functions), tuple(refused), tuple(breaks.most_common()))
 
 
 def _log_at_exit() -> None:
@@ -246,7 +258,7 @@ def _function(compiled: CompiledCode) -> Function:
         regions.append(region)
         calls = max(calls, region.calls)
         outside += _outside(runner, region.kernels)
-    if compiled.without is not None:
+    if compiled.without is not None and compiled.without[0] != "split":  # its parts are listed below
         code, message = compiled.without
         number = sum(kernels) * calls
         outside.append(Outside(code, "", compiled.code.source, message, CAUSES[code].remedy, calls, number))

@@ -92,6 +92,8 @@ def _why(scheduler: Any, node: Any) -> SplitOff:
     operator = name_of(overload) if overload is not None else ""
     if fx_node is not None and is_control_flow(fx_node):
         code, reason = "split-control-flow", f"control flow: {operator}"
+    elif operator.startswith("streams::"):
+        code = "split-streams"
     elif code == "split-unsafe":
         if operator in split_off.failed():
             code, reason = "split-failed", f"{operator} {split_off.failed()[operator]}"

@@ -28,7 +28,7 @@ from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of,
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, make_graph
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -333,26 +333,34 @@ class Runner:
         if not capturing.acquire(blocking=False):
             return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
+        work = self.device, self.model, inputs, alignments, state.plan, self.code
         try:
             self.captures += 1
             self.warm_ups = 0
             if state.plan.opaque and not other_threads_run():
-                self._blame(state, self._find_culprit(state, inputs, alignments, blocking=True))
+                self._blame(state, find_culprit(*work, blocking=True))
                 if state.refused:
                     return False
-            arrangement, launchers = make_graph(self.device, self.model, inputs, alignments, state.plan, self.code)
+            arrangement, launchers = make_graph(*work)
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         except Refusal as refusal:
-            self._refuse(state, refusal.reason, str(refusal))
+            self._blame(state, find_launcher(*work, refusal))
+            if not state.refused:
+                self._refuse(state, refusal.reason, str(refusal))
             return False
         except Exception as error:
             state.failures += 1
             refusals.log.info("%s could not be captured", self.code.name, exc_info=True)
-            self._after_failure(state, inputs, alignments, error)
+            culprit = find_culprit(*work)
+            self._blame(state, culprit)
+            if not state.refused and state.failures == FAILURES:
+                reason = "capture" if culprit is None else "out-of-memory"
+                line = line_of_error(error, namespace_of(self.model) or {})
+                self._refuse(state, reason, f"{type(error).__name__}: {error}", line=line)
             return False
         finally:
             capturing.release()
@@ -374,21 +382,9 @@ class Runner:
             self._refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
         return True
 
-    def _after_failure(self, state: State, inputs: Sequence[Any], alignments: Sequence[int], error: Exception) -> None:
-        """Split off the operator in which a capture has failed, or refuse. Note [Operators in which a capture failed]
-        of `split_off`"""
-        culprit = self._find_culprit(state, inputs, alignments)
-        self._blame(state, culprit)
-        if not state.refused and state.failures == FAILURES:
-            code = "capture" if culprit is None else "out-of-memory"
-            line = line_of_error(error, namespace_of(self.model) or {})
-            self._refuse(state, code, f"{type(error).__name__}: {error}", line=line)
-
-    def _find_culprit(self, state: State, inputs: Sequence[Any], alignments: Sequence[int], **how: Any) -> Any:
-        return find_culprit(self.device, self.model, inputs, alignments, state.plan, self.code, **how)
-
     def _blame(self, state: State, culprit: Culprit | None) -> None:
-        """Have the frame compiled again without the operator; if it can't be, refuse."""
+        """Have the frame compiled again without the operator; if it can't be, refuse. Note [Operators in which a
+        capture failed] of `split_off`"""
         if culprit is None or culprit.is_out_of_memory:
             return
         split_off.remember(culprit.operator, culprit.did)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType, TracebackType
 
 # CUDA's errors about captures, by code: the beginning of CUDA's text, and what the operator did.
@@ -44,7 +44,6 @@ WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py", "connection.
 @dataclass(frozen=True)
 class Culprit:
     operator: str  # name of the overload, "mylib::op.default"; empty: no operator, the code itself
-    schema: str
     line: str  # "file:line" of the user's program, or empty
     did: str  # what it did, as the end of a sentence about it
     is_out_of_memory: bool = False
@@ -72,13 +71,47 @@ class Suspects(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, error: Exception | None) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals is not self.namespace:
-            frame = frame.f_back
-        if self.found is None and frame is not None:
-            line = user_line(frame.f_code.co_filename, frame.f_lineno)
-            memory = isinstance(error, torch.OutOfMemoryError)
-            self.found = Culprit(name_of(func), str(getattr(func, "_schema", "")), line, did(error), memory)
+        line = line_of_call(self.namespace)
+        if self.found is None and line is not None:
+            self.found = Culprit(name_of(func), line, did(error), isinstance(error, torch.OutOfMemoryError))
+
+
+class Launchers(TorchDispatchMode):
+    """A dispatch mode that notes which operator of a region made each node of its graph."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]) -> None:
+        """`nodes()` returns the handles of the nodes that the graph has so far."""
+        super().__init__()
+        self.namespace, self.nodes = namespace, nodes
+        self.made: dict[int, tuple[Any, str]] = {}  # handle -> operator and line
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known.update(self.nodes())
+        result = func(*args, **(kwargs or {}))
+        line = line_of_call(self.namespace)
+        if line is not None:
+            self.made.update({node: (func, line) for node in self.nodes() if node not in self._known})
+        return result
+
+    def culprit(self, node: int, did: str) -> Culprit | None:
+        """Return the operator that made the node. Operators that most models are made of don't count: to split off each
+        product is worse than no graph."""
+        func, line = self.made.get(node, (None, ""))
+        if func is None or torch.Tag.core in getattr(func, "tags", ()):
+            return None
+        return Culprit(name_of(func), line, did)
+
+
+def line_of_call(namespace: Mapping[str, Any]) -> str | None:
+    """Return the user's line for the call that the generated module with these globals makes now; None if there is no
+    such call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals is not namespace:
+        frame = frame.f_back
+    return None if frame is None else user_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def name_of(func: Any) -> str:

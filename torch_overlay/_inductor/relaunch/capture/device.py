@@ -134,6 +134,12 @@ class Cuda:
         )
         return read[0], template
 
+    def handle_of(self, captured: Captured, number: int) -> int:
+        """Return the handle of a node by its number in the proof."""
+        graphs.tidy(captured.recording.graph)
+        space = captured.recording.space
+        return graphs.read(captured.recording.graph, captured.segments, space.low, space.high).nodes[number].handle
+
     def relax(
         self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
     ) -> tuple[tuple[int, int], ...]:

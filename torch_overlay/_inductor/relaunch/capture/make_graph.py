@@ -23,7 +23,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
-from torch_overlay._inductor.relaunch.capture.culprit import Culprit, Suspects
+from torch_overlay._inductor.relaunch.capture.culprit import Culprit, Launchers, Suspects
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
@@ -109,6 +109,28 @@ def find_culprit(
         with Suspects(namespace_of(model) or {}, device.is_capture_broken) as suspects, contextlib.suppress(Exception):
             Capture(model, inputs, alignments, plan, recording).run(code)
     return suspects.found
+
+
+def find_launcher(
+    device: Any,
+    model: Callable[[list[Any]], Any],
+    inputs: Sequence[Any],
+    alignments: Sequence[int],
+    plan: Plan,
+    code: Code,
+    refusal: Refusal,
+) -> Culprit | None:
+    """Capture once more, and return the operator that launches the node for which the proof has refused the region."""
+    number = refusal.node.partition(" ")[0]
+    if not number.isdigit():
+        return None
+    with _recordings(device) as record, contextlib.suppress(Exception):
+        recording = record(1)
+        with Launchers(namespace_of(model) or {}, recording.nodes) as launchers:
+            captured = Capture(model, inputs, alignments, plan, recording).run(code)
+        did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
+        return launchers.culprit(device.handle_of(captured, int(number)), did)
+    return None
 
 
 @contextlib.contextmanager

@@ -133,11 +133,19 @@ class Recording:
 
     def count(self) -> int:
         """Return how many nodes the graph has so far."""
-        if self._capturing is None:
-            driver = Driver()
-            self._capturing = driver, driver.captured_into(streams_of(self.device.index).get(0).cuda_stream)
-        driver, graph = self._capturing
+        driver, graph = self._captured()
         return driver.count(graph)
+
+    def nodes(self) -> list[int]:
+        """Return the handles of the nodes that the graph has so far."""
+        driver, graph = self._captured()
+        return driver.nodes(graph)
+
+    def _captured(self) -> tuple[Driver, int]:
+        if self._capturing is None:
+            driver, stream = Driver(), streams_of(self.device.index, self.blocking).get(0)
+            self._capturing = driver, driver.captured_into(stream.cuda_stream)
+        return self._capturing
 
     def clear_stack(self) -> None:
         """Zero the stack, so that a launcher's uninitialised fields hold only remains of this capture: `proof.prove`,

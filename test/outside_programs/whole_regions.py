@@ -1,0 +1,46 @@
+"""What keeps all of a function's code out of graphs, or most of its calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outside_programs._program import program
+
+
+def scaled(x: Any, w: Any, n: Any) -> Any:
+    return ((x @ w).sin() @ w).cos() * n
+
+
+@program(region="warm-up", inputs=lambda n: (n,), fixed=None, compiled_at_once=False, dynamic=True)
+def number_that_counts_up(x, w, n):
+    return ((x @ w).sin() @ w).cos() * n
+
+
+@program(inputs=lambda n: (torch.ones(128),), compiled_at_once=False)
+def tensor_on_the_host(x, w, h):
+    t = h.cuda()  # outside: split-devices prims::device_put.default
+    return ((x @ w).sin() @ w).cos(), t
+
+
+@program(region="cpp-wrapper", inductor={"cpp_wrapper": True})
+def wrapper_in_cpp(x, w):
+    return ((x @ w).sin() @ w).cos()
+
+
+@program(region="inductor", inductor={"graph_partition": False}, dynamo={"capture_dynamic_output_shape_ops": True})
+def nothing_is_split_off(x, w):
+    y = (x @ w).sin()
+    return (y > 0).nonzero().sum() + (y @ w).cos().sum()
+
+
+@program(
+    region="templates",
+    inputs=lambda n: (n // 2,),
+    overlay={"cudagraph_templates": 1},
+    dynamic=True,
+    compiled_at_once=False,
+)
+def more_numbers_than_graphs(x, w, n):
+    return ((x @ w).sin() @ w).cos() * n
