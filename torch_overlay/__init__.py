@@ -29,13 +29,14 @@ from torch_overlay.version import __version__
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch_overlay._engine.report import Status
     from torch_overlay._inductor.relaunch.coverage import Coverage
+    from torch_overlay.analysis.doctor import Diagnosis
     from torch_overlay.seams import Seam
 
-__all__ = ["OverlayError", "__version__", "config", "coverage", "disable", "enable", "status"]
+__all__ = ["OverlayError", "__version__", "config", "coverage", "disable", "doctor", "enable", "status"]
 
 
 DISABLE = "TORCH_OVERLAY_DISABLE"
@@ -82,6 +83,17 @@ def coverage() -> Coverage:
     from torch_overlay._inductor.relaunch import coverage as module
 
     return module.coverage()
+
+
+def doctor(fn: Callable[..., Any], *args: Any, backward: bool = False, steps: int = 8) -> Diagnosis:
+    """Run `fn(*args)` for some steps, and return what keeps it out of CUDA graphs, what that costs, and what to change.
+
+    A function that isn't compiled is compiled with mode="reduce-overhead"; `backward` runs the backward of the sum of
+    its outputs as well. Printing the result gives a report; it has `to_json()` and `to_html()`. Needs a GPU; `python -m
+    torch_overlay doctor` does without one. Raises ValueError for fewer than 4 steps."""
+    from torch_overlay.analysis.doctor import diagnose
+
+    return diagnose(fn, *args, backward=backward, steps=steps)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 COMMANDS = {
     "explain": "torch_overlay._cli.explain",
     "check": "torch_overlay._cli.check",
+    "doctor": "torch_overlay._cli.doctor",
     "timeline": "torch_overlay._cli.timeline",
     "demo": "torch_overlay._cli.demo",
 }
 USAGE = """\
-python -m torch_overlay status | explain | check | timeline | demo
+python -m torch_overlay status | explain | check | doctor | timeline | demo
 
     status                   what is installed, where, and why or why not
     explain FILE[:FUNCTION]  what the compiler makes of the streams in a program (`explain --help`)
     check FILE:FUNCTION      runs what is generated on a simulated device, and looks for races (`check --help`)
+    doctor FILE[:FUNCTION]   what keeps a program out of CUDA graphs, and what to do first (`doctor --help`)
     timeline FILE[:FUNCTION] what runs when, on which stream: as a picture, or for Perfetto (`timeline --help`)
     demo                     compiles the programs in examples/ and shows what comes out (`demo --help`)"""
 

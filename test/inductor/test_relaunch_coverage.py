@@ -55,7 +55,7 @@ class TestCounts(RelaunchTestCase):
         self.assertEqual(outside[1].line, "f.py:3: b(x)")
         text = str(seen)
         self.assertIn("67.5 % of 40 kernel launches are in CUDA graphs, 22 launches by the host", text)
-        self.assertIn("[split-failed] a::b waits: 10 launches in 10 calls\n    at f.py:3: b(x)", text)
+        self.assertIn("[split-failed] a::b waits (calls: 10, launches: 10)\n    at f.py:3: b(x)", text)
         read = json.loads(seen.to_json())
         self.assertEqual((read["share"], read["functions"][0]["outside"][1]["operator"]), (0.675, "a::b"))
 
@@ -114,7 +114,7 @@ class TestCounts(RelaunchTestCase):
             model([torch.randn(4, 32)])
         seen = coverage.coverage()
         self.assertEqual((seen.kernels_outside, seen.host_launches, seen.share), (12, 12, 0.0))
-        self.assertIn("[inductor] it says so: 12 launches in 3 calls", str(seen))
+        self.assertIn("[inductor] it says so (calls: 3, launches: 12)", str(seen))
 
 
 class TestShown(TestCase):

@@ -51,6 +51,9 @@ CAUSES: dict[str, Cause] = {
     "graph-break": Cause(
         "a graph break cuts the function in two", "the hint of the break; TORCH_LOGS=graph_breaks shows it"
     ),
+    "host-wait": Cause(
+        "the host waits for the device", "keep the value on the device, or read it once every many steps"
+    ),
     # What the first calls show.
     "warm-up": Cause("the first call of a size, a number or a thread runs as compiled", ""),
     "callers-capture": Cause("calls inside of a capture of the caller's are captured as compiled", ""),

@@ -172,7 +172,7 @@ class Coverage:
         causes = sum(len(function.outside) for function in self.functions)
         return (
             f"{100 * self.share:.1f} % of {self.kernels_in_graphs + self.kernels_outside} kernel launches are in CUDA "
-            f"graphs, {self.host_launches} launches by the host; {causes} causes of launches outside"
+            f"graphs, {self.host_launches} launches by the host; causes of launches outside: {causes}"
         )
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ class Coverage:
             lines += ["", *_columns(rows)]
         outside = [each for function in self.functions for each in function.outside]
         for each in sorted(outside, key=lambda each: -each.kernels):
-            lines += ["", f"[{each.code}] {each.message}: {each.kernels} launches in {each.calls} calls"]
+            lines += ["", f"[{each.code}] {each.message} (calls: {each.calls}, launches: {each.kernels})"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
         for each in self.refused:
             lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)

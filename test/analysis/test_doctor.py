@@ -1,0 +1,180 @@
+"""The doctor: causes with their lines, remedies that are tried, what comes first, and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import html.parser
+import io
+import json
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import form
+import torch_overlay
+from torch_overlay._cli import doctor
+from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
+from torch_overlay.analysis.doctor.remedies import as_text, switches
+from torch_overlay.testing import simulated_gpu
+
+
+MODEL = """
+    import torch
+
+    def forward(x, w):
+        y = (x @ w).sin()
+        y = torch.cond(y.sum() > 0, lambda a: a * 2, lambda a: a - 1, (y,))
+        return (y @ w).cos()
+
+    def example_inputs():
+        return torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+
+    def whole(x, w):
+        return (x @ w).sin()
+
+    def broken(x, w):
+        raise KeyError("no such key")
+
+    if __name__ == "__main__":
+        torch.compile(forward, mode="reduce-overhead")(*example_inputs())
+"""
+
+
+class CommandTests(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.model = self.folder / "model.py"
+        self.model.write_text(textwrap.dedent(MODEL))
+
+    def run_command(self, *arguments: str) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = doctor.main(["--simulate", *arguments])
+        return status, out.getvalue(), err.getvalue()
+
+
+@form.overlay_only
+class TestCommand(CommandTests):
+    def test_cause_line_remedy_and_what_is_first(self) -> None:
+        page = self.folder / "page.html"
+        status, out, _ = self.run_command(f"{self.model}:forward", "--html", str(page))
+        self.assertEqual(status, 0)
+        line = "y = torch.cond(y.sum() > 0, lambda a: a * 2, lambda a: a - 1, (y,))"
+        self.assertIn(
+            f"1. [split-control-flow] control flow: cond: 1 launches a step\n   {self.model}:6\n   - {line}", out
+        )
+        self.assertIn("No GPU: compiled for a simulated one.", out)
+        self.assertTrue(
+            out.strip().splitlines()[-1].startswith(f"First: [split-control-flow] at {self.model}:6: torch.where")
+        )
+        text = page.read_text()
+        html.parser.HTMLParser().feed(text)
+        self.assertIn("<code>split-control-flow</code>", text)
+        self.assertIn("lambda a: a * 2", text)
+        self.assertNotIn("http", text)
+
+    def test_nothing_to_do(self) -> None:
+        status, out, _ = self.run_command(f"{self.model}:whole", "--json")
+        found = json.loads(out)
+        self.assertEqual((status, found["share"], found["findings"]), (0, 1.0, []))
+        self.assertEqual(found["first"], "First: nothing: all that can be in graphs is.")
+
+    def test_script(self) -> None:
+        status, out, _ = self.run_command(str(self.model))
+        self.assertEqual(status, 0)
+        self.assertIn("[split-control-flow]", out)
+
+    def test_bad_input_is_one_line(self) -> None:
+        (self.folder / "nothing.py").write_text("import torch\n")
+        for arguments, status, message in (
+            ([f"{self.folder}/none.py"], 2, "no file"),
+            ([f"{self.model}:none"], 2, "has no function none"),
+            ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
+            ([f"{self.model}:whole", "more"], 2, "takes no more"),
+            (
+                [f"{self.folder}/nothing.py"],
+                2,
+                'asks for CUDA graphs. First: torch.compile(..., mode="reduce-overhead")',
+            ),
+        ):
+            found, out, err = self.run_command(*arguments)
+            self.assertEqual((found, out, len(err.strip().splitlines())), (status, "", 1), err)
+            self.assertIn(message, err)
+        found, _, err = self.run_command(f"{self.model}:broken")
+        self.assertEqual((found, err.strip().splitlines()[-1]), (1, "KeyError: 'no such key'"))
+
+
+class TestTries(unittest.TestCase):
+    def test_switch_that_helps_comes_first(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x.sin().nonzero().sum() + x.cos().sum()
+
+        whole = torch._inductor.config.patch(graph_partition=False)
+        with simulated_gpu(), whole, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            found = diagnose(f, torch.randn(8, device="cuda"), simulated=True)
+        self.assertEqual((found.share, [each.code for each in found.findings]), (0.0, ["inductor"]))
+        (trial,) = found.trials
+        self.assertEqual(trial.change, "torch._inductor.config.graph_partition = True")
+        self.assertGreater(trial.share_after, 0.4)
+        self.assertTrue(found.first().startswith("First: torch._inductor.config.graph_partition = True: 0.0 % -> "))
+
+    def test_options_are_as_before(self) -> None:
+        before = torch._inductor.config.graph_partition
+        finding = Finding("inductor", "", "", "incompatible op aten.nonzero.default", "")
+        ((code, options),) = switches([finding, finding])
+        self.assertEqual((code, as_text(options)), ("inductor", "torch._inductor.config.graph_partition = True"))
+        self.assertEqual(torch._inductor.config.graph_partition, before)
+
+    def test_trial_that_fails_or_differs_does_not_help(self) -> None:
+        for changes, helps in (
+            ({}, True),
+            ({"is_equal": False}, False),
+            ({"error": "RuntimeError: no"}, False),
+            ({"ms_after": 0.99}, False),
+            ({"ms_before": None, "ms_after": None}, True),
+            ({"ms_before": None, "ms_after": None, "share_after": 0.5}, False),
+        ):
+            facts = {"ms_before": 1.0, "ms_after": 0.5, "is_equal": True, "share_after": 1.0, "error": "", **changes}
+            self.assertEqual(Trial("c", "x = 1", share_before=0.5, **facts).helps, helps, changes)
+
+    def test_few_steps_are_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "at least 4, got 3"):
+            diagnose(torch.sin, torch.randn(2), steps=3)
+
+    @form.overlay_only
+    def test_it_is_a_function_of_the_package(self) -> None:
+        with simulated_gpu(), self.assertRaisesRegex(ValueError, "at least 4, got 2"):
+            torch_overlay.doctor(torch.sin, torch.randn(2, device="cuda"), steps=2)
+
+    def test_order_is_by_cost(self) -> None:
+        cheap = Finding("split-host", "", "", "", "", launches=9)
+        dear = Finding("split-failed", "", "", "", "do it", launches=1, host_us=50.0, device_us=3.0)
+        found = Diagnosis(
+            "t", "gpu", False, 0.5, 2.0, 1.0, tuple(sorted([cheap, dear], key=lambda f: f.cost, reverse=True))
+        )
+        self.assertEqual(found.findings[0], dear)
+        self.assertIn("1 launches a step, 50.0 us of the host, 3.0 us of the device", str(found))
+        self.assertIn("2.000 ms a step, 1.000 ms without graphs", str(found))
+        with mock.patch.object(Diagnosis, "first", return_value="First: x."):
+            self.assertTrue(str(found).endswith("First: x."))
+
+
+@form.needs_gpu
+class TestOnGpu(unittest.TestCase):
+    def test_waits_and_times(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            torch._dynamo.graph_break()
+            y[0].cpu()
+            return y.cos()
+
+        found = diagnose(f, torch.randn(1024, device="cuda"))
+        self.assertIn("graph-break", [each.code for each in found.findings])
+        (wait,) = [each for each in found.findings if each.code == "host-wait"]
+        self.assertEqual(wait.text(), "y[0].cpu()")
+        self.assertGreater(found.ms or 0, 0)
+        self.assertGreater(found.ms_without_graphs or 0, 0)

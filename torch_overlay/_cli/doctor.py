@@ -1,0 +1,103 @@
+"""python -m torch_overlay doctor FILE:FUNCTION | SCRIPT [ARGUMENTS] -- what keeps a program out of CUDA graphs.
+
+    doctor model.py:forward            runs `forward` on the inputs that `forward_inputs()` or `example_inputs()` of
+                                       that file returns; if it isn't compiled, with mode="reduce-overhead"
+    doctor train.py:loss --backward    runs the backward of the outputs as well
+    doctor train.py --epochs 1         runs a script, with the code that it compiles itself
+
+Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and, for
+a function, what the switches among the remedies bring, each tried from a fresh compilation, with equal results. The
+last line says what to do first. Without a GPU, or with --simulate, the program is compiled for a simulated one, and
+nothing is timed.
+
+The exit status is 0; 1 if the program failed; 2 if there is no such program, or nothing in it was compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._cli import program
+from torch_overlay._cli.explain import run_script
+from torch_overlay._cli.program import UsageError
+from torch_overlay._inductor.relaunch import coverage as counts
+from torch_overlay.analysis.doctor import diagnose, Diagnosis
+from torch_overlay.analysis.doctor.diagnose import findings_of
+from torch_overlay.testing import observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; return the exit status."""
+    parser = program.parser("doctor", __doc__)
+    parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
+    parser.add_argument("--steps", type=int, default=8, help="how many steps, at least 4; half of them warm up (8)")
+    parser.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is one")
+    parser.add_argument("--no-tries", action="store_true", help="try no remedies")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page")
+    parser.add_argument("target", metavar="FILE[:FUNCTION]")
+    options, arguments = parser.parse_known_args(argv)
+    path, colon, function = options.target.rpartition(":")
+    path = path if colon else options.target
+    try:
+        program.check_file(path)
+        if options.steps < 4:
+            raise UsageError(f"--steps must be at least 4, got {options.steps}: graphs are made at the second call")
+        if colon and arguments:
+            raise UsageError(f"{function} is called on its example inputs, and takes no {' '.join(arguments)}")
+        found = run(path, function if colon else "", arguments, options)
+    except UsageError as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"doctor: {options.target} failed:", file=sys.stderr)
+        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        return 1
+    if not found.coverage.get("functions") and not found.findings:
+        print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
+        return 2
+    if options.html:
+        Path(options.html).write_text(found.to_html(), encoding="utf-8")
+    print(found.to_json() if options.json else found)
+    return 0
+
+
+def run(path: str, function: str, arguments: list[str], options: argparse.Namespace) -> Diagnosis:
+    simulate = options.simulate or not torch.cuda.is_available()
+    with program.importable(path), simulated_gpu() if simulate else contextlib.nullcontext():
+        if function:
+            fn, inputs = program.load(path, function)
+            return diagnose(
+                fn,
+                *inputs,
+                backward=options.backward,
+                steps=options.steps,
+                target=options.target,
+                tries=not options.no_tries,
+                simulated=simulate,
+            )
+        return of_script(path, arguments, simulate)
+
+
+def of_script(path: str, arguments: list[str], simulate: bool) -> Diagnosis:
+    """Diagnose a script over its whole run: launches are totals, and nothing is timed."""
+    with observe() as seen:
+        run_script(path, arguments)
+        coverage: Any = counts.coverage()
+    findings = findings_of(coverage, seen, {}, 1)
+    findings.sort(key=lambda finding: finding.cost, reverse=True)
+    where = f"{torch.cuda.get_device_name()}{' (simulated)' if simulate else ''}"
+    table = str(coverage).partition("\n\n[")[0] if coverage.functions else ""
+    facts = json.loads(coverage.to_json())
+    return Diagnosis(path, where, simulate, coverage.share, None, None, tuple(findings), (), facts, table)

@@ -1,0 +1,199 @@
+"""Runs a function for some steps, and says what of it is outside of CUDA graphs, why, and what that costs.
+
+The first half of the steps warms up: graphs are made at the second call of a size. The second half is counted, timed,
+profiled, and run once more while torch notes where the host waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import statistics
+import time
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.utils._pytree as pytree
+
+from torch_overlay._inductor.relaunch import coverage as counts
+from torch_overlay._inductor.relaunch.causes import CAUSES
+from torch_overlay.analysis.doctor import remedies, waits
+from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Trial
+from torch_overlay.testing import observe
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch_overlay._inductor.relaunch.coverage import Coverage
+
+TIMED = 20  # steps, at least, of which the median is taken
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    *args: Any,
+    backward: bool = False,
+    steps: int = 8,
+    target: str = "",
+    tries: bool = True,
+    simulated: bool = False,
+) -> Diagnosis:
+    """Run `fn(*args)`, compiled with CUDA graphs if it isn't compiled, and its backward if that is asked for.
+
+    `steps` (at least 4) are run; half of them warm up. Switches that may help are tried in this process, each from a
+    fresh compilation, with the results compared. Raises ValueError for fewer steps, and what the function raises."""
+    if steps < 4:
+        raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
+    target = target or getattr(fn, "__qualname__", type(fn).__name__)
+    where = f"{torch.cuda.get_device_name()}{' (simulated)' if simulated else ''}"
+    first = _measure(fn, args, backward, steps, simulated)
+    findings = tuple(sorted(first.findings, key=lambda finding: finding.cost, reverse=True))
+    trials: list[Trial] = []
+    without = None
+    if tries:
+        if not simulated and first.coverage.functions:
+            from torch_overlay import config
+
+            with config.patch(cudagraphs="off"):
+                without = _measure(fn, args, backward, steps, simulated, detail=False).ms
+        for code, options in remedies.switches(findings):
+            trials.append(_try(fn, args, backward, steps, simulated, first, code, options))
+    return Diagnosis(
+        target,
+        where,
+        simulated,
+        first.coverage.share,
+        first.ms,
+        without,
+        findings,
+        tuple(trials),
+        json.loads(first.coverage.to_json()),
+        str(first.coverage).partition("\n\n[")[0] if first.coverage.functions else "",
+    )
+
+
+class _Measured:
+    def __init__(self) -> None:
+        self.coverage: Coverage = counts.Coverage(())
+        self.findings: list[Finding] = []
+        self.ms: float | None = None
+        self.results: list[torch.Tensor] = []
+
+
+def _measure(
+    fn: Callable[..., Any], args: Sequence[Any], backward: bool, steps: int, simulated: bool, detail: bool = True
+) -> _Measured:
+    """Compile anew, warm up, and count and time the steps after that."""
+    torch._dynamo.reset()
+    found = _Measured()
+    is_compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+    run = fn if is_compiled else torch.compile(fn, mode="reduce-overhead")
+
+    def step() -> Any:
+        result = run(*args)
+        if backward:
+            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            losses = [leaf.float().sum() for leaf in leaves if leaf.requires_grad]
+            sum(losses).backward()  # type: ignore[union-attr]
+        return result
+
+    torch.manual_seed(0)
+    with observe() as seen:
+        if simulated:
+            step()
+            found.coverage = counts.coverage()
+        else:
+            for _ in range(steps // 2):
+                result = step()
+            before = counts.coverage()
+            for _ in range(steps - steps // 2):
+                result = step()
+            torch.cuda.synchronize()
+            found.coverage = counts.coverage().since(before)
+            found.results = [t.detach().clone() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            found.ms = _median_ms(step)
+    times = _profile(step) if detail and not simulated else {}
+    counted = max(steps - steps // 2, 1) if not simulated else 1
+    found.findings = findings_of(found.coverage, seen, times, counted)
+    if detail and not simulated:
+        with waits.noted() as lines:
+            step()
+        torch.cuda.synchronize()
+        known, cause = {finding.line.partition(": ")[0] for finding in found.findings}, CAUSES["host-wait"]
+        for line, count in lines.items():
+            if line not in known:
+                message = f"{cause.title}, {count} times a step"
+                found.findings.append(Finding("host-wait", "", line, message, cause.remedy))
+    return found
+
+
+def _median_ms(step: Callable[[], Any]) -> float:
+    taken = []
+    for _ in range(TIMED):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(taken)
+
+
+def _profile(step: Callable[[], Any]) -> dict[str, tuple[float, float]]:
+    """Return (host us, device us) of one step for each operator that torch's dispatcher ran, by "namespace::name"."""
+    from torch.profiler import profile, ProfilerActivity
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    return {e.key: (e.cpu_time_total, e.device_time_total) for e in profiled.key_averages() if "::" in e.key}
+
+
+def findings_of(coverage: Coverage, seen: Any, times: dict[str, tuple[float, float]], steps: int) -> list[Finding]:
+    """Return a finding for each cause outside of graphs and each graph break. `times`: (host us, device us) of a step
+    by operator; launches are divided by `steps`."""
+    found = []
+    for each in (*coverage.refused, *(each for function in coverage.functions for each in function.outside)):
+        host, device = times.get(each.operator.rpartition(".")[0], (None, None))
+        found.append(
+            Finding(each.code, each.operator, each.line, each.message, each.remedy, each.kernels / steps, host, device)
+        )
+    for each in dict.fromkeys(seen.graph_breaks):
+        remedy = "; ".join(each.hints) or CAUSES["graph-break"].remedy
+        found.append(Finding("graph-break", "", f"{each.file}:{each.line}", each.reason, remedy))
+    return found
+
+
+def _try(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    backward: bool,
+    steps: int,
+    simulated: bool,
+    first: _Measured,
+    code: str,
+    options: dict[str, object],
+) -> Trial:
+    change = remedies.as_text(options)
+    try:
+        with patched(options):
+            after = _measure(fn, args, backward, steps, simulated, detail=False)
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        return Trial(code, change, first.coverage.share, 0.0, first.ms, None, False, f"{type(error).__name__}: {text}")
+    equal = len(first.results) == len(after.results) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True)
+        for a, b in zip(first.results, after.results)
+    )
+    return Trial(code, change, first.coverage.share, after.coverage.share, first.ms, after.ms, equal)
+
+
+@contextlib.contextmanager
+def patched(options: dict[str, object]) -> Iterator[None]:
+    """Set options, given by their full names, for the time inside."""
+    with contextlib.ExitStack() as stack:
+        for name, value in options.items():
+            module, _, option = name.partition(".config.")
+            stack.enter_context(importlib.import_module(f"{module}.config").patch({option: value}))
+        yield

@@ -1,0 +1,181 @@
+"""What the doctor found, as data, as text, as JSON and as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import linecache
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause of work outside of graphs, or of a wait of the host for the device. Times are microseconds of one step,
+    None if they were not measured; `launches` are those of one step."""
+
+    code: str
+    operator: str
+    line: str  # "file:line" of the program, or empty
+    message: str
+    remedy: str
+    launches: float = 0.0
+    host_us: float | None = None
+    device_us: float | None = None
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        return (self.host_us or 0.0) + (self.device_us or 0.0), self.launches
+
+    def text(self) -> str:
+        """The program's text at the line."""
+        file, _, rest = self.line.partition(".py:")
+        number = rest.partition(":")[0]
+        return linecache.getline(f"{file}.py", int(number)).strip() if number.isdigit() else ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A remedy that was tried. Times are milliseconds of one step, None if the target is a script; `share` is the part
+    of launches in graphs."""
+
+    code: str
+    change: str
+    share_before: float
+    share_after: float
+    ms_before: float | None
+    ms_after: float | None
+    is_equal: bool
+    error: str = ""
+
+    @property
+    def helps(self) -> bool:
+        if self.error or not self.is_equal:
+            return False
+        if self.ms_before is not None and self.ms_after is not None:
+            return self.ms_after < 0.97 * self.ms_before
+        return self.share_after > self.share_before
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.change}: fails: {self.error}"
+        effect = f"{100 * self.share_before:.1f} % -> {100 * self.share_after:.1f} % of launches in graphs"
+        if self.ms_before is not None and self.ms_after is not None:
+            effect += f", {self.ms_before:.3f} -> {self.ms_after:.3f} ms a step"
+        return f"{self.change}: {effect}, results {'equal' if self.is_equal else 'DIFFER'}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`coverage` is that of the steps after the first ones, as `Coverage.to_json()` gives it. Printing a diagnosis
+    gives a report whose last line says what to do first."""
+
+    target: str
+    where: str  # the device's name
+    simulated: bool
+    share: float
+    ms: float | None
+    ms_without_graphs: float | None
+    findings: tuple[Finding, ...]
+    trials: tuple[Trial, ...] = ()
+    coverage: dict[str, Any] = field(default_factory=dict)
+    table: str = ""
+    error: str = ""
+
+    def first(self) -> str:
+        """What to do first, and what it brings."""
+        if self.error:
+            return f"First: the program failed: {self.error}"
+        if not self.coverage.get("functions") and not self.findings:
+            return 'First: torch.compile(..., mode="reduce-overhead"): nothing that was compiled asks for CUDA graphs.'
+        helping = [trial for trial in self.trials if trial.helps]
+        if helping:
+            best = min(helping, key=lambda t: (t.ms_after if t.ms_after is not None else 0.0, -t.share_after))
+            return f"First: {best}."
+        remedies = [f for f in self.findings if f.remedy]
+        if remedies:
+            worst = remedies[0]
+            where = f" at {worst.line.partition(': ')[0]}" if worst.line else ""
+            return f"First: [{worst.code}]{where}: {worst.remedy}."
+        return "First: nothing: all that can be in graphs is."
+
+    def __str__(self) -> str:
+        lines = [f"{self.target} on {self.where}", ""]
+        if self.simulated:
+            lines += [_SIMULATED, ""]
+        if self.ms is not None:
+            compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
+            lines += [f"{self.ms:.3f} ms a step{compared}"]
+        lines += [self.table or "nothing was compiled that asks for CUDA graphs", ""]
+        for number, finding in enumerate(self.findings, 1):
+            lines += [f"{number}. [{finding.code}] {finding.message}{_cost(finding)}"]
+            if finding.line:
+                lines += [f"   {finding.line.partition(': ')[0]}"]
+            if text := finding.text():
+                lines += [f"   - {text}"]
+            if finding.remedy:
+                lines += [f"   + {finding.remedy}"]
+        if self.trials:
+            lines += ["", "Tried:", *(f"   {trial}" for trial in self.trials)]
+        return "\n".join([*lines, "", self.first()])
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "first": self.first()})
+
+    def to_html(self) -> str:
+        """A page that needs no other file."""
+        esc = html.escape
+        rows = "".join(
+            f"<tr><td><code>{esc(f.code)}</code><td>{esc(f.message)}<br><small>{esc(f.line)}</small>"
+            f"<pre>{esc(f.text())}</pre><td>{esc(f.remedy)}<td class=n>{f.launches:g}"
+            f"<td class=n>{'' if f.host_us is None else f'{f.host_us:.1f}'}"
+            f"<td class=n>{'' if f.device_us is None else f'{f.device_us:.1f}'}"
+            for f in self.findings
+        )
+        trials = "".join(f"<li>{esc(str(trial))}" for trial in self.trials)
+        step = "" if self.ms is None else f"<p>{self.ms:.3f} ms a step"
+        if self.ms is not None and self.ms_without_graphs is not None:
+            step += f", {self.ms_without_graphs:.3f} ms without graphs"
+        return _PAGE.format(
+            title=esc(self.target),
+            where=esc(self.where),
+            first=esc(self.first()),
+            share=f"{100 * self.share:.1f}",
+            step=step,
+            table=esc(self.table),
+            rows=rows or "<tr><td colspan=6>none",
+            trials=f"<h2>Tried</h2><ul>{trials}</ul>" if trials else "",
+        )
+
+
+def _cost(finding: Finding) -> str:
+    parts = [f"{finding.launches:g} launches a step"] if finding.launches else []
+    parts += [f"{finding.host_us:.1f} us of the host"] if finding.host_us is not None else []
+    parts += [f"{finding.device_us:.1f} us of the device"] if finding.device_us is not None else []
+    return f": {', '.join(parts)}" if parts else ""
+
+
+_SIMULATED = (
+    "No GPU: compiled for a simulated one. What only a capture or a run shows is not here: operators that fail in a "
+    "capture, sizes and numbers that change, waits of the host, times."
+)
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}: CUDA graphs</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }}
+.scroll {{ overflow-x: auto }}
+table {{ border-collapse: collapse; width: 100% }}
+td, th {{ border-bottom: 1px solid #8886; padding: .5rem; text-align: left; vertical-align: top }}
+.n {{ text-align: right; white-space: nowrap }}
+pre {{ margin: .3rem 0; white-space: pre-wrap; overflow-wrap: anywhere }}
+.first {{ border-left: 4px solid #2a8; padding: .3rem .8rem }}
+</style></head><body><h1>{title}</h1><p>{where}: {share} % of kernel launches are in CUDA graphs.{step}
+<p class="first">{first}</p>
+<h2>Outside of graphs</h2><div class="scroll"><table>
+<tr><th>code<th>what<th>what to do<th class=n>launches a step<th class=n>host us<th class=n>device us
+{rows}</table></div>
+{trials}<h2>Coverage</h2><div class="scroll"><pre style="white-space: pre">{table}</pre></div></body></html>
+"""
