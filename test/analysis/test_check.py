@@ -698,6 +698,17 @@ def example_inputs():
 """
 
 
+class TestNothingToCheck(TestCase):
+    def test_it_is_said(self) -> None:
+        with simulated_gpu():
+            x = torch.randn(4, device="cuda")
+            plain, nothing = check(torch.sin, x), check(torch.compiler.disable(lambda x: x + 1), x)
+        self.assertEqual(plain.unchecked, "no operation on streams or events was found, so there was nothing to order")
+        self.assertTrue(str(plain).endswith(f": {plain.unchecked}"))
+        self.assertEqual(nothing.unchecked, "nothing was compiled, so nothing was checked")
+        self.assertTrue(plain.ok and nothing.ok)
+
+
 @form.overlay_only
 class TestCommandLine(TestCase):
     def run_check(self, *arguments: str) -> Any:

@@ -262,6 +262,14 @@ class Explain(TestCase):
         self.assertIn("mul: f32[4]", text)
         self.assertIn("ValueError: told to fail", text)
 
+    def test_program_in_which_nothing_is_compiled(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+            file.write("x = 1\n")
+            file.flush()
+            text = self.explain(file.name)
+        self.assertEqual(self.code, 2)
+        self.assertIn("Nothing was compiled: no torch.compile'd function was called.", text)
+
     def test_what_can_not_be_explained(self):
         for target, why in (
             ("/no/such/file.py", "no file /no/such/file.py"),

@@ -11,7 +11,8 @@ of eager to the code around a call that the compiled code does not keep; events 
 the plans.
 
 The exit status is 0 if there is no race and no lost promise; 1 for a race (also in eager, unless --eager-races ok is
-given) or a lost promise; 2 if the function could not be found or run.
+given) or a lost promise; 2 if the function could not be found or run, or if nothing in it was compiled. FUNCTION is a
+function that check compiles, or one that calls compiled functions.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         print(f"check: {options.target} could not be run:", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
+        return 2
+    if not report.compiled.frames:
+        print(f"check: {report.unchecked}: Dynamo compiled no frame of {options.target}", file=sys.stderr)
         return 2
     if options.plan and report.plan:
         print(report.plan, end="\n\n")

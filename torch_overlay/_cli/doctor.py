@@ -10,7 +10,7 @@ a function, what the switches among the remedies bring, each tried from a fresh 
 last line says what to do first. Without a GPU, or with --simulate, the program is compiled for a simulated one, and
 nothing is timed.
 
-The exit status is 0; 1 if the program failed; 2 if there is no such program, or nothing in it was compiled.
+The exit status is 0; 2 if there is no such program, if it failed, or if nothing in it asks for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        print(f"doctor: {options.target} failed:", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)).strip(), file=sys.stderr)
-        return 1
+        text = "".join(traceback.format_exception_only(error)).strip()
+        print(f"doctor: {options.target} failed: {' '.join(text.split())}", file=sys.stderr)
+        return 2
     if not found.coverage.get("functions") and not found.findings:
         print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
         return 2

@@ -15,6 +15,8 @@ and why; and the number of events of the generated code against those that the u
 NAME.json, it also draws everything that the program runs on the device, and says for activations in host memory how
 much of each copy is hidden behind kernels: on a GPU by the profiler, in a simulated run by estimates. Regions that
 asked for a CUDA graph and got none come last, with the reason, which is found at a region's second call, on a GPU.
+
+The exit status is 0; 1 if the program failed; 2 if there is no such program, or nothing in it was compiled.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def main(argv: list[str]) -> int:
     Report(f"{options.target} on {where}", wrappers=options.wrappers, timeline=drawn, written=written).print(
         seen, [r for r in refusals.refused() if r not in refused_before], graphs, error
     )
-    return 1 if error is not None else 0
+    return 1 if error is not None else 0 if seen.frames else 2
 
 
 def run_script(path: str, arguments: list[str]) -> None:

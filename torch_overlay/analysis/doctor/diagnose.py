@@ -105,8 +105,9 @@ def _measure(
             step()
             found.coverage = counts.coverage()
         else:
+            result: Any = None
             for _ in range(steps // 2):
-                result = step()
+                step()
             before = counts.coverage()
             for _ in range(steps - steps // 2):
                 result = step()

@@ -98,6 +98,17 @@ class Report:
         """
         return not (self.races or self.lost)
 
+    @property
+    def unchecked(self) -> str:
+        """Why there was nothing to check; empty if there was."""
+        if self.compiled is None:
+            return ""
+        if not self.compiled.frames:
+            return "nothing was compiled, so nothing was checked"
+        if not any(region.plans for region in self.compiled.regions):
+            return "no operation on streams or events was found, so there was nothing to order"
+        return ""
+
     def raise_if_any(self) -> None:
         """Raise `RaceError` if there is a race, and `LostPromiseError` if there is a lost promise only."""
         if not self.ok:
@@ -122,7 +133,8 @@ class Report:
         )
         if self.lost and not self.races:
             counts = counts[1:]
-        lines.append(", ".join(f"{n or 'no'} {what}{'s' if n != 1 else ''}" for n, what in counts))
+        found = ", ".join(f"{n or 'no'} {what}{'s' if n != 1 else ''}" for n, what in counts)
+        lines.append(f"{found}: {self.unchecked}" if self.unchecked else found)
         return "\n".join(lines)
 
 
