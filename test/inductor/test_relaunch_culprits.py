@@ -94,9 +94,7 @@ def region(args):
 
     def test_capture_that_it_breaks_without_an_error(self):
         STATE["error"] = None
-        with mock.patch.object(self.device, "record", wraps=self.device.record) as record:
-            record.side_effect = [RuntimeError("broken"), mock.DEFAULT]
-            self.calls(self.runner(self.SOURCE))
+        self.calls(self.runner(self.SOURCE))
         (found,) = refusals.refused()
         self.assertEqual(found.message, "culprits::waits.default breaks the capture")
 
@@ -155,6 +153,15 @@ def region(args):
         (found,) = refusals.refused()
         self.assertEqual(found.message, "culprits::waits.default launches on the default stream (CUDA error 906)")
         self.assertEqual([each.blocking for each in made], [True])
+
+    def test_device_that_can_not_record_is_no_error(self):
+        """Nor is it one when the operator is looked for."""
+        refusal = Refusal("allocator", "this allocator can't")
+        for failures in ([refusal] * 9, [RuntimeError("first"), *[refusal] * 9]):
+            refusals._refused.clear()
+            with mock.patch.object(self.device, "record", side_effect=failures):
+                self.calls(self.runner(self.SOURCE))
+            self.assertEqual([r.reason for r in refusals.refused()], ["allocator"])
 
     def refused_by_the_proof(self, node, source=SOURCE):
         STATE["device"] = None

@@ -103,10 +103,11 @@ def find_culprit(
 ) -> Culprit | None:
     """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
     nothing may be launched on the default stream. Note [Opaque operators]"""
-    with _recordings(device) as record:
+    suspects = Suspects(namespace_of(model) or {}, device.is_capture_broken)
+    with contextlib.suppress(Exception), _recordings(device) as record:
         recording = record(1)
         recording.blocking = blocking
-        with Suspects(namespace_of(model) or {}, device.is_capture_broken) as suspects, contextlib.suppress(Exception):
+        with suspects:
             Capture(model, inputs, alignments, plan, recording).run(code)
     return suspects.found
 
@@ -124,7 +125,7 @@ def find_launcher(
     number = refusal.node.partition(" ")[0]
     if not number.isdigit():
         return None
-    with _recordings(device) as record, contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _recordings(device) as record:
         recording = record(1)
         with Launchers(namespace_of(model) or {}, recording.nodes) as launchers:
             captured = Capture(model, inputs, alignments, plan, recording).run(code)

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""What an operator that a CUDA graph can't hold costs a model: Llama with one that waits between its two halves.
+
+    python tools/bench/split_off.py
+
+The model without the operator and with it take turns. Prints a line for each, us a call (median of 60 calls, each until
+the device is done), the part of kernel launches in graphs, and the largest difference from eager; and last, the time
+with the operator against the sum of the time without it and the operator's own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+import torch_overlay
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = "cuda"
+
+
+@torch.library.custom_op("split_off::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    torch.cuda.current_stream().synchronize()
+    return x.clone()
+
+
+waits.register_fake(torch.empty_like)
+
+
+def median_us(call: Callable[[], Any], count: int = 60) -> float:
+    taken = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(taken)
+
+
+def main() -> None:
+    import transformers as hf
+
+    config = hf.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    with torch.device(DEVICE):
+        model = hf.LlamaForCausalLM(config).bfloat16().eval()
+    layer = model.model.layers[8]
+    forward, between = layer.forward, [False]
+    layer.forward = lambda x, *args, **kwargs: forward(waits(x) if between[0] else x, *args, **kwargs)
+    ids = torch.randint(0, config.vocab_size, (1, 64), device=DEVICE)
+
+    def run(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids).logits
+
+    us: dict[bool, list[float]] = {False: [], True: []}
+    with torch.no_grad():
+        for between[0] in (False, True, True, False):
+            torch._dynamo.reset()
+            compiled, expected = torch.compile(run, mode="reduce-overhead"), run(ids)
+            for _ in range(8):
+                found = compiled(ids)
+            before = torch_overlay.coverage()
+            us[between[0]].append(median_us(lambda: compiled(ids)))  # noqa: B023
+            share = torch_overlay.coverage().since(before).share
+            off = (found.float() - expected.float()).abs().max().item()
+            name = "with the operator" if between[0] else "without it"
+            print(f"{name:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs, off by {off:.3f}")
+        x = torch.randn(1, 64, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+        alone = median_us(lambda: waits(x), 200)
+    ratio = min(us[True]) / (min(us[False]) + alone)
+    print(
+        f"operator alone {alone:.1f} us; {torch.cuda.get_device_name()}, torch {torch.__version__}: ratio {ratio:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
