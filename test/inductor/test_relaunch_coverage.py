@@ -141,6 +141,7 @@ class TestShown(TestCase):
         self.assertEqual(count, 1)
         self.assertIn("[graph-break] 1 x", str(seen))
 
+    @form.slow
     @form.overlay_only
     def test_log_at_exit(self):
         code = (

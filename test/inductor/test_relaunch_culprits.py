@@ -105,6 +105,22 @@ def region(args):
         self.calls(self.runner(self.SOURCE), 6)
         self.assertEqual([r.reason for r in refusals.refused()], ["out-of-memory"])
 
+    def test_operator_that_all_models_are_made_of_is_not_split_off(self):
+        """What has made it fail may be gone at the next call; a product that runs between graphs would stay."""
+
+        def fail(x, y):
+            if getattr(self.device.thread, "recording", None) is not None:
+                raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+            return x * y
+
+        library = self.enterContext(torch.library._scoped_library("aten", "IMPL"))
+        source = self.SOURCE.replace("torch.ops.culprits.waits.default(y)", "torch.mm(y, torch.eye(4) * 2)")
+        library.impl("mm", lambda a, b: fail(a, 2), "CPU")
+        self.calls(self.runner(source), 6)
+        (found,) = refusals.refused()
+        self.assertEqual((found.reason, found.operator), ("capture", "aten::mm.default"))
+        self.assertEqual(dict(split_off.failed()), {})
+
     def test_frame_that_is_compiled_again_is_no_refusal(self):
         run = self.runner(self.SOURCE)
         with (

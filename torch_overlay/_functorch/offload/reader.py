@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torch_overlay._functorch.offload.kernel_times import name_of
 from torch_overlay._functorch.offload.plan import Step
-from torch_overlay._functorch.streams.fx import is_view
+from torch_overlay._functorch.streams.fx import viewed
 
 
 if TYPE_CHECKING:
@@ -57,24 +57,6 @@ def nbytes(value: torch.Tensor) -> int:
     return count
 
 
-def source(node: Node) -> Node | None:
-    """Return the node that a view is a view of; None for a node with memory of its own."""
-    if node.op != "call_function":
-        return None
-    if is_view(node):
-        first = node.args[0] if node.args else None
-        return first if isinstance(first, torch.fx.Node) else None
-    if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node) and is_view(node.args[0]):
-        return source(node.args[0])
-    return None
-
-
-def root(node: Node) -> Node:
-    while (found := source(node)) is not None:
-        node = found
-    return node
-
-
 def is_dense(value: torch.Tensor) -> bool:
     """True if the tensor isn't empty and its elements fill its whole storage, in some order."""
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
@@ -101,13 +83,13 @@ class Reader:
         self.inlined: dict[Node, frozenset[str]] = {}  # fused node -> what its readers read in its place
         self.steps: list[Step] = []
         for node in graph.nodes:
-            if node.op == "call_function" and source(node) is None:
+            if node.op == "call_function" and viewed(node) is node:
                 self.add(node)
 
     def reads(self, node: Node) -> frozenset[str]:
         found: set[str] = set()
         for argument in node.all_input_nodes:
-            owner = root(argument)
+            owner = viewed(argument)
             found |= self.inlined.get(owner, {owner.name})
         return frozenset(found)
 
@@ -139,7 +121,7 @@ def estimated_us(node: Node, known: Rates, device_index: int) -> float:
     """Estimate the time of a node by its memory traffic and arithmetic, as far as they are known."""
     if node.target is operator.getitem:
         return 0.0
-    moved = sum(nbytes(t) for n in {root(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
+    moved = sum(nbytes(t) for n in {viewed(a) for a in node.all_input_nodes} if (t := tensor_of(n)) is not None)
     found = [t for t in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
     time = (moved + sum(map(nbytes, found))) / known.bytes
     if (flops := _flops(node)) and found:
@@ -162,7 +144,7 @@ def is_library_call(node: Node) -> bool:
 
 def _readers(node: Node) -> Iterator[Node]:
     for user in node.users:
-        if source(user) is not None:
+        if viewed(user) is not user:
             yield from _readers(user)
         else:
             yield user

@@ -35,13 +35,11 @@ from torch_overlay._functorch.offload.reader import (
     is_static,
     nbytes,
     Reader,
-    root,
-    source,
     tensor_of,
 )
 from torch_overlay._functorch.streams import ids
 from torch_overlay._functorch.streams.facts import Fact, replace_fact
-from torch_overlay._functorch.streams.fx import node_stream, place_on
+from torch_overlay._functorch.streams.fx import node_stream, place_on, viewed
 from torch_overlay._functorch.streams.tokens import CALLER
 
 
@@ -82,15 +80,15 @@ class Pair:
         (self.output,) = forward.graph.find_nodes(op="output")
         self.outputs: tuple[Any, ...] = tuple(self.output.args[0])  # type: ignore[arg-type]
         self.inputs = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
-        results = {root(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
-        mutated = {root(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
+        results = {viewed(n) for n in self.outputs[:count] if isinstance(n, torch.fx.Node)}
+        mutated = {viewed(a) for n in forward.graph.nodes if _writes(n) for a in n.all_input_nodes}
         self.saved: dict[Node, Saved] = {}
         self.refused: dict[Node, str] = {}
         for node in self.outputs[count:]:
             value = tensor_of(node)
             if value is None or value.device.type != DEVICE_TYPE or node.name not in self.inputs:
                 continue
-            owner = root(node)
+            owner = viewed(node)
             if owner.op == "call_function":
                 self.saved.setdefault(owner, Saved(owner)).members.append(node)
         for owner, saved in list(self.saved.items()):
@@ -143,7 +141,7 @@ class Pair:
                 return True
             if current.op != "call_function" or node_stream(current) or len(found) >= MOST_RECOMPUTED:
                 return False
-            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or source(current) is not None):
+            if not (is_pointwise(current) or current.target in ALSO_POINTWISE or viewed(current) is not current):
                 return False
             if not all(map(visit, current.all_input_nodes)):
                 return False
@@ -157,25 +155,25 @@ class Pair:
         if recipe is None or not all(is_static(t) for n in recipe if (t := tensor_of(n)) is not None):
             return None
         inside = set(recipe)
-        read = {root(a) for n in recipe for a in n.all_input_nodes if a not in inside}
+        read = {viewed(a) for n in recipe for a in n.all_input_nodes if a not in inside}
         moved = nbytes(saved.value) + sum(nbytes(t) for n in read if (t := tensor_of(n)) is not None)
         return Recompute(moved / known.bytes + LAUNCH_US, frozenset(n.name for n in read if n in self.saved))
 
     def model(self, candidates: list[Candidate], known: Rates) -> Model:
         assert self.device is not None
-        kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {root(n) for n in self.saved}
+        kept = {n for n in self.outputs if isinstance(n, torch.fx.Node)} | {viewed(n) for n in self.saved}
         times = (
             kernel_times.measure([*self.forward.graph.nodes, *self.backward.graph.nodes], self.device.index or 0)
             if (known.measured)
             else {}
         )
-        forward = Reader(self.forward.graph, kept | {root(n) for n in kept}, known, self.device, times)
+        forward = Reader(self.forward.graph, kept | {viewed(n) for n in kept}, known, self.device, times)
         names = {m.name: owner.name for owner, saved in self.saved.items() for m in saved.members}
         (output,) = self.backward.graph.find_nodes(op="output")
-        gradients = {root(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)}
+        gradients = {viewed(n) for n in torch.utils._pytree.tree_leaves(output.args[0]) if isinstance(n, torch.fx.Node)}
         backward = Reader(self.backward.graph, gradients, known, self.device, times)
         steps = [Step(s.name, s.us, s.makes, frozenset(names.get(r, r) for r in s.reads)) for s in backward.steps]
-        results = {root(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
+        results = {viewed(n).name for n in self.outputs[: self.count] if isinstance(n, torch.fx.Node)}
         saved = {owner.name: nbytes(s.value) for owner, s in self.saved.items()}
         at_once = holds_memory_at_once()
         return Model(forward.steps, steps, saved, results | {n.name for n in gradients}, candidates, at_once)

@@ -358,9 +358,10 @@ class Runner:
             culprit = find_culprit(*work)
             self._blame(state, culprit)
             if not state.refused and state.failures == FAILURES:
-                reason = "capture" if culprit is None else "out-of-memory"
-                line = line_of_error(error, namespace_of(self.model) or {})
-                self._refuse(state, reason, f"{type(error).__name__}: {error}", line=line)
+                reason = "out-of-memory" if isinstance(error, torch.OutOfMemoryError) else "capture"
+                line = culprit.line if culprit else line_of_error(error, namespace_of(self.model) or {})
+                operator = culprit.operator if culprit else ""
+                self._refuse(state, reason, f"{type(error).__name__}: {error}", operator, line)
             return False
         finally:
             capturing.release()
@@ -385,7 +386,7 @@ class Runner:
     def _blame(self, state: State, culprit: Culprit | None) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse. Note [Operators in which a
         capture failed] of `split_off`"""
-        if culprit is None or culprit.is_out_of_memory:
+        if culprit is None or culprit.is_innocent:
             return
         split_off.remember(culprit.operator, culprit.did)
         message = f"{culprit.operator} {culprit.did}"

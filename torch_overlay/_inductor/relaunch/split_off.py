@@ -31,7 +31,7 @@ FILE = "torch_overlay_failed_operators.json"
 
 log = logging.getLogger(__name__)
 
-_failed: dict[str, dict[str, str]] = {}  # file -> operator -> what failed
+_failed: dict[tuple[bool, str | None], dict[str, str]] = {}  # where it is kept -> operator -> what failed
 _frames: Counter[Any] = Counter()  # Dynamo's number of a frame -> how often it was compiled again
 _lock = threading.RLock()
 
@@ -42,21 +42,28 @@ def _path() -> str:
     return os.path.join(cache_dir(), FILE)
 
 
+def _place() -> tuple[bool, str | None]:
+    """Return what decides where it is kept, without a look at the disk: `failed` is asked for each node of a graph."""
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.force_disable_caches, os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+
 def failed() -> Mapping[str, str]:
     """Return the operators, by the names of their overloads ("mylib::op.default"), with what failed in each."""
     import torch
     import torch._inductor.config as inductor_config
 
-    path = "" if inductor_config.force_disable_caches else _path()
     with _lock:
-        if path not in _failed:
-            _failed[path] = {}
+        if (place := _place()) not in _failed:
+            _failed[place] = {}
+            path = "" if inductor_config.force_disable_caches else _path()
             with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
                 with open(path, encoding="utf-8") as file:
                     read = json.load(file)
                 if read["torch"] == torch.__version__:
-                    _failed[path] = {str(name): str(why) for name, why in read["operators"].items()}
-        return _failed[path]
+                    _failed[place] = {str(name): str(why) for name, why in read["operators"].items()}
+        return _failed[place]
 
 
 def remember(operator: str, why: str) -> None:
@@ -69,10 +76,10 @@ def remember(operator: str, why: str) -> None:
         if operator in names:
             return
         names[operator] = why
-        path = "" if inductor_config.force_disable_caches else _path()
-        _failed[path] = names
-        if not path:
+        _failed[_place()] = names
+        if inductor_config.force_disable_caches:
             return
+        path = _path()
         beside = f"{path}.{os.getpid()}"
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)

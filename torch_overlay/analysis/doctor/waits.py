@@ -16,6 +16,7 @@ from torch_overlay._inductor.relaunch.capture.culprit import is_in_torch, user_l
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+OURS = f"{__name__.partition('.analysis.')[0]}."
 TEXT = "called a synchronizing CUDA operation"
 
 
@@ -48,7 +49,7 @@ def _line() -> str:
         path = frame.f_code.co_filename
         if line := user_line(path, frame.f_lineno):
             return line
-        is_ours = frame.f_globals.get("__name__", "").startswith(("torch_overlay.", "torch._overlay."))
+        is_ours = frame.f_globals.get("__name__", "").startswith(OURS)
         if not is_ours and not is_in_torch(path) and not path.endswith(("warnings.py", "contextlib.py")):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back

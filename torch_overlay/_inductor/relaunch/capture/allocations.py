@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 ALLOCATOR = "empty_strided_cuda"
-# Namespaces of operators that launch on the current stream alone; no namespace: operators of higher order.
-OURS = frozenset(
-    ("aten", "prims", "prim", "inductor", "quantized", "streams", "profiler", "rngprims", "ao", "higher_order")
-)
+# Namespaces of operators that launch on the current stream, or on streams that a capture exchanges.
+TORCHS = "aten prims prim inductor quantized profiler rngprims ao higher_order"
+OURS = frozenset([*TORCHS.split(), "streams", "streams_offload"])
 TUNING = "torch._inductor.runtime.triton_heuristics"
 
 

@@ -46,7 +46,7 @@ class Culprit:
     operator: str  # name of the overload, "mylib::op.default"; empty: no operator, the code itself
     line: str  # "file:line" of the user's program, or empty
     did: str  # what it did, as the end of a sentence about it
-    is_out_of_memory: bool = False
+    is_innocent: bool = False  # splitting it off would be wrong: there was no memory, or all models are made of it
 
 
 class Suspects(TorchDispatchMode):
@@ -73,7 +73,8 @@ class Suspects(TorchDispatchMode):
     def _note(self, func: Any, error: Exception | None) -> None:
         line = line_of_call(self.namespace)
         if self.found is None and line is not None:
-            self.found = Culprit(name_of(func), line, did(error), isinstance(error, torch.OutOfMemoryError))
+            innocent = isinstance(error, torch.OutOfMemoryError) or is_core(func)
+            self.found = Culprit(name_of(func), line, did(error), innocent)
 
 
 class Launchers(TorchDispatchMode):
@@ -97,12 +98,15 @@ class Launchers(TorchDispatchMode):
         return result
 
     def culprit(self, node: int, did: str) -> Culprit | None:
-        """Return the operator that made the node. Operators that most models are made of don't count: to split off each
-        product is worse than no graph."""
+        """Return the operator that made the node."""
         func, line = self.made.get(node, (None, ""))
-        if func is None or torch.Tag.core in getattr(func, "tags", ()):
-            return None
-        return Culprit(name_of(func), line, did)
+        return None if func is None else Culprit(name_of(func), line, did, is_core(func))
+
+
+def is_core(func: Any) -> bool:
+    """True for operators that most models are made of. To split off each product, now and in later processes, for what
+    may have happened once, is worse than no graph."""
+    return torch.Tag.core in getattr(func, "tags", ())
 
 
 def line_of_call(namespace: Mapping[str, Any]) -> str | None:
