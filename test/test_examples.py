@@ -212,6 +212,7 @@ class TestTrainTwoBatches(TrainingTest):
         self.assertEqual(self.run_as_script().count("waits before"), 2)
 
 
+@form.slow
 class TestTrainMoeExperts(TrainingTest):
     example = train_moe_experts
 

@@ -159,6 +159,7 @@ assert not changed(before, snapshot()), changed(before, snapshot())
 """,
         )
 
+    @form.slow
     def test_modules_loaded_after(self) -> None:
         run(
             ENABLE,

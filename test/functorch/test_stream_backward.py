@@ -123,11 +123,11 @@ class TestPrograms(TestCase):
                         report = check_step(forward, backward)
                     self.assertTrue(report.ok, f"{report}\n{forward.wrapper}{backward.wrapper}")
 
-    @parametrize("name,mode", form.sampled(PAIRS, 15))
+    @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_compiles(self, name: str, mode: str) -> None:
         self.check(name, mode_of(mode))
 
-    @parametrize("name,mode", form.sampled(PAIRS, 15))
+    @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_keeps_what_eager_promises(self, name: str, mode: str) -> None:
         """The whole step, with the caller around it: also of frees by frames that know no streams."""
         report = corpus.check_program(by_name(name), mode_of(mode))
@@ -142,7 +142,7 @@ class TestPrograms(TestCase):
     def test_compiles_with_small_branches_folded(self, name: str) -> None:
         self.check(name, fold=True)
 
-    @parametrize("name", form.sampled(DRAWN, 15))
+    @parametrize("name", form.sampled(DRAWN, 25))
     def test_drawn(self, name: str) -> None:
         for fold in (False, True):
             try:

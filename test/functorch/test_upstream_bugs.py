@@ -33,7 +33,7 @@ def found_on_stock() -> dict[str, list[str]]:
 
 
 class TestUpstreamBugs(TestCase):
-    @parametrize("name", form.sampled(NAMES, 3))
+    @parametrize("name", form.sampled(NAMES, 9))
     def test_with_the_overlay(self, name: str) -> None:
         self.assertEqual(getattr(upstream_bugs, name)(), [])
 

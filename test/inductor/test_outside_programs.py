@@ -21,7 +21,7 @@ RUN = ("warm-up", "templates")  # codes that only calls show
 
 
 class TestCompiled(TestCase):
-    @parametrize("name", form.sampled(COMPILED, 3))
+    @parametrize("name", form.sampled(COMPILED, 5))
     def test_causes(self, name: str) -> None:
         program = by_name(name)
         refusals._refused.clear()

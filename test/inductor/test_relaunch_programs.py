@@ -30,7 +30,7 @@ IN_SEVERAL = [p.name for p in PROGRAMS if p.ranks > 1 and p.name != "ddp"]
 
 
 class TestPrograms(TestCase):
-    @parametrize("name", form.sampled(IN_ONE_PROCESS, 3) + form.sampled(["ddp", *IN_SEVERAL], len(IN_SEVERAL) + 1))
+    @parametrize("name", form.sampled(IN_ONE_PROCESS, 5) + form.sampled(["ddp", *IN_SEVERAL], len(IN_SEVERAL) + 1))
     def test_without_graphs(self, name: str) -> None:
         program = by_name(name)
         if program.gpu_only:

@@ -187,7 +187,7 @@ class TestGenerator(TestCase):
 
 
 class TestFound(TestCase):
-    @parametrize("name", form.sampled(list(found.PROGRAMS), 9))
+    @parametrize("name", form.sampled(list(found.PROGRAMS), 15))
     def test_is_ordered(self, name: str) -> None:
         for mode in COMPILED:
             verdict = judge(found.PROGRAMS[name], [mode], on_gpu=False)

@@ -90,7 +90,7 @@ class TestCorpus(TestCase):
             report = check_wrapper(wrapper, joined=program.finish is None, owned=owned)
             self.assertTrue(report.ok, f"{report}\n{wrapper}")
 
-    @parametrize("name,mode", form.sampled(PAIRS, 15))
+    @parametrize("name,mode", form.sampled(PAIRS, 25))
     def test_compiles(self, name: str, mode: str) -> None:
         """No race, and no promise of eager lost, either."""
         report = corpus.check_program(by_name(name), mode_of(mode))

@@ -149,6 +149,7 @@ class TestApplyPatches(unittest.TestCase):
     def test_reversing_a_pristine_tree_is_refused(self) -> None:
         self.refused("--reverse", self.root)
 
+    @form.slow
     def test_a_dirty_file_is_named(self) -> None:
         for name in self.edited:
             with self.subTest(name):
@@ -328,6 +329,7 @@ class TestUnfinishedRuns(unittest.TestCase):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         return json.loads(result.stdout)
 
+    @form.slow
     def test_killed_before_every_operation(self) -> None:
         found = self.faults("kill")
         self.assertGreater(found["unfinished"], 20)
