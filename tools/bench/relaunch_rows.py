@@ -92,10 +92,11 @@ def _tokens(vocabulary: int, *shape: int) -> list[Inputs]:
     return [(torch.randint(0, vocabulary, shape, device=DEVICE),) for _ in range(SETS)]
 
 
-def _language_model(kind: str, train: bool, compile: Compile) -> Work:
+def llama_config() -> Any:
+    """Llama, 16 layers."""
     import transformers as hf
 
-    llama = hf.LlamaConfig(
+    return hf.LlamaConfig(
         hidden_size=1024,
         intermediate_size=2816,
         num_hidden_layers=16,
@@ -104,10 +105,15 @@ def _language_model(kind: str, train: bool, compile: Compile) -> Work:
         vocab_size=32000,
         use_cache=False,
     )
+
+
+def _language_model(kind: str, train: bool, compile: Compile) -> Work:
+    import transformers as hf
+
     models: dict[str, tuple[Any, Any, tuple[int, int], tuple[int, int]]] = {
         "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(use_cache=False), (1, 128), (4, 512)),
         "bert": (hf.BertForMaskedLM, hf.BertConfig(), (1, 128), (8, 128)),
-        "llama": (hf.LlamaForCausalLM, llama, (1, 64), (2, 512)),
+        "llama": (hf.LlamaForCausalLM, llama_config(), (1, 64), (2, 512)),
     }
     cls, config, once, batch = models[kind]
     shape = batch if train else once

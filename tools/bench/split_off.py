@@ -10,17 +10,20 @@ with the operator against the sum of the time without it and the operator's own.
 
 from __future__ import annotations
 
-import statistics
-import time
-from typing import Any, TYPE_CHECKING
+import sys
+from pathlib import Path
 
 import torch
 
-import torch_overlay
 
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+import relaunch_rows  # noqa: E402  # pyrefly: ignore[missing-import]
+import stream_rows  # noqa: E402  # pyrefly: ignore[missing-import]
+
+import torch_overlay  # noqa: E402
+
 
 DEVICE = "cuda"
 
@@ -34,29 +37,10 @@ def waits(x: torch.Tensor) -> torch.Tensor:
 waits.register_fake(torch.empty_like)
 
 
-def median_us(call: Callable[[], Any], count: int = 60) -> float:
-    taken = []
-    for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(taken)
-
-
 def main() -> None:
     import transformers as hf
 
-    config = hf.LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        use_cache=False,
-    )
+    config = relaunch_rows.llama_config()
     with torch.device(DEVICE):
         model = hf.LlamaForCausalLM(config).bfloat16().eval()
     layer = model.model.layers[8]
@@ -75,13 +59,13 @@ def main() -> None:
             for _ in range(8):
                 found = compiled(ids)
             before = torch_overlay.coverage()
-            us[between[0]].append(median_us(lambda: compiled(ids)))  # noqa: B023
+            us[between[0]].append(stream_rows.call_time(lambda: compiled(ids), 60, warmup=0))  # noqa: B023
             share = torch_overlay.coverage().since(before).share
             off = (found.float() - expected.float()).abs().max().item()
             name = "with the operator" if between[0] else "without it"
             print(f"{name:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs, off by {off:.3f}")
         x = torch.randn(1, 64, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
-        alone = median_us(lambda: waits(x), 200)
+        alone = stream_rows.call_time(lambda: waits(x), 200, warmup=0)
     ratio = min(us[True]) / (min(us[False]) + alone)
     print(
         f"operator alone {alone:.1f} us; {torch.cuda.get_device_name()}, torch {torch.__version__}: ratio {ratio:.3f}"

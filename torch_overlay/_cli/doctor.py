@@ -16,11 +16,10 @@ The exit status is 0; 2 if there is no such program, if it failed, or if nothing
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +28,7 @@ from torch_overlay._cli.explain import run_script
 from torch_overlay._cli.program import UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay.analysis.doctor import diagnose, Diagnosis
-from torch_overlay.analysis.doctor.diagnose import findings_of
+from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of
 from torch_overlay.testing import observe, simulated_gpu
 
 
@@ -94,10 +93,5 @@ def of_script(path: str, arguments: list[str], simulate: bool) -> Diagnosis:
     """Diagnose a script over its whole run: launches are totals, and nothing is timed."""
     with observe() as seen:
         run_script(path, arguments)
-        coverage: Any = counts.coverage()
-    findings = findings_of(coverage, seen, {}, 1)
-    findings.sort(key=lambda finding: finding.cost, reverse=True)
-    where = f"{torch.cuda.get_device_name()}{' (simulated)' if simulate else ''}"
-    table = str(coverage).partition("\n\n[")[0] if coverage.functions else ""
-    facts = json.loads(coverage.to_json())
-    return Diagnosis(path, where, simulate, coverage.share, None, None, tuple(findings), (), facts, table)
+        coverage = counts.coverage()
+    return diagnosis(path, simulate, coverage, findings_of(coverage, seen, {}, 1))

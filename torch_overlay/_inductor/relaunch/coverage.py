@@ -80,6 +80,11 @@ class Outside:
     calls: int
     kernels: int
 
+    @property
+    def cause(self) -> tuple[str, str, str, str]:
+        """What is the same for work that is counted together."""
+        return self.code, self.operator, self.line, self.message
+
 
 @dataclass(frozen=True)
 class Region:
@@ -153,8 +158,8 @@ class Coverage:
         """Return the counts since `before`, for the functions that were called since."""
         known = {function.name: function for function in before.functions}
         functions = tuple(_difference(f, known.get(f.name)) for f in self.functions)
-        breaks = tuple((r, n - dict(before.graph_breaks).get(r, 0)) for r, n in self.graph_breaks)
-        return Coverage(tuple(f for f in functions if f.calls), self.refused, tuple((r, n) for r, n in breaks if n))
+        breaks = Counter(dict(self.graph_breaks)) - Counter(dict(before.graph_breaks))
+        return Coverage(tuple(f for f in functions if f.calls), self.refused, tuple(breaks.most_common()))
 
     def to_json(self) -> str:
         totals = {
@@ -212,10 +217,10 @@ def _difference(after: Function, before: Function | None) -> Function:
     for region, old in zip(after.regions, before.regions):
         calls, by_graph = region.calls - old.calls, region.graph_calls - old.graph_calls
         regions.append(dataclasses.replace(region, calls=calls, graph_calls=by_graph))
-    known = {(each.code, each.operator, each.line, each.message): each for each in before.outside}
+    known = {each.cause: each for each in before.outside}
     outside = []
     for each in after.outside:
-        old_one = known.get((each.code, each.operator, each.line, each.message))
+        old_one = known.get(each.cause)
         if old_one is not None:
             counts = {"calls": each.calls - old_one.calls, "kernels": each.kernels - old_one.kernels}
             each = dataclasses.replace(each, **counts)
@@ -273,10 +278,9 @@ def _merged(outside: Iterable[Outside]) -> list[Outside]:
     """Add up what has the same cause at the same place."""
     found: dict[tuple[str, str, str, str], Outside] = {}
     for each in outside:
-        key = (each.code, each.operator, each.line, each.message)
-        known = found.get(key)
+        known = found.get(each.cause)
         kernels = each.kernels + (known.kernels if known is not None else 0)
-        found[key] = dataclasses.replace(each, kernels=kernels)
+        found[each.cause] = dataclasses.replace(each, kernels=kernels)
     return [each for each in found.values() if each.calls]
 
 

@@ -24,7 +24,7 @@ from torch_overlay.testing import observe
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch_overlay._inductor.relaunch.coverage import Coverage
 
@@ -47,9 +47,8 @@ def diagnose(
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
     target = target or getattr(fn, "__qualname__", type(fn).__name__)
-    where = f"{torch.cuda.get_device_name()}{' (simulated)' if simulated else ''}"
     first = _measure(fn, args, backward, steps, simulated)
-    findings = tuple(sorted(first.findings, key=lambda finding: finding.cost, reverse=True))
+    findings = by_cost(first.findings)
     trials: list[Trial] = []
     without = None
     if tries:
@@ -60,18 +59,35 @@ def diagnose(
                 without = _measure(fn, args, backward, steps, simulated, detail=False).ms
         for code, options in remedies.switches(findings):
             trials.append(_try(fn, args, backward, steps, simulated, first, code, options))
+    return diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
+
+
+def diagnosis(
+    target: str,
+    simulated: bool,
+    coverage: Coverage,
+    findings: Iterable[Finding],
+    ms: float | None = None,
+    ms_without_graphs: float | None = None,
+    trials: Iterable[Trial] = (),
+) -> Diagnosis:
+    """Return what was found on the current device, the most costly first."""
     return Diagnosis(
         target,
-        where,
+        f"{torch.cuda.get_device_name()}{' (simulated)' if simulated else ''}",
         simulated,
-        first.coverage.share,
-        first.ms,
-        without,
-        findings,
+        coverage.share,
+        ms,
+        ms_without_graphs,
+        tuple(by_cost(findings)),
         tuple(trials),
-        json.loads(first.coverage.to_json()),
-        str(first.coverage).partition("\n\n[")[0] if first.coverage.functions else "",
+        json.loads(coverage.to_json()),
+        str(coverage).partition("\n\n[")[0] if coverage.functions else "",
     )
+
+
+def by_cost(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: finding.cost, reverse=True)
 
 
 class _Measured:

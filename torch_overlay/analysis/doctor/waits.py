@@ -10,7 +10,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.culprit import is_in_torch, user_line
+from torch_overlay._inductor.relaunch.capture.culprit import user_line
+from torch_overlay._inductor.relaunch.refusals import is_in_torch
 
 
 if TYPE_CHECKING:

@@ -16,6 +16,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_overlay._inductor.relaunch.refusals import is_in_torch
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,7 @@ WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py", "connection.
 
 @dataclass(frozen=True)
 class Culprit:
-    operator: str  # name of the overload, "mylib::op.default"; empty: no operator, the code itself
+    operator: str  # name of the overload, "mylib::op.default"
     line: str  # "file:line" of the user's program, or empty
     did: str  # what it did, as the end of a sentence about it
     is_innocent: bool = False  # splitting it off would be wrong: there was no memory, or all models are made of it
@@ -158,10 +160,6 @@ def user_line(path: str, line: int) -> str:
     frames = PyCodeCache.stack_frames_for_code(path, line) or []
     ours = [frame for frame in frames if not is_in_torch(frame["filename"])] or frames
     return f"{ours[0]['filename']}:{ours[0]['line']}" if ours else ""
-
-
-def is_in_torch(path: str) -> bool:
-    return path.startswith(torch.__path__[0])
 
 
 def line_of_error(error: BaseException, namespace: Mapping[str, Any]) -> str:
