@@ -291,7 +291,7 @@ class TestRows(unittest.TestCase):
     def test_training_step_moves_the_parameters(self) -> None:
         model = torch.nn.Linear(4, 1)
         before = model.weight.clone()
-        work = relaunch_rows._training(model, lambda fn: fn, [(torch.ones(2, 4),)], lambda x: model(x).square().mean())
+        work = relaunch_rows.training(model, lambda fn: fn, [(torch.ones(2, 4),)], lambda x: model(x).square().mean())
         work.step()
         self.assertFalse(torch.equal(before, model.weight))
         self.assertIsNone(model.weight.grad)

@@ -68,15 +68,13 @@ class Work:
 # ---- rows
 
 
-def _inference(
-    model: nn.Module, compile: Compile, inputs: list[Inputs], call: Callable[..., Any] | None = None
-) -> Work:
+def inference(model: nn.Module, compile: Compile, inputs: list[Inputs], call: Callable[..., Any] | None = None) -> Work:
     model.eval()
     compiled = compile(call or model)
     return Work(compiled, inputs)
 
 
-def _training(model: nn.Module, compile: Compile, inputs: list[Inputs], loss: Callable[..., torch.Tensor]) -> Work:
+def training(model: nn.Module, compile: Compile, inputs: list[Inputs], loss: Callable[..., torch.Tensor]) -> Work:
     model.train()
     compiled = compile(loss)
 
@@ -88,7 +86,7 @@ def _training(model: nn.Module, compile: Compile, inputs: list[Inputs], loss: Ca
     return Work(body, inputs, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
 
 
-def _tokens(vocabulary: int, *shape: int) -> list[Inputs]:
+def tokens(vocabulary: int, *shape: int) -> list[Inputs]:
     return [(torch.randint(0, vocabulary, shape, device=DEVICE),) for _ in range(SETS)]
 
 
@@ -119,10 +117,10 @@ def _language_model(kind: str, train: bool, compile: Compile) -> Work:
     shape = batch if train else once
     with torch.device(DEVICE):
         model = cls(config).bfloat16()
-    inputs = _tokens(config.vocab_size, *shape)
+    inputs = tokens(config.vocab_size, *shape)
     if train:
-        return _training(model, compile, inputs, lambda ids: model(input_ids=ids, labels=ids).loss)
-    return _inference(model, compile, inputs, lambda ids: model(input_ids=ids).logits)
+        return training(model, compile, inputs, lambda ids: model(input_ids=ids, labels=ids).loss)
+    return inference(model, compile, inputs, lambda ids: model(input_ids=ids).logits)
 
 
 class Bottleneck(nn.Module):
@@ -179,9 +177,9 @@ def _vision(train: bool, compile: Compile) -> Work:
     ]
     if train:
         inputs: list[Inputs] = [(x, torch.randint(0, 1000, (batch,), device=DEVICE)) for x in images]
-        work = _training(model, compile, inputs, lambda x, y: nn.functional.cross_entropy(model(x).float(), y))
+        work = training(model, compile, inputs, lambda x, y: nn.functional.cross_entropy(model(x).float(), y))
     else:
-        work = _inference(model, compile, [(x,) for x in images])
+        work = inference(model, compile, [(x,) for x in images])
     work.note = note
     return work
 
@@ -191,7 +189,7 @@ def _mlp(compile: Compile) -> Work:
         model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)])
         inputs: list[Inputs] = [(torch.randn(16384, 2048), torch.randn(16384, 2048)) for _ in range(SETS)]
     torch.set_float32_matmul_precision("high")
-    return _inference(model, compile, inputs, lambda x, y: (model(x[:, :256]) + y[:, :256]).sum(-1))
+    return inference(model, compile, inputs, lambda x, y: (model(x[:, :256]) + y[:, :256]).sum(-1))
 
 
 def _experts(compile: Compile) -> Work:
@@ -242,7 +240,7 @@ def _decode(compile: Compile) -> Work:
         model = Decoder().bfloat16()
         tokens = [torch.randint(0, 32000, (4, 1)) for _ in range(16)]
         inputs: list[Inputs] = [(t, torch.tensor([i])) for i, t in enumerate(tokens)]
-    return _inference(model, compile, inputs)
+    return inference(model, compile, inputs)
 
 
 def distinct(fn: types.FunctionType, name: str) -> types.FunctionType:
