@@ -89,7 +89,7 @@ DIFFUSERS = ("unet", "dit", "vae")
 TRAINED = ("bert", "electra", "distilgpt2", "t5-small", "bart", "vit-base", "resnet18", "convnext_tiny")
 
 
-def _built(kind: tuple[str, str, dict[str, Any]]) -> nn.Module:
+def _built(kind: tuple[str, str, dict[str, Any]]) -> Any:
     import transformers as hf
 
     model, config, changes = kind
@@ -156,7 +156,7 @@ def _speech(name: str, train: bool, compile: Compile) -> Work:
 def _diffusers(name: str, train: bool, compile: Compile) -> Work:
     import diffusers  # pyrefly: ignore[missing-import]
 
-    def built(kind: Any, **settings: Any) -> nn.Module:
+    def built(kind: Any, **settings: Any) -> Any:
         model = kind(**settings)
         return model.to(DEVICE, torch.bfloat16)
 
@@ -199,8 +199,8 @@ def _generate(compile: Compile) -> Work:
     import transformers as hf
 
     with torch.device(DEVICE):
-        model = hf.LlamaForCausalLM(llama_config()).bfloat16().eval()
-    model.forward = compile(model.forward)  # type: ignore[method-assign]
+        model: Any = hf.LlamaForCausalLM(llama_config()).bfloat16().eval()
+    model.forward = compile(model.forward)
     settings = dict(cache_implementation="static", do_sample=False, use_cache=True, disable_compile=True)
 
     def body(ids: torch.Tensor) -> torch.Tensor:
