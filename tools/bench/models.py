@@ -96,7 +96,7 @@ class _Served:
                 given = self.work.step()
                 tensors = [given] if isinstance(given, torch.Tensor) else list(given)
                 for tensor in tensors:
-                    digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+                    digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
                 some = [x for t in tensors for x in t.detach().flatten()[:SOME].double().tolist()]
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -111,8 +111,7 @@ class _Served:
         with self._gradients():
             self.work.step()
         found = torch_overlay.coverage().since(before)
-        refused = [str(r) for r in torch_overlay.refusals()]
-        return {"covered": found.share, "refusals": refused}
+        return {"covered": found.share, "outside": str(found) if found.share < 1 else ""}
 
     def measure(self) -> dict[str, Any]:
         import torch
