@@ -61,6 +61,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "cudagraph_verify": SWITCH,
     "cudagraph_concurrency": SWITCH,
+    "cudagraph_rewrites": SWITCH,
 }
 
 

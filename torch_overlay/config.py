@@ -52,8 +52,12 @@ cudagraph_verify: bool = False
 # In inference, neighbours in a graph that are known to be independent run side by side, if the device has room.
 cudagraph_concurrency: bool = True
 
-# These options decide how compiled code is run, not the code itself, so caches share the code between their values. Two
-# of them also decide about code that asks for CUDA graphs: `_inductor.cache_key` adds these two to its key.
+# Code that asks for CUDA graphs is rewritten where it goes through host memory and no program can tell the difference:
+# small tensors in host memory that it only reads on the device are kept there, and copied again when they change.
+cudagraph_rewrites: bool = True
+
+# These options decide how compiled code is run, not the code itself, so caches share the code between their values.
+# Three of them also decide about code that asks for CUDA graphs: `_inductor.cache_key` adds these to its key.
 _cache_config_ignore_prefix = ["cudagraph"]
 
 

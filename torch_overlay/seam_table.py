@@ -1018,6 +1018,15 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # ---- inductor-relaunch
     Seam(
+        target="torch._inductor.compile_fx:_compile_fx_inner",
+        impl="torch_overlay._inductor.relaunch.rewrites.graph:compile_fx_inner",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="f6d13ac945dfa14c",
+        why="Small tensors in host memory that a graph only reads on the device are kept there.",
+        ends="the patch is merged",
+    ),
+    Seam(
         target="torch._inductor.compile_fx:cudagraphify",
         impl="torch_overlay._inductor.relaunch.policy:cudagraphify",
         kind="wrap",

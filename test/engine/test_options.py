@@ -14,7 +14,7 @@ from torch_overlay import config
 from torch_overlay._options import MODES
 
 
-SWITCHES = ("streams", "cudagraph_verify", "cudagraph_concurrency")
+SWITCHES = ("streams", "cudagraph_verify", "cudagraph_concurrency", "cudagraph_rewrites")
 WRONG = {
     **dict.fromkeys(SWITCHES, ("abc", "0", "False", 0, 1, 2, None, math.nan, [], {})),
     "nvtx": ("abc", "0", "None", 0, 1, 2, math.nan, [], {}),

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import form
 from torch_overlay import config, version
 from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.tokens import state
-from torch_overlay._inductor.cache_key import placement
 
 
 def double_plus_one(x):

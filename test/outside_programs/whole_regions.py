@@ -18,9 +18,21 @@ def number_that_counts_up(x, w, n):
     return ((x @ w).sin() @ w).cos() * n
 
 
-@program(inputs=lambda n: (torch.ones(128),), compiled_at_once=False)
+@program(inputs=lambda n: (torch.ones(128),), overlay={"cudagraph_rewrites": False}, compiled_at_once=False)
 def tensor_on_the_host(x, w, h):
     t = h.cuda()  # outside: split-devices prims::device_put.default
+    return ((x @ w).sin() @ w).cos(), t
+
+
+@program(inputs=lambda n: (torch.ones(128) + n,))
+def small_tensor_on_the_host(x, w, h):
+    t = h.cuda()  # rewritten
+    return ((x @ w).sin() @ w).cos(), t
+
+
+@program(inputs=lambda n: (torch.ones(1 << 20),), compiled_at_once=False)
+def large_tensor_on_the_host(x, w, h):
+    t = h.cuda().sum()  # outside: split-devices prims::device_put.default
     return ((x @ w).sin() @ w).cos(), t
 
 

@@ -13,6 +13,7 @@
 - scratch: memory that stays allocated between launches
 - composition: several compiled functions, graph breaks, threads, streams
 - environment: what is around the call: streams, captures, pools, memory that runs out
+- host: small tensors in host memory, and what changes them
 - lifetime: exceptions, resets, deletion, exit
 - distributed: two processes, two GPUs
 
@@ -25,6 +26,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     concurrency,
     distributed,
     environment,
+    host,
     kernels,
     layouts,
     lifetime,

@@ -30,6 +30,7 @@ FEATURES = {
     "cudagraph_templates": "a region keeps so many relaunched graphs for different sizes",
     "cudagraph_verify": "every relaunch is compared with the compiled code",
     "cudagraph_concurrency": "independent kernels of a graph run side by side",
+    "cudagraph_rewrites": "small host tensors that a graph reads are kept on the device",
 }
 
 

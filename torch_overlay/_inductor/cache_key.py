@@ -16,36 +16,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._functorch.streams.placed import placement
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-# (name of the graph module, position of the node, what its metadata says of streams), for each node with such metadata
-Placement = tuple[tuple[str, int, str], ...]
-
-
-def stream_notes(node: torch.fx.Node) -> str:
-    """Return the node's stream and the tokens of its boundary effects; empty if the program has no streams."""
-    custom = node.meta.get("custom") or {}
-    notes = {key: value for key, value in custom.items() if key.startswith("stream_")}
-    if custom.get("stream"):  # index 0 is the caller's stream, as is no index
-        notes["stream"] = custom["stream"]
-    return repr(sorted(notes.items())) if notes else ""
-
-
-def placement(gm: torch.fx.GraphModule) -> Placement:
-    """Return where the nodes of a graph, and of the graphs nested in it, are placed."""
-    from torch.fx import GraphModule
-
-    found = []
-    for name, module in gm.named_modules():
-        if isinstance(module, GraphModule):
-            for position, node in enumerate(module.graph.nodes):
-                if notes := stream_notes(node):
-                    found.append((name, position, notes))
-    return tuple(found)
 
 
 def stream_objects() -> tuple[str, ...]:
@@ -79,7 +56,8 @@ def graphs() -> tuple[object, ...]:
         return ()
     from torch_overlay._inductor.relaunch import split_off
 
-    return config.cudagraphs, config.cudagraph_concurrency, *sorted(split_off.failed())
+    options = config.cudagraphs, config.cudagraph_concurrency, config.cudagraph_rewrites
+    return *options, *sorted(split_off.failed())
 
 
 def offload_room() -> tuple[int, ...]:

@@ -60,7 +60,7 @@ CAUSES: dict[str, Cause] = {
     "busy": Cause("another thread captures meanwhile", ""),
     "first-calls": Cause(
         "each call has a size or a number that no earlier one had, or runs in another thread",
-        "pass the number as a tensor on the device, or pad to a few sizes",
+        "pass the number as a tensor, or pad to a few sizes",
     ),
     "templates": Cause(
         "more sizes or numbers than a region keeps graphs for",

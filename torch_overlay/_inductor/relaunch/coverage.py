@@ -20,10 +20,12 @@ from torch_overlay._inductor.relaunch.causes import CAUSES
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.partitions import Partitions
     from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
+    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
     from torch_overlay._inductor.relaunch.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,13 @@ class CompiledCode:
     """Compiled code that asked for graphs. Its runners hold it; where there are none, the function that stands for it
     does."""
 
-    def __init__(self, code: Code, partitions: Partitions) -> None:
+    def __init__(
+        self, code: Code, partitions: Partitions, rewrites: Sequence[Rewrite] = (), residents: Residents | None = None
+    ) -> None:
         global _made
         _made += 1
         self.code, self.partitions, self.number = code, partitions, _made
+        self.rewrites, self.residents = tuple(rewrites), residents
         self.runners: list[tuple[int, weakref.ref[Runner]]] = []  # with the number of the partition
         self.without: tuple[str, str] | None = None  # code and text of the reason for no graph at all
         self.calls = 0  # of code without a graph
@@ -105,13 +110,16 @@ class Region:
 
 @dataclass(frozen=True)
 class Function:
-    """Code that was compiled as one graph by Dynamo: a forward, a backward, or an inference graph."""
+    """Code that was compiled as one graph by Dynamo: a forward, a backward, or an inference graph. `rewrites`: kind and
+    the user's line of each (`rewrites.graph`); `copies`: how often an input that is kept on the device was copied."""
 
     name: str
     line: str
     calls: int
     regions: tuple[Region, ...]
     outside: tuple[Outside, ...]
+    rewrites: tuple[tuple[str, str], ...] = ()
+    copies: int = 0
 
     @property
     def kernels_in_graphs(self) -> int:
@@ -198,11 +206,19 @@ class Coverage:
         for each in sorted(outside, key=lambda each: -each.kernels):
             lines += ["", f"[{each.code}] {each.message} (calls: {each.calls}, launches: {each.kernels})"]
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
+        for function in self.functions:
+            lines += ["", *_rewritten(function)] if function.rewrites else []
         for each in self.refused:
             lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)
         for reason, count in self.graph_breaks:
             lines += ["", f"[graph-break] {count} x {reason}"]
         return "\n".join(lines)
+
+
+def _rewritten(function: Function) -> list[str]:
+    copied = f", copied to the device {function.copies} times in {function.calls} calls" if function.copies else ""
+    lines = [f"[rewritten] {function.name}{copied}"]
+    return lines + [f"    {kind} at {line}" if line else f"    {kind}" for kind, line in function.rewrites]
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -225,7 +241,8 @@ def _difference(after: Function, before: Function | None) -> Function:
             counts = {"calls": each.calls - old_one.calls, "kernels": each.kernels - old_one.kernels}
             each = dataclasses.replace(each, **counts)
         outside += [each] * bool(each.calls)
-    return dataclasses.replace(after, calls=after.calls - before.calls, regions=tuple(regions), outside=tuple(outside))
+    counts = {"calls": after.calls - before.calls, "copies": after.copies - before.copies}
+    return dataclasses.replace(after, **counts, regions=tuple(regions), outside=tuple(outside))
 
 
 def coverage() -> Coverage:
@@ -271,7 +288,9 @@ def _function(compiled: CompiledCode) -> Function:
         launches, remedy = row.kernels * calls, CAUSES[row.code].remedy
         outside.append(Outside(row.code, row.operator, row.line, row.reason, remedy, calls, launches))
     name = f"{compiled.code.name} #{compiled.number}"
-    return Function(name, compiled.code.source, calls, tuple(regions), tuple(_merged(outside)))
+    copies = compiled.residents.copies if compiled.residents is not None else 0
+    rewrites = tuple((kind, line) for kind, line in compiled.rewrites)
+    return Function(name, compiled.code.source, calls, tuple(regions), tuple(_merged(outside)), rewrites, copies)
 
 
 def _merged(outside: Iterable[Outside]) -> list[Outside]:

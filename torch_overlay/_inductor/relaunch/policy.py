@@ -30,6 +30,9 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage, partitions, split_off
 from torch_overlay._inductor.relaunch.partitions import Partitions
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, source_line
+from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
+from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
+from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 
 
 if TYPE_CHECKING:
@@ -74,7 +77,22 @@ def post_compile(
     constants: Any,
     graph_kwargs: dict[str, Any],
 ) -> None:
-    """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs."""
+    """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
+    what copies to the device the inputs that it was rewritten to take there."""
+    residents = Residents(Rewrites.read(compiled._overlay_rewrites).resident)
+    _wrap_in_graphs(original, compiled, example_inputs, constants, graph_kwargs, residents)
+    if residents.rows:
+        compiled.current_callable = residents.around(compiled.current_callable)
+
+
+def _wrap_in_graphs(
+    original: Callable[..., None],
+    compiled: Any,
+    example_inputs: Sequence[Any],
+    constants: Any,
+    graph_kwargs: dict[str, Any],
+    residents: Residents,
+) -> None:
     import torch._inductor.config as inductor_config
 
     wanted: Any = graph_kwargs.get("cudagraphs")
@@ -88,7 +106,8 @@ def post_compile(
     with compiling(compiled, mode):
         if mode == "relaunch":
             notes = Partitions.read(compiled._overlay_partitions)
-            _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes)
+            made = Rewrites.read(compiled._overlay_rewrites).made
+            _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes, made, residents)
         original(compiled, example_inputs, constants, graph_kwargs)
         if mode == "relaunch" and not wanted:
             wanted.value = True
@@ -166,6 +185,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
     (output,) = given["gm"].graph.find_nodes(op="output")
     compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
     compiled._overlay_partitions = partitions.of_graph(given["graph"]).plain()
+    compiled._overlay_rewrites = rewrites.current().plain()
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 
 

@@ -1,0 +1,230 @@
+"""Code that asks for CUDA graphs is rewritten to read small host tensors from copies on the device.
+
+What a careless rewrite would get wrong is in `relaunch_programs/host.py`, which runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch._dynamo.test_case import TestCase
+
+import form
+import torch_overlay
+from torch_overlay import config
+from torch_overlay._dynamo import registry
+from torch_overlay._inductor.relaunch.rewrites import resident
+from torch_overlay._inductor.relaunch.rewrites.graph import Resident
+from torch_overlay._inductor.relaunch.rewrites.resident import MOST_CHANGES, Residents
+from torch_overlay.testing import simulated_gpu
+
+
+class TestGraphs(TestCase):
+    """What is rewritten, and what is left between graphs, of code that is compiled for a simulated GPU."""
+
+    def setUp(self):
+        super().setUp()
+        patched = mock.patch.object(registry, "_has_streams", False)
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def run_function(self, fn, *inputs, **options):
+        torch._dynamo.reset()
+        with config.patch(**options), torch.no_grad():
+            torch.compile(fn, mode="reduce-overhead")(*inputs)
+        (function,) = torch_overlay.coverage().functions
+        return function
+
+    def check(self, fn, *inputs, kinds):
+        """With the rewrites the code is one region, without any cause outside; without them it isn't."""
+        function = self.run_function(fn, *inputs)
+        self.assertEqual([kind for kind, _ in function.rewrites], kinds)
+        self.assertTrue(all("test_relaunch_rewrites.py" in line for _, line in function.rewrites), function.rewrites)
+        self.assertEqual([o for o in function.outside if o.code != "warm-up"], [])
+        plain = self.run_function(fn, *inputs, cudagraph_rewrites=False)
+        self.assertEqual(plain.rewrites, ())
+        self.assertTrue([o for o in plain.outside if o.code.startswith("split-")])
+
+    def test_what_is_rewritten(self):
+        with simulated_gpu():
+            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+            rows, mask = torch.tensor([1, 5, 3]), torch.ones(64, dtype=torch.bool)
+
+            def copied(x, h):
+                return x @ x + h.to("cuda")
+
+            def scaled(x, s):
+                return (x @ x) * s
+
+            def indexed(x, rows):
+                return (x @ x)[rows].sin()
+
+            def by_constant(x):
+                return (x @ x)[torch.tensor([1, 5, 3])].sin()
+
+            def and_back(x):
+                return x + (x @ x).sum(0).cpu().view(1, 64).to("cuda")
+
+            def kept(x, h):
+                return h, x @ x + h.to("cuda")
+
+            self.check(copied, x, h, kinds=["resident"])
+            self.check(copied, x, mask, kinds=["resident"])
+            self.check(scaled, x, torch.tensor(2.5), kinds=["resident"])
+            self.check(indexed, x, rows, kinds=["index", "resident"])
+            self.check(by_constant, x, kinds=["index"])
+            self.check(and_back, x, kinds=["round-trip"])
+            self.check(kept, x, h, kinds=["resident"])
+
+    def test_what_is_left(self):
+        with simulated_gpu():
+            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+
+            def written(x, h):
+                y = x @ x + h.to("cuda")
+                h.add_(1)
+                return y
+
+            def computed(x, h):
+                return x @ x + h.sin().to("cuda")
+
+            def masked(x, h):
+                return (x @ x)[h > 0]
+
+            def changed_on_the_host(x):
+                return x + ((x @ x).sum(0).cpu() * 2).to("cuda")
+
+            side = torch.cuda.Stream()
+
+            def on_streams(x, h):
+                y = x @ x
+                with torch.cuda.stream(side):
+                    side.wait_stream(torch.cuda.default_stream())
+                    z = h.to("cuda") * 2
+                torch.cuda.default_stream().wait_stream(side)
+                return y + z
+
+            for fn, inputs in (
+                (written, (x, h)),
+                (computed, (x, h)),
+                (changed_on_the_host, (x,)),
+                (written, (x, torch.randn(64, 128)[:, ::2])),
+                (on_streams, (x, h)),
+            ):
+                function = self.run_function(fn, *inputs)
+                self.assertEqual(function.rewrites, (), fn.__name__)
+            large = self.run_function(lambda x, h: x.sum() + h.to("cuda"), x, torch.randn(1 << 19))
+            self.assertEqual(large.rewrites, ())
+
+    def test_none_without_graphs(self):
+        with simulated_gpu():
+            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+            with mock.patch.object(Residents, "around", side_effect=AssertionError), torch.no_grad():
+                torch.compile(lambda x, h: x @ x + h.to("cuda"))(x, h)
+
+    def test_report(self):
+        with simulated_gpu():
+            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+            self.run_function(lambda x, h: x @ x + h.to("cuda"), x, h)
+            text = str(torch_overlay.coverage())
+        self.assertRegex(text, r"\[rewritten\] inference of compiled frame \S+ #\d+")
+        self.assertRegex(text, r"    resident at \S+test_relaunch_rewrites.py:\d+: self.run_function")
+
+
+class TestResidents(TestCase):
+    """The copies, with the host in the place of the device."""
+
+    def setUp(self):
+        super().setUp()
+        self.stream = 0
+        self.residents = Residents([Resident(1, 0, ()), Resident(2, 0, (1,))])
+        self.patch("_stream", lambda device: self.stream)
+        self.patch("_is_capturing", lambda: False)
+        self.patch("_pinned", torch.clone)
+        self.patch("_copied", lambda tensor, device: tensor.clone())
+
+    def patch(self, name, by):
+        patched = mock.patch.object(resident, name, by)
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def given(self, *tensors):
+        """What the compiled code gets for these inputs."""
+        seen = []
+        run = self.residents.around(lambda inputs: (seen.extend(inputs), None)[1:] * 2)
+        self.results = run([None, *tensors])
+        return seen[1:]
+
+    def test_copy_stays_until_bytes_change(self):
+        a, b = torch.arange(4.0), torch.zeros(2)
+        first = self.given(a, b)
+        self.assertIsNot(first[0], a)
+        for again in (self.given(a, b), self.given(a.clone(), b.clone())):
+            self.assertIs(again[0], first[0])
+            self.assertIs(again[1], first[1])
+        self.assertEqual(self.residents.copies, 2)
+        a.numpy()[2] = 7
+        changed = self.given(a, b)
+        self.assertEqual(changed[0], a)
+        self.assertIsNot(changed[0], first[0])  # who still reads the old one isn't disturbed
+        self.assertEqual(first[0], torch.arange(4.0))
+        self.assertIs(changed[1], first[1])
+
+    def test_results_that_are_inputs_are_the_callers(self):
+        a, b = torch.arange(4.0), torch.zeros(2)
+        self.given(a, b)
+        self.assertIs(self.results[1], b)
+
+    def test_bits_types_shapes_and_strides_are_compared(self):
+        b = torch.zeros(2)
+        different = [
+            torch.zeros(4),
+            -torch.zeros(4),
+            torch.zeros(2, 2),
+            torch.zeros(4, dtype=torch.int32),
+            torch.zeros(3),
+            torch.zeros(2, 3),
+            torch.zeros(3, 2).t(),
+        ]
+        for n, a in enumerate(different, 1):
+            found = self.given(a, b)[0]
+            self.assertEqual((found.dtype, found.stride()), (a.dtype, a.stride()))
+            self.assertEqual(self.residents.copies, n + 1)
+
+    def test_streams_have_their_own(self):
+        a, b = torch.arange(4.0), torch.zeros(2)
+        first = self.given(a, b)[0]
+        self.stream = 1
+        second = self.given(a, b)[0]
+        self.assertIsNot(first, second)
+        self.stream = 0
+        self.assertIs(self.given(a, b)[0], first)
+        for self.stream in range(100):
+            self.given(a, b)
+        self.assertLess(len(self.residents.kept), 12)
+
+    def test_what_always_changes_is_compared_no_more(self):
+        b = torch.zeros(2)
+        compared = []
+        self.patch("_same", lambda kept, tensor, size: bool(compared.append(tensor)))
+        for n in range(3 * MOST_CHANGES):
+            self.assertEqual(self.residents.on_device(1, 0, torch.full((4,), float(n))), torch.full((4,), float(n)))
+        self.assertEqual(len(compared), MOST_CHANGES)
+        self.given(torch.zeros(4), b)
+
+    def test_what_always_changed_and_stays_is_kept_again(self):
+        for n in range(3 * MOST_CHANGES):
+            self.residents.on_device(1, 0, torch.full((4,), float(n)))
+        before = self.residents.copies
+        for _ in range(resident.PAUSE + 2):
+            self.residents.on_device(1, 0, torch.zeros(4))
+        steady = self.residents.copies
+        self.assertLessEqual(steady - before, resident.PAUSE + 1)
+        for _ in range(20):
+            self.residents.on_device(1, 0, torch.zeros(4))
+        self.assertEqual(self.residents.copies, steady)
+
+
+if __name__ == "__main__":
+    form.run_tests()

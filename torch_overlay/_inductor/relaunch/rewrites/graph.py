@@ -1,0 +1,270 @@
+"""Rewrites an FX graph so that less of it touches host memory, which no CUDA graph may.
+
+resident    an input in host memory that the graph only copies to the device, indexes with, or uses as a scalar, becomes
+            an input on the device: Note [Resident inputs]
+index       a tensor in host memory that indexes one on the device is copied to the device first, as eager does inside
+            of the operator; Inductor then fuses the indexing, and moves constants when it compiles
+round-trip  what goes to the host and comes back unchanged, but for its shape, stays on the device
+
+Note [Resident inputs]
+The compiled code takes the input on the device. `resident` keeps a copy there, and makes another one when a call passes
+other bytes: values are compared, not addresses or version counters, for numpy writes to a tensor's memory without
+either. Where the program copied the input, the graph clones the copy, so nothing that the program can hold, write to or
+return shares memory with what is kept. Where the graph returns the input itself, or saves it for the backward, the
+caller gets the tensor that it passed. What isn't rewritten: an input that is written to, whose memory has gaps, that is
+larger than `LARGEST`, or that has a use of another kind; and any graph with streams of the user's, in which a copy that
+blocks the host may order what other streams do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+from torch_overlay import config
+from torch_overlay._functorch.streams.placed import placement
+from torch_overlay._inductor.relaunch.refusals import source_line
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.fx import GraphModule, Node
+
+LARGEST = 1 << 20  # bytes of an input that is kept: they are compared at each call
+
+aten, prims = torch.ops.aten, torch.ops.prims
+INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
+# Operators that change the shape of a tensor, and not a value.
+SHAPES = (
+    *(aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
+    *(aten.select.int, aten.slice.Tensor, aten.alias.default),
+)
+
+
+class Rewrite(NamedTuple):
+    """What was rewritten, and where in the user's program."""
+
+    kind: str
+    line: str
+
+
+class Resident(NamedTuple):
+    """An input that is kept on a device: its position, and the outputs that are to be the caller's own tensor."""
+
+    position: int
+    device: int
+    outputs: tuple[int, ...]
+
+
+class Rewrites(NamedTuple):
+    made: tuple[Rewrite, ...] = ()
+    resident: tuple[Resident, ...] = ()
+
+    def plain(self) -> tuple[Any, ...]:
+        """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
+        return tuple(map(tuple, self.made)), tuple(map(tuple, self.resident))
+
+    @staticmethod
+    def read(plain: tuple[Any, ...]) -> Rewrites:
+        made, resident = plain or ((), ())
+        return Rewrites(tuple(Rewrite(*row) for row in made), tuple(Resident(*row) for row in resident))
+
+
+class _Current(threading.local):
+    rewrites = Rewrites()
+
+
+_current = _Current()
+
+
+def current() -> Rewrites:
+    """Return the rewrites of the graph that is being compiled."""
+    return _current.rewrites
+
+
+@contextlib.contextmanager
+def _compiling(rewrites: Rewrites) -> Iterator[None]:
+    before, _current.rewrites = _current.rewrites, rewrites
+    try:
+        yield
+    finally:
+        _current.rewrites = before
+
+
+def compile_fx_inner(
+    original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
+    if not _is_asked(kwargs.get("cudagraphs")):
+        return original(gm, example_inputs, *args, **kwargs)
+    rewrites, inputs = rewrite(gm, example_inputs)
+    with _compiling(rewrites):
+        return original(gm, inputs, *args, **kwargs)
+
+
+def _is_asked(cudagraphs: Any) -> bool:
+    import torch._inductor.config as inductor_config
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
+    ours = config.cudagraphs == "relaunch" and inductor_config.cudagraph_policy is None
+    return (
+        bool(asked and ours and config.cudagraph_rewrites and inductor_config.graph_partition) and not V.aot_compilation
+    )
+
+
+def rewrite(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewrites, list[Any]]:
+    """Rewrite the graph in place. Return what was rewritten, and the example inputs of the new graph."""
+    inputs = list(example_inputs)
+    if not any(map(_is_on_host, gm.graph.nodes)) or placement(gm):
+        return Rewrites(), inputs
+    made = [*_copy_indices(gm), *_keep_round_trips(gm)]
+    resident = []
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if isinstance(inputs[position], torch._subclasses.FakeTensor) and (device := _device_of_uses(node)) is not None:
+            made.append(Rewrite("resident", _line(next(u for u in node.users if u.op != "output"))))
+            resident.append(Resident(position, device.index, _move(gm, node, device)))
+            inputs[position] = node.meta["val"]
+    if made:
+        gm.recompile()
+    return Rewrites(tuple(made), tuple(resident)), inputs
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+
+
+def _is_on_host(node: Any) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _is_on_device(node: Any) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+def _line(node: Node) -> str:
+    return source_line(node.stack_trace or "")
+
+
+def _on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor like another one, on another device."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+
+
+# ---- index
+
+
+def _copy_indices(gm: GraphModule) -> Iterator[Rewrite]:
+    for node in gm.graph.nodes:
+        if node.target not in INDEXING or not _is_on_device(node.args[0]):
+            continue
+        indices = list(node.args[1])
+        on_host = [i for i, index in enumerate(indices) if _is_on_host(index) and _value(index).dtype != torch.bool]
+        if not on_host:
+            continue
+        device = _value(node.args[0]).device
+        with gm.graph.inserting_before(node):
+            for i in on_host:
+                copy = gm.graph.call_function(prims.device_put.default, (indices[i], device))
+                copy.meta = {**node.meta, "val": _on(_value(indices[i]), device)}
+                indices[i] = copy
+        node.update_arg(1, indices)
+        yield Rewrite("index", _line(node))
+
+
+# ---- round-trip
+
+
+def _keep_round_trips(gm: GraphModule) -> Iterator[Rewrite]:
+    for node in gm.graph.nodes:
+        if node.target is not prims.device_put.default or not _is_on_device(node) or not _is_on_host(node.args[0]):
+            continue
+        source, shapes = node.args[0], []
+        while source.target in SHAPES:
+            shapes.append(source)
+            source = source.args[0]
+        if source.target is not prims.device_put.default:
+            continue
+        origin = source.args[0]
+        if not _is_on_device(origin) or _value(origin).device != _value(node).device:
+            continue
+        if tuple(_value(origin).stride()) != tuple(_value(source).stride()):
+            continue
+        with gm.graph.inserting_before(node):
+            stayed = origin
+            for shape in reversed(shapes):
+                moved = gm.graph.call_function(shape.target, (stayed, *shape.args[1:]), dict(shape.kwargs))
+                moved.meta = {**shape.meta, "val": _on(_value(shape), _value(node).device)}
+                stayed = moved
+        _clone_instead(node, stayed)
+        for dead in (*shapes, source):
+            if not dead.users:
+                gm.graph.erase_node(dead)
+        yield Rewrite("round-trip", _line(node))
+
+
+def _clone_instead(node: Node, source: Node) -> None:
+    """Turn a copy to the device into a copy there."""
+    node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
+
+
+# ---- resident
+
+
+def _device_of_uses(node: Node) -> torch.device | None:
+    """Return the device that an input is to be kept on; None if it is to stay on the host."""
+    value = _value(node)
+    if not _is_on_host(node) or not _may_be_kept(value):
+        return None
+    devices = set()
+    for user in node.users:
+        if user.op == "output":
+            continue
+        if not _is_on_device(user) or not (_copies(user, node) or (not value.dim() and _is_scalar_of(user, node))):
+            return None
+        devices.add(_value(user).device)
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _may_be_kept(value: torch.Tensor) -> bool:
+    if value.layout != torch.strided or value.is_complex() or value.is_quantized:
+        return False
+    if not torch._prims_common.is_non_overlapping_and_dense_or_false(value):
+        return False
+    return 0 < optimization_hint(value.numel(), fallback=LARGEST) * value.dtype.itemsize <= LARGEST
+
+
+def _copies(user: Node, node: Node) -> bool:
+    """True if an operator copies the input to the device, and does nothing else with it."""
+    if user.target is aten.copy.default:
+        return node not in (user.args[0], *user.kwargs.values())
+    return user.target is prims.device_put.default
+
+
+def _is_scalar_of(user: Node, node: Node) -> bool:
+    """True if a pointwise operator on the device reads a tensor of no dimensions as it reads a number."""
+    tags = getattr(user.target, "tags", ())
+    others = [a for a in user.all_input_nodes if a is not node]
+    return torch.Tag.pointwise in tags and any(map(_is_on_device, others))
+
+
+def _move(gm: GraphModule, node: Node, device: torch.device) -> tuple[int, ...]:
+    """Put an input on the device. Return the outputs that were the input itself, and are None now."""
+    node.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": _on(_value(node), device)}
+    for user in list(node.users):
+        if user.target is prims.device_put.default:
+            _clone_instead(user, node)
+    (output,) = gm.graph.find_nodes(op="output")
+    (results,) = output.args
+    same = tuple(i for i, result in enumerate(results) if result is node)
+    output.args = (type(results)(None if i in same else result for i, result in enumerate(results)),)
+    return same
