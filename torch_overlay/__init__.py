@@ -85,15 +85,22 @@ def coverage() -> Coverage:
     return module.coverage()
 
 
-def doctor(fn: Callable[..., Any], *args: Any, backward: bool = False, steps: int = 8) -> Diagnosis:
+def doctor(
+    fn: Callable[..., Any],
+    *args: Any,
+    backward: bool = False,
+    steps: int = 8,
+    remedy: Callable[..., Any] | None = None,
+) -> Diagnosis:
     """Run `fn(*args)` for some steps, and return what keeps it out of CUDA graphs, what that costs, and what to change.
 
     A function that isn't compiled is compiled with mode="reduce-overhead"; `backward` runs the backward of the sum of
-    its outputs as well. Printing the result gives a report; it has `to_json()` and `to_html()`. Needs a GPU; `python -m
-    torch_overlay doctor` does without one. Raises ValueError for fewer than 4 steps."""
+    its outputs as well. `remedy` is the function as you have changed it: it is tried on the same arguments, as are the
+    switches among the remedies. Printing the result gives a report; it has `to_json()` and `to_html()`. Needs a GPU;
+    `python -m torch_overlay doctor` does without one. Raises ValueError for fewer than 4 steps."""
     from torch_overlay.analysis.doctor import diagnose
 
-    return diagnose(fn, *args, backward=backward, steps=steps)
+    return diagnose(fn, *args, backward=backward, steps=steps, remedy=remedy)
 
 
 def __getattr__(name: str) -> Any:

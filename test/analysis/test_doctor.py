@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import unittest
 from pathlib import Path
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -18,8 +19,14 @@ import form
 import torch_overlay
 from torch_overlay._cli import doctor
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
+from torch_overlay.analysis.doctor.diagnose import logged
 from torch_overlay.analysis.doctor.remedies import as_text, switches
+from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 MODEL = """
@@ -33,6 +40,11 @@ MODEL = """
     def example_inputs():
         return torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
 
+    def chosen(x, w):
+        y = (x @ w).sin()
+        y = torch.where(y.sum() > 0, y * 2, y - 1)
+        return (y @ w).cos()
+
     def whole(x, w):
         return (x @ w).sin()
 
@@ -41,6 +53,22 @@ MODEL = """
 
     if __name__ == "__main__":
         torch.compile(forward, mode="reduce-overhead")(*example_inputs())
+"""
+
+
+SCRIPT = """
+    import sys
+
+    import torch
+
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+    @torch.compile(mode="reduce-overhead")
+    def f(x):
+        return x.sin().nonzero().sum() + x.cos().sum()
+
+    f(torch.randn(8, device="cuda"))
+    print("argument", sys.argv[1])
 """
 
 
@@ -88,6 +116,28 @@ class TestCommand(CommandTests):
         self.assertEqual(status, 0)
         self.assertIn("[split-control-flow]", out)
 
+    def test_own_remedy_is_tried_on_the_same_inputs(self) -> None:
+        status, out, _ = self.run_command(f"{self.model}:forward", "--remedy", "chosen")
+        self.assertEqual(status, 0)
+        self.assertIn("Tried:\n   chosen: 80.0 % -> 100.0 % of launches in graphs, results equal", out)
+        self.assertTrue(out.rstrip().splitlines()[-1].startswith("First: chosen: "), out)
+        _, out, _ = self.run_command(f"{self.model}:forward", "--remedy", "broken")
+        self.assertIn("broken: fails: doctor: ", out)
+        self.assertIn("KeyError: 'no such key'", out)
+
+    def test_switches_are_tried_on_a_script_in_another_process(self) -> None:
+        script = self.folder / "script.py"
+        script.write_text(textwrap.dedent(SCRIPT))
+        with torch._inductor.config.patch(graph_partition=False):
+            status, out, err = self.run_command(str(script), "7")
+        self.assertEqual(status, 0, err)
+        self.assertIn("argument 7", out)
+        change = "torch._inductor.config.graph_partition = True"
+        self.assertRegex(out, f"(?m)^   {change}: 0.0 % -> .* % of launches in graphs, results equal$")
+        self.assertTrue(out.rstrip().splitlines()[-1].startswith(f"First: {change}"), out)
+        _, out, _ = self.run_command("--no-tries", str(script), "7")
+        self.assertNotIn("Tried:", out)
+
     def test_bad_input_is_one_line(self) -> None:
         (self.folder / "nothing.py").write_text("import torch\n")
         for arguments, status, message in (
@@ -96,6 +146,7 @@ class TestCommand(CommandTests):
             ([f"{self.model}:broken"], 2, "broken failed: KeyError: 'no such key'"),
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),
+            ([str(self.model), "--remedy", "whole"], 2, "a script has none"),
             (
                 [f"{self.folder}/nothing.py"],
                 2,
@@ -160,6 +211,70 @@ class TestTries(unittest.TestCase):
         self.assertIn("2.000 ms a step, 1.000 ms without graphs", str(found))
         with mock.patch.object(Diagnosis, "first", return_value="First: x."):
             self.assertTrue(str(found).endswith("First: x."))
+
+
+class _Event:
+    """One of Kineto's, as `spans_of` reads it."""
+
+    def __init__(self, name: str, on_device: bool, start: int, duration: int, correlation: int, lane: int = 7) -> None:
+        types = torch.autograd.DeviceType
+        self.values = {
+            "name": name,
+            "device_type": types.CUDA if on_device else types.CPU,
+            "start_ns": start,
+            "duration_ns": duration,
+            "correlation_id": correlation,
+            "device_resource_id": lane,
+            "is_user_annotation": False,
+        }
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: self.values[name]
+
+
+class TestTimeline(unittest.TestCase):
+    EVENTS = (
+        _Event("cudaGraphLaunch", False, 1000, 4000, 1),
+        _Event("cudaLaunchKernel", False, 6000, 2000, 2),
+        _Event("cudaStreamSynchronize", False, 8000, 9000, 3),
+        _Event("aten::mm", False, 500, 9000, 0),
+        _Event("first <kernel>", True, 5000, 3000, 1),
+        _Event("second", True, 8000, 2500, 1, lane=9),
+        _Event("outside", True, 11000, 1500, 2),
+    )
+
+    def test_what_a_graph_launched_is_in_it(self) -> None:
+        timeline = Timeline(tuple(spans_of(self.EVENTS)))
+        self.assertEqual(
+            [(s.name, s.lane, s.start_us, s.in_graph) for s in timeline.spans],
+            [
+                ("cudaGraphLaunch", "host", 0.0, True),
+                ("cudaLaunchKernel", "host", 5.0, False),
+                ("first <kernel>", "stream 7", 4.0, True),
+                ("second", "stream 9", 7.0, True),
+                ("outside", "stream 7", 10.0, False),
+            ],
+        )
+        self.assertEqual((timeline.device_us(True), timeline.device_us(False)), (5.5, 1.5))
+        found = Diagnosis("t", "gpu", False, 0.5, 2.0, 1.0, (), timeline=timeline)
+        self.assertIn("device time of a step: 5.5 us in graphs, 1.5 us outside", str(found))
+        self.assertEqual(json.loads(found.to_json())["device_us_outside"], 1.5)
+        page = found.to_html()
+        html.parser.HTMLParser().feed(page)
+        self.assertEqual((page.count("<rect "), page.count('class="in"')), (5, 3))
+        self.assertIn("first &lt;kernel&gt;: 3.0 us at 4.0 us", page)
+
+    def test_nothing_timed(self) -> None:
+        found = Diagnosis("t", "gpu", True, 0.5, None, None, ())
+        self.assertNotIn("device_us", found.to_json())
+        self.assertNotIn("<svg", found.to_html())
+
+    def test_diagnosis_is_in_the_structured_log(self) -> None:
+        found = Diagnosis("t", "gpu", True, 0.5, None, None, ())
+        with mock.patch("torch._logging.trace_structured") as trace:
+            self.assertIs(logged(found), found)
+        self.assertEqual(trace.call_args.kwargs["metadata_fn"]()["name"], "torch_overlay_doctor")
+        self.assertEqual(json.loads(trace.call_args.kwargs["payload_fn"]()), json.loads(found.to_json()))
 
 
 @form.needs_gpu

@@ -2,8 +2,9 @@
 
     python test/outside_programs/run.py [--jobs 8] [--out DIR] [NAME ...]
 
-For each program: the results of eight calls are those of eager; the causes outside of graphs are those that its
-comments name, each with operator and line; and of the fixed form all kernels are in graphs from the second call on.
+For each program: the results of its calls are those of eager; the causes outside of graphs are those that its comments
+name, each with operator and line; and of the fixed form all kernels are in graphs from the second call on. The doctor
+then tries its own switches and the fixed form, and says which of them help: equal results in less time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,27 @@ def judge(name: str) -> dict[str, Any]:
                 found["errors"] += program.differences(causes)
             elif coverage.share < 1 or causes:
                 found["errors"].append(f"fixed: {coverage.share:.1%} in graphs, {sorted(causes)}")
+        found["trials"], found["confirmed"] = tried(program)
     return found
+
+
+def tried(program: Any) -> tuple[list[str], list[str]]:
+    """All that the doctor tries, and what of it helps."""
+    import torch
+
+    import torch_overlay
+
+    def compiled(fn: Any) -> Any:
+        return fn and torch.compile(fn, mode="reduce-overhead", dynamic=program.dynamic)
+
+    diagnosis = torch_overlay.doctor(
+        compiled(program.body),
+        *program.arguments(0),
+        backward=program.backward,
+        remedy=compiled(program.fixed),
+    )
+    trials = diagnosis.trials
+    return list(map(str, trials)), [trial.change for trial in trials if trial.helps]
 
 
 def run(name: str, timeout: float) -> dict[str, Any]:
@@ -104,10 +125,11 @@ def main() -> int:
         (options.out / "outside.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
     for one in found:
         print("failed" if one["errors"] else "ok", one["name"], one.get("body share", ""), one.get("fixed share", ""))
-        for error in one["errors"]:
-            print("    ", error)
+        for line in (*one["errors"], *one.get("trials", ())):
+            print("    ", line)
     failed = sum(bool(one["errors"]) for one in found)
-    print(f"{len(found) - failed} of {len(found)} programs are right")
+    confirmed = sum(bool(one.get("confirmed")) for one in found)
+    print(f"{len(found) - failed} of {len(found)} programs are right; the doctor confirmed a remedy of {confirmed}")
     return 1 if failed else 0
 
 

@@ -176,6 +176,9 @@ def limits(rows: dict[str, Row]) -> list[Limit]:
             if row in rows:
                 allowed = 1.0 + rows[row].noise("gpu us")
                 say(row, "GPU time / the better of trees and no graph", allowed, ratio("gpu us", "trees", "off"))
+    for row in ("one kernel", "four kernels"):
+        say(row, "host time / no graph", 1.0, ratio("host us", "off"))
+        say(row, "GPU time / no graph", 1.0, ratio("gpu us", "off"))
     for row in TRAINED:
         say(row, "reserved memory / no graph", 1.02, ratio("reserved MiB", "off"))
         say(row, "device memory / no graph", 1.02, ratio("device MiB", "off"))

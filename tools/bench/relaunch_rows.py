@@ -267,6 +267,13 @@ def _regions(compile: Compile, count: int = 32) -> Work:
     return Work(body, inputs)
 
 
+def _small(kernels: int, compile: Compile) -> Work:
+    """So little that one might do without a graph: kernels that can't be fused, for their inputs have other sizes."""
+    sets: list[Inputs] = [tuple(torch.randn(256 + 64 * i, device=DEVICE) for i in range(kernels)) for _ in range(SETS)]
+    compiled = compile(lambda *xs: [x.sin() for x in xs])
+    return Work(compiled, sets)
+
+
 ROWS: dict[str, tuple[str, Callable[[Compile], Work]]] = {
     "gpt2": ("GPT-2, 1 x 128", functools.partial(_language_model, "gpt2", False)),
     "gpt2 training": ("GPT-2, 4 x 512", functools.partial(_language_model, "gpt2", True)),
@@ -280,4 +287,6 @@ ROWS: dict[str, tuple[str, Callable[[Compile], Work]]] = {
     "experts": ("8 experts on 8 streams", _experts),
     "decode": ("decode step, KV cache in place, 12 layers", _decode),
     "regions": ("32 regions", _regions),
+    "one kernel": ("one small kernel", functools.partial(_small, 1)),
+    "four kernels": ("four small kernels", functools.partial(_small, 4)),
 }

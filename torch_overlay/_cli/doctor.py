@@ -4,36 +4,37 @@
                                        that file returns; if it isn't compiled, with mode="reduce-overhead"
     doctor train.py:loss --backward    runs the backward of the outputs as well
     doctor train.py --epochs 1         runs a script, with the code that it compiles itself
+    doctor model.py:forward --remedy better    also runs `better` of that file, on the inputs of `forward`
 
-Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and, for
-a function, what the switches among the remedies bring, each tried from a fresh compilation, with equal results. The
-last line says what to do first. Without a GPU, or with --simulate, the program is compiled for a simulated one, and
-nothing is timed.
+Prints what runs in graphs and what does not: the cause, the operator, the line, what it costs, what to change; and what
+the switches among the remedies bring, and your own remedy, each tried in a process of its own, with the results
+compared (of a script: what it prints). The last line says what to do first. Without a GPU, or with --simulate, the
+program is compiled for a simulated one, and nothing is timed.
 
 The exit status is 0; 2 if there is no such program, if it failed, or if nothing in it asks for CUDA graphs.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
+import io
+import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TextIO
 
 import torch
 
-from torch_overlay._cli import program
+from torch_overlay._cli import program, trials
 from torch_overlay._cli.explain import run_script
 from torch_overlay._cli.program import UsageError
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay.analysis.doctor import diagnose, Diagnosis
-from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of
+from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of, logged, patched
 from torch_overlay.testing import observe, simulated_gpu
-
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--backward", action="store_true", help="run the backward of the outputs as well")
     parser.add_argument("--steps", type=int, default=8, help="how many steps, at least 4; half of them warm up (8)")
     parser.add_argument("--simulate", action="store_true", help="simulate a GPU even if there is one")
-    parser.add_argument("--no-tries", action="store_true", help="try no remedies")
+    parser.add_argument("--no-tries", action="store_true", help="try no switches")
+    parser.add_argument("--remedy", metavar="FUNCTION", help="the function as you have changed it: try it, too")
+    parser.add_argument("--trial", help=argparse.SUPPRESS)  # of `trials`: JSON
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page")
     parser.add_argument("target", metavar="FILE[:FUNCTION]")
@@ -55,6 +58,8 @@ def main(argv: list[str]) -> int:
             raise UsageError(f"--steps must be at least 4, got {options.steps}: graphs are made at the second call")
         if colon and arguments:
             raise UsageError(f"{function} is called on its example inputs, and takes no {' '.join(arguments)}")
+        if options.remedy and not colon:
+            raise UsageError("--remedy takes the place of FUNCTION in FILE:FUNCTION; a script has none")
         found = run(path, function if colon else "", arguments, options)
     except UsageError as error:
         print(f"doctor: {error}", file=sys.stderr)
@@ -74,24 +79,57 @@ def main(argv: list[str]) -> int:
 
 def run(path: str, function: str, arguments: list[str], options: argparse.Namespace) -> Diagnosis:
     simulate = options.simulate or not torch.cuda.is_available()
-    with program.importable(path), simulated_gpu() if simulate else contextlib.nullcontext():
+    trial = json.loads(options.trial) if options.trial else {}
+    output = ""
+    around = simulated_gpu() if simulate else contextlib.nullcontext()
+    with program.importable(path), around, patched(trial.get("options", {})):
         if function:
-            fn, inputs = program.load(path, function)
-            return diagnose(
+            fn, inputs = program.load(path, trial.get("function", function), function)
+            found = diagnose(
                 fn,
                 *inputs,
                 backward=options.backward,
                 steps=options.steps,
                 target=options.target,
-                tries=not options.no_tries,
+                tries=False,
+                without_graphs=not trial,
                 simulated=simulate,
             )
-        return of_script(path, arguments, simulate)
+        else:
+            found, output = of_script(path, arguments, simulate)
+    if trial:
+        torch.save([result.cpu() for result in found.results], trial["results"])
+        return found
+    flags = ["--steps", str(options.steps), *["--backward"] * options.backward, *["--simulate"] * options.simulate]
+    command = [*flags, options.target, *arguments]
+    made = [] if options.no_tries else trials.tried(found, output, command)
+    if options.remedy:
+        made.append(trials.tried_function(found, options.remedy, command))
+    return logged(dataclasses.replace(found, trials=tuple(made)))
 
 
-def of_script(path: str, arguments: list[str], simulate: bool) -> Diagnosis:
-    """Diagnose a script over its whole run: launches are totals, and nothing is timed."""
+def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosis, str]:
+    """Diagnose a script over its whole run: launches are totals, and nothing is timed. Return what it printed, too."""
+    printed = io.StringIO()
     with observe() as seen:
-        run_script(path, arguments)
+        with contextlib.redirect_stdout(_Both(printed, sys.stdout)):  # type: ignore[type-var]
+            run_script(path, arguments)
         coverage = counts.coverage()
-    return diagnosis(path, simulate, coverage, findings_of(coverage, seen, {}, 1))
+    found = diagnosis(path, simulate, coverage, findings_of(coverage, seen, {}, 1))
+    return found, printed.getvalue()
+
+
+class _Both(io.TextIOBase):
+    """Writes to two streams."""
+
+    def __init__(self, *streams: TextIO) -> None:
+        self.streams = streams
+
+    def write(self, text: str) -> int:
+        for stream in self.streams:
+            stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for stream in self.streams:
+            stream.flush()

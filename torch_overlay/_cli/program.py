@@ -63,9 +63,10 @@ def importable(path: str) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def load(path: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Run a file and return its function `name` with its inputs; without a name, the result of the file's `make()`.
-    Called inside `importable`. Raises UsageError if there is no function of that name, or if nothing gives its inputs.
+def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Run a file and return its function `name` with its inputs, or those of the function `inputs_of`; without a name,
+    the result of the file's `make()`. Called inside `importable`. Raises UsageError if there is no function of that
+    name, or if nothing gives its inputs.
     """
     module = runpy.run_path(path, run_name="loaded")
     if not name:
@@ -74,7 +75,8 @@ def load(path: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return make()
     if not callable(fn := module.get(name)):
         raise UsageError(f"{path} has no function {name}")
-    return fn, _inputs(path, module, name, fn)
+    given = inputs_of or name
+    return fn, _inputs(path, module, given, module[given])
 
 
 def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]) -> tuple[Any, ...]:

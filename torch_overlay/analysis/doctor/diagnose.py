@@ -7,6 +7,7 @@ profiled, and run once more while torch notes where the host waits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import statistics
@@ -18,8 +19,9 @@ import torch.utils._pytree as pytree
 
 from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay._inductor.relaunch.causes import CAUSES
-from torch_overlay.analysis.doctor import remedies, waits
+from torch_overlay.analysis.doctor import remedies, timeline, waits
 from torch_overlay.analysis.doctor.diagnosis import Diagnosis, Finding, Trial
+from torch_overlay.analysis.doctor.timeline import Timeline
 from torch_overlay.testing import observe
 
 
@@ -37,29 +39,38 @@ def diagnose(
     backward: bool = False,
     steps: int = 8,
     target: str = "",
+    remedy: Callable[..., Any] | None = None,
     tries: bool = True,
+    without_graphs: bool = True,
     simulated: bool = False,
 ) -> Diagnosis:
     """Run `fn(*args)`, compiled with CUDA graphs if it isn't compiled, and its backward if that is asked for.
 
     `steps` (at least 4) are run; half of them warm up. Switches that may help are tried in this process, each from a
-    fresh compilation, with the results compared. Raises ValueError for fewer steps, and what the function raises."""
+    fresh compilation, with the results compared; so is `remedy`, the function as the caller has changed it; and it is
+    timed without graphs. Raises ValueError for fewer steps, and what the function raises."""
     if steps < 4:
         raise ValueError(f"steps must be at least 4, got {steps}: graphs are made at the second call")
-    target = target or getattr(fn, "__qualname__", type(fn).__name__)
+    target = target or name_of(fn)
     first = _measure(fn, args, backward, steps, simulated)
     findings = by_cost(first.findings)
     trials: list[Trial] = []
     without = None
-    if tries:
-        if not simulated and first.coverage.functions:
-            from torch_overlay import config
+    if without_graphs and not simulated and first.coverage.functions:
+        from torch_overlay import config
 
-            with config.patch(cudagraphs="off"):
-                without = _measure(fn, args, backward, steps, simulated, detail=False).ms
+        with config.patch(cudagraphs="off"):
+            without = _measure(fn, args, backward, steps, simulated, detail=False).ms
+    if tries:
         for code, options in remedies.switches(findings):
-            trials.append(_try(fn, args, backward, steps, simulated, first, code, options))
-    return diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
+            with patched(options):
+                trials.append(_try(fn, args, backward, steps, simulated, first, code, remedies.as_text(options)))
+    if remedy is not None:
+        code = findings[0].code if findings else ""
+        trials.append(_try(remedy, args, backward, steps, simulated, first, code, name_of(remedy)))
+    found = diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
+    found = dataclasses.replace(found, results=tuple(first.results), timeline=first.timeline)
+    return logged(found) if tries else found
 
 
 def diagnosis(
@@ -86,6 +97,17 @@ def diagnosis(
     )
 
 
+def logged(found: Diagnosis) -> Diagnosis:
+    """Add a diagnosis to torch's structured log, TORCH_TRACE, as an artifact; tlparse shows it. Return it."""
+    about = {"name": "torch_overlay_doctor", "encoding": "json"}
+    torch._logging.trace_structured("artifact", metadata_fn=lambda: about, payload_fn=found.to_json)
+    return found
+
+
+def name_of(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
 def by_cost(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.cost, reverse=True)
 
@@ -96,6 +118,7 @@ class _Measured:
         self.findings: list[Finding] = []
         self.ms: float | None = None
         self.results: list[torch.Tensor] = []
+        self.timeline = Timeline()
 
 
 def _measure(
@@ -131,7 +154,8 @@ def _measure(
             found.coverage = counts.coverage().since(before)
             found.results = [t.detach().clone() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             found.ms = _median_ms(step)
-    times = _profile(step) if detail and not simulated else {}
+    found.timeline = timeline.take(step) if detail and not simulated else Timeline()
+    times = found.timeline.operators or {}
     counted = max(steps - steps // 2, 1) if not simulated else 1
     found.findings = findings_of(found.coverage, seen, times, counted)
     if detail and not simulated:
@@ -157,16 +181,6 @@ def _median_ms(step: Callable[[], Any]) -> float:
     return 1e3 * statistics.median(taken)
 
 
-def _profile(step: Callable[[], Any]) -> dict[str, tuple[float, float]]:
-    """Return (host us, device us) of one step for each operator that torch's dispatcher ran, by "namespace::name"."""
-    from torch.profiler import profile, ProfilerActivity
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        step()
-        torch.cuda.synchronize()
-    return {e.key: (e.cpu_time_total, e.device_time_total) for e in profiled.key_averages() if "::" in e.key}
-
-
 def findings_of(coverage: Coverage, seen: Any, times: dict[str, tuple[float, float]], steps: int) -> list[Finding]:
     """Return a finding for each cause outside of graphs and each graph break. `times`: (host us, device us) of a step
     by operator; launches are divided by `steps`."""
@@ -190,20 +204,23 @@ def _try(
     simulated: bool,
     first: _Measured,
     code: str,
-    options: dict[str, object],
+    change: str,
 ) -> Trial:
-    change = remedies.as_text(options)
     try:
-        with patched(options):
-            after = _measure(fn, args, backward, steps, simulated, detail=False)
+        after = _measure(fn, args, backward, steps, simulated, detail=False)
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         return Trial(code, change, first.coverage.share, 0.0, first.ms, None, False, f"{type(error).__name__}: {text}")
-    equal = len(first.results) == len(after.results) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3, equal_nan=True)
-        for a, b in zip(first.results, after.results)
-    )
+    equal = are_equal(first.results, after.results)
     return Trial(code, change, first.coverage.share, after.coverage.share, first.ms, after.ms, equal)
+
+
+def are_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """True if results are equal but for the order in which they were computed."""
+    return len(first) == len(second) and all(
+        a.shape == b.shape and torch.allclose(a, b.to(a.dtype), rtol=1e-2, atol=1e-3, equal_nan=True)
+        for a, b in zip(first, second)
+    )
 
 
 @contextlib.contextmanager

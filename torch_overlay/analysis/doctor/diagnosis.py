@@ -7,7 +7,13 @@ import html
 import json
 import linecache
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay.analysis.doctor.timeline import Timeline
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """A remedy that was tried. Times are milliseconds of one step, None if the target is a script; `share` is the part
-    of launches in graphs."""
+    """A remedy that was tried. Times are milliseconds of one step, of a script those of its run, None if nothing was
+    timed; `share` is the part of launches in graphs."""
 
     code: str
     change: str
@@ -82,6 +88,8 @@ class Diagnosis:
     coverage: dict[str, Any] = field(default_factory=dict)
     table: str = ""
     error: str = ""
+    timeline: Timeline = field(default=Timeline(), repr=False)  # one step; empty if nothing was timed
+    results: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)  # of the last step counted
 
     def first(self) -> str:
         """What to do first, and what it brings."""
@@ -107,6 +115,11 @@ class Diagnosis:
         if self.ms is not None:
             compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
             lines += [f"{self.ms:.3f} ms a step{compared}"]
+        if times := self.device_us():
+            lines += [
+                f"device time of a step: {times['device_us_in_graphs']:.1f} us in graphs, "
+                f"{times['device_us_outside']:.1f} us outside"
+            ]
         lines += [self.table or "nothing was compiled that asks for CUDA graphs", ""]
         for number, finding in enumerate(self.findings, 1):
             lines += [f"{number}. [{finding.code}] {finding.message}{_cost(finding)}"]
@@ -121,7 +134,14 @@ class Diagnosis:
         return "\n".join([*lines, "", self.first()])
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "first": self.first()})
+        plain = dataclasses.asdict(dataclasses.replace(self, results=()))
+        return json.dumps({**plain, **self.device_us(), "first": self.first()})
+
+    def device_us(self) -> dict[str, float]:
+        """Device time of a step, in graphs and outside; empty if nothing was timed."""
+        if not self.timeline.spans:
+            return {}
+        return {f"device_us_{k}": self.timeline.device_us(k == "in_graphs") for k in ("in_graphs", "outside")}
 
     def to_html(self) -> str:
         """A page that needs no other file."""
@@ -137,6 +157,10 @@ class Diagnosis:
         step = "" if self.ms is None else f"<p>{self.ms:.3f} ms a step"
         if self.ms is not None and self.ms_without_graphs is not None:
             step += f", {self.ms_without_graphs:.3f} ms without graphs"
+        if times := self.device_us():
+            step += f"; on the device {times['device_us_in_graphs']:.1f} us in graphs, "
+            step += f"{times['device_us_outside']:.1f} us outside"
+        picture = self.timeline.to_html()
         return _PAGE.format(
             title=esc(self.target),
             where=esc(self.where),
@@ -145,6 +169,7 @@ class Diagnosis:
             step=step,
             table=esc(self.table),
             rows=rows or "<tr><td colspan=6>none",
+            timeline=f"<h2>One step</h2>{picture}" if picture else "",
             trials=f"<h2>Tried</h2><ul>{trials}</ul>" if trials else "",
         )
 
@@ -171,11 +196,14 @@ table {{ border-collapse: collapse; width: 100% }}
 td, th {{ border-bottom: 1px solid #8886; padding: .5rem; text-align: left; vertical-align: top }}
 .n {{ text-align: right; white-space: nowrap }}
 pre {{ margin: .3rem 0; white-space: pre-wrap; overflow-wrap: anywhere }}
+.timeline {{ width: 100%; background: #8882 }}
+.lanes {{ list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 0 1rem; margin: .3rem 0 }}
+rect.in {{ fill: #2a8 }} rect.out {{ fill: #d62 }} span.in {{ color: #2a8 }} span.out {{ color: #d62 }}
 .first {{ border-left: 4px solid #2a8; padding: .3rem .8rem }}
 </style></head><body><h1>{title}</h1><p>{where}: {share} % of kernel launches are in CUDA graphs.{step}
 <p class="first">{first}</p>
 <h2>Outside of graphs</h2><div class="scroll"><table>
 <tr><th>code<th>what<th>what to do<th class=n>launches a step<th class=n>host us<th class=n>device us
 {rows}</table></div>
-{trials}<h2>Coverage</h2><div class="scroll"><pre style="white-space: pre">{table}</pre></div></body></html>
+{trials}{timeline}<h2>Coverage</h2><div class="scroll"><pre style="white-space: pre">{table}</pre></div></body></html>
 """
