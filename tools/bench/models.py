@@ -2,6 +2,7 @@
 """Whole models under torch.compile with no graph, with upstream's cudagraph trees and with relaunch.
 
     python tools/bench/models.py --out DIR [--rows 'bert,bert training'] [--sides off,trees,relaunch] [--jobs 14]
+    python tools/bench/models.py --compare-only ...                 whether the results are equal, and no times
 
 A row is a model of `model_rows` for inference or for training, each side of it a process of its own. Processes of a few
 rows compile and warm up together; then each measures alone, in the order of the sides and once more in the reverse
@@ -11,7 +12,8 @@ order, while all others wait for their turn.
     ratio    relaunch's µs a step to the least of the other sides
     noise    the largest relative difference between the two turns of one process
     equal    bits: the outputs (of training: the losses of six steps) are those without graphs, bit for bit; else the
-             largest difference of 64 values
+             largest difference of 64 values. Each process chooses the kernels that are the fastest there, and these may
+             add up in another order: with --compare-only they are the same in all (Inductor's `deterministic`)
     covered  percentage of kernels of generated code that run in graphs
 
 A JSON line for each row goes to DIR/models.jsonl; the table and the geometric mean of the ratios come last.
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 GEOMEAN = 0.85  # limit of the ratios' geometric mean
 WARM_UP = 6  # steps before the first measurement
+DETERMINISTIC = "MODELS_DETERMINISTIC"  # variable of the environment of a process
 SOME = 64  # values of a tensor that are compared where bits differ
 
 
@@ -72,10 +75,12 @@ class _Served:
         if os.environ.get("TORCH_OVERLAY_DISABLE") != "1":
             import torch_overlay  # noqa: F401
         import torch
+        import torch._inductor.config
         from model_rows import ROWS  # pyrefly: ignore[missing-import]
         from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
 
         torch.manual_seed(0)
+        torch._inductor.config.deterministic = os.environ.get(DETERMINISTIC) == "1"
         graphs = SIDES[side][1]
         self.work = ROWS[row](lambda fn: torch.compile(fn, mode="reduce-overhead" if graphs else None))
         self.trains = self.work.optimizer is not None
@@ -136,11 +141,12 @@ class _Served:
 
 
 class Process:
-    def __init__(self, row: str, side: str) -> None:
+    def __init__(self, row: str, side: str, deterministic: bool) -> None:
         from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
 
         self.row, self.side = row, side
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")}
+        environment |= SIDES[side][0] | {DETERMINISTIC: str(int(deterministic))}
         command = [sys.executable, __file__, "--serve", row, side]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -173,7 +179,9 @@ class Process:
         self.process.wait()
 
 
-def measure(rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: float) -> list[dict[str, Any]]:
+def measure(
+    rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: float, compare_only: bool
+) -> list[dict[str, Any]]:
     """Rows by rows, as many as have `jobs` processes."""
     at_once = max(1, jobs // len(sides))
     results: list[dict[str, Any]] = []
@@ -182,12 +190,12 @@ def measure(rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: floa
         if time.monotonic() > deadline:
             results += [{"row": row, "errors": ["out of time"], "sides": {}} for row in group]
             continue
-        processes = {(row, side): Process(row, side) for row in group for side in sides}
+        processes = {(row, side): Process(row, side, compare_only) for row in group for side in sides}
         for process in processes.values():
             process.tell("warm")
         warm = {key: process.answer(deadline - time.monotonic()) for key, process in processes.items()}
         turns: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in processes}
-        for row in group:
+        for row in [] if compare_only else group:
             for side in [*sides, *reversed(sides)]:
                 if "error" not in warm[row, side]:
                     processes[row, side].tell("measure")
@@ -207,11 +215,12 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
         if errors:
             result["errors"].append(f"{side}: {errors[0]}")
             continue
-        figures = {key: statistics.median(t[key] for t in turns[side]) for key in turns[side][0]}
-        times = [t["gpu us"] for t in turns[side]]
-        result["sides"][side] = {**answer, **figures, "noise": max(times) / min(times) - 1}
+        result["sides"][side] = answer
+        if times := [t["gpu us"] for t in turns[side]]:
+            answer |= {key: statistics.median(t[key] for t in turns[side]) for key in turns[side][0]}
+            answer["noise"] = max(times) / min(times) - 1
     mine = result["sides"].get("relaunch")
-    others = [side["gpu us"] for name, side in result["sides"].items() if name != "relaunch"]
+    others = [side["gpu us"] for name, side in result["sides"].items() if name != "relaunch" and "gpu us" in side]
     if mine and others:
         result["ratio"] = mine["gpu us"] / min(others)
         result["noise"] = max(side["noise"] for side in result["sides"].values())
@@ -224,7 +233,8 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
 
 def _cells(result: dict[str, Any]) -> list[str]:
     def times(key: str) -> list[str]:
-        return [f"{result['sides'][s][key]:.0f}" if s in result["sides"] else "-" for s in ("off", "trees", "relaunch")]
+        of = [result["sides"].get(side, {}).get(key) for side in ("off", "trees", "relaunch")]
+        return ["-" if value is None else f"{value:.0f}" for value in of]
 
     mine = result["sides"].get("relaunch", {})
     numbers = [f"{result[key]:.3f}" if key in result else "-" for key in ("ratio", "noise")]
@@ -253,6 +263,7 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=["off", "trees", "relaunch"])
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile together")
+    parser.add_argument("--compare-only", action="store_true", help="compare the results, with the same kernels")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     args = parser.parse_args()
@@ -260,14 +271,15 @@ def main() -> int:
         serve(*args.serve)
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
-    results = measure(args.rows, args.sides, args.jobs, time.monotonic() + args.limit)
+    results = measure(args.rows, args.sides, args.jobs, time.monotonic() + args.limit, args.compare_only)
     about = streams.describe()
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({**about, **result}) for result in results]
         (args.out / "models.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(results)}")
-    return 0 if all("ratio" in r and not r["errors"] for r in results) else 1
+    wanted = "equal" if args.compare_only else "ratio"
+    return 0 if all(wanted in r and not r["errors"] for r in results) else 1
 
 
 if __name__ == "__main__":
