@@ -1296,7 +1296,7 @@ class TestFailures(RelaunchTestCase):
             torch._inductor.config.patch("triton.cudagraph_or_error", True),
             self.assertRaisesRegex(RuntimeError, r"\[node-kind\]: why \(the region begins at model.py:3: y = x.item"),
         ):
-            refusals.refuse(code, "node-kind", "why")
+            refusals.refuse(refusals.Refused(code, "node-kind", "why"))
 
 
 class TestFirstLaunchWithCopies(RelaunchTestCase):
@@ -1507,7 +1507,7 @@ class TestPolicy(TestCase):
         counters.clear()
         with self.assertLogs(refusals.log, "WARNING") as logs:
             for name in ("a", "b", "a"):
-                refusals.refuse(Code(name, 0), "kept", "why")
+                refusals.refuse(refusals.Refused(Code(name, 0), "kept", "why"))
         self.assertEqual([r.code.name for r in refusals.refused()], ["a", "b"])
         self.assertEqual((len(logs.output), counters["torch_overlay"]["cudagraph_refusals"]), (2, 3))
 

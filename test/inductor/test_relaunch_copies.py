@@ -198,9 +198,9 @@ class TestPatcher(TestCase):
             patcher.patch([0x9_0000, 0x2000])
         self.assertTrue(state.refused)
         self.assertIsNone(state.relaunch)
-        ((_, reason, why, *_), _) = refuse.call_args
-        self.assertEqual(reason, "host-memory")
-        self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", why)
+        ((refused,), _) = refuse.call_args
+        self.assertEqual(refused.reason, "host-memory")
+        self.assertIn(f"moved {memcpy_nodes.MOST_REBUILDS} times", refused.message)
         self.assertEqual(owner.launched(), 3)
 
     def test_region_with_copies_is_launched_from_python(self) -> None:

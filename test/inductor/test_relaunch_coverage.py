@@ -74,7 +74,22 @@ class TestCounts(RelaunchTestCase):
         for n in range(20):
             self.calls(run, 1, n)
         ((function,), total) = coverage.coverage().functions, coverage.coverage().kernels_outside
-        self.assertEqual((total, [(o.code, o.calls) for o in function.outside]), (60, [("warm-up", 20)]))
+        causes = [(o.code, o.calls) for o in function.outside]
+        self.assertEqual((total, causes), (60, [("warm-up", 8), ("first-calls", 12)]))
+        self.assertEqual(len(run.seen), 8)
+
+    def test_number_that_comes_again_after_many_that_did_not(self):
+        with config.patch(cudagraph_templates=2):
+            run = self.compiled()
+        for n in range(20):
+            self.calls(run, 1, n)
+        kept = list(run.states)
+        self.calls(run, 3, 100)  # remembered, warmed up for, captured
+        self.assertEqual(run.captures, 1)
+        self.assertEqual(len(run.states), 2)
+        self.assertIn(kept[-1], run.states)
+        self.calls(run, 2, 101)  # the capture has begun a new count
+        self.assertEqual(run.captures, 2)
 
     def test_graphs_that_were_dropped_are_counted(self):
         with config.patch(cudagraph_templates=1):

@@ -74,7 +74,7 @@ REFUSES = """
     from torch_overlay._inductor.relaunch import refusals
 
     code = refusals.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
-    refusals.refuse(code, "node-kind", "a library launched a CUDA graph of its own")
+    refusals.refuse(refusals.Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
 """
 
 

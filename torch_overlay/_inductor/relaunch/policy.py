@@ -29,7 +29,7 @@ from typing import Any, TYPE_CHECKING
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import coverage, partitions, split_off
 from torch_overlay._inductor.relaunch.partitions import Partitions
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, source_line
+from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, source_line
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
@@ -37,6 +37,8 @@ from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
 
 # ---- what Inductor compiles
 
@@ -79,8 +81,9 @@ def post_compile(
 ) -> None:
     """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
     what copies to the device the inputs that it was rewritten to take there."""
-    residents = Residents(Rewrites.read(compiled._overlay_rewrites).resident)
-    _wrap_in_graphs(original, compiled, example_inputs, constants, graph_kwargs, residents)
+    found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
+    residents = Residents(found.resident)
+    _wrap_in_graphs(original, compiled, example_inputs, constants, graph_kwargs, found.made, residents)
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
 
@@ -91,6 +94,7 @@ def _wrap_in_graphs(
     example_inputs: Sequence[Any],
     constants: Any,
     graph_kwargs: dict[str, Any],
+    made: Sequence[Rewrite],
     residents: Residents,
 ) -> None:
     import torch._inductor.config as inductor_config
@@ -106,14 +110,13 @@ def _wrap_in_graphs(
     with compiling(compiled, mode):
         if mode == "relaunch":
             notes = Partitions.read(compiled._overlay_partitions)
-            made = Rewrites.read(compiled._overlay_rewrites).made
             _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes, made, residents)
         original(compiled, example_inputs, constants, graph_kwargs)
         if mode == "relaunch" and not wanted:
             wanted.value = True
             if (found := why_not(compiled)) is not None:
                 compiled.current_callable = _compiling.record.without_graph(compiled.current_callable, *found)
-                refuse(_compiling.record.code, *found)
+                refuse(Refused(_compiling.record.code, *found))
 
 
 # What the user can change, by a phrase of Inductor's message.
@@ -203,7 +206,7 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
     changed = original(log_cudagraph_skip)
     if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
         message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-        refuse(Code(_compiled_frame(), device=0), "cpp-wrapper", message)
+        refuse(Refused(Code(_compiled_frame(), device=0), "cpp-wrapper", message))
     return changed
 
 

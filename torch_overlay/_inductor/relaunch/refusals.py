@@ -62,12 +62,11 @@ _refused: list[Refused] = []
 _MOST_REFUSED = 1000
 
 
-def refuse(code: Code, reason: str, message: str, operator: str = "", line: str = "") -> None:
+def refuse(found: Refused) -> None:
     """Log and count one refusal. Raises if the user asked for graphs or an error (`triton.cudagraph_or_error`)."""
     import torch._inductor.config
     from torch._dynamo.utils import counters
 
-    found = Refused(code, reason, message, operator, line)
     counters["torch_overlay"]["cudagraph_refusals"] += 1
     if found not in _refused:
         log.warning("%s", found)

@@ -28,7 +28,7 @@ from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of,
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -80,6 +80,7 @@ class Runner:
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.captures = 0
         self.warm_ups = 0  # since the last capture
+        self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
         self._is_current = device.current, device.index, device.is_capturing
         self.attempt: Callable[[list[Any]], Any] | None = None  # that of the only state, if the region needs no key
         self.compiled: Any = None  # coverage.CompiledCode
@@ -201,6 +202,19 @@ class Runner:
                     self._launched_before += launches_of(dropped.relaunch)
             return state
 
+    def _comes_for_the_first_time(self, key: Any) -> bool:
+        """True if so many keys have come in a row without coming again that this one must come twice to be warmed up
+        for: to observe a call takes longer than the call, and its state takes the place of one that has a graph."""
+        if self.warm_ups < self._most_captures or key in self.states:
+            return False
+        with self.lock:
+            known = self.seen.pop(key, None) is not None
+            if not known:
+                self.seen[key] = True
+                while len(self.seen) > self._most_captures:
+                    self.seen.popitem(last=False)
+            return not known
+
     @property
     def _most_captures(self) -> int:
         return 4 * self.bound
@@ -208,6 +222,8 @@ class Runner:
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
         if self.device.is_capturing() or launching():
             return self._outside("callers-capture", inputs)  # or in a finalizer that runs during a launch
+        if self._comes_for_the_first_time(key):
+            return self._outside("first-calls", inputs)
         state = self._state(key)
         if state is not None and not state.refused and keys.LARGE in key:
             self._refuse_host_tensor(state, inputs)
@@ -242,12 +258,12 @@ class Runner:
 
     def _refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
         """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
-        self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
+        found = self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
         if state is not None:
             with self.lock:
                 self._launched_before += launches_of(state.relaunch)
                 state.refused, state.relaunch, self.attempt = reason, None, None
-        refusals.refuse(self.code, reason, message, operator, line)
+        refusals.refuse(found)
 
     def launched(self) -> int:
         """Return how many calls a graph has run."""
@@ -333,29 +349,29 @@ class Runner:
         if not capturing.acquire(blocking=False):
             return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
-        work = self.device, self.model, inputs, alignments, state.plan, self.code
+        work = Work(self.device, self.model, inputs, alignments, state.plan, self.code)
         try:
             self.captures += 1
             self.warm_ups = 0
             if state.plan.opaque and not other_threads_run():
-                self._blame(state, find_culprit(*work, blocking=True))
+                self._blame(state, find_culprit(work, blocking=True))
                 if state.refused:
                     return False
-            arrangement, launchers = make_graph(*work)
+            arrangement, launchers = make_graph(work)
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
         except Refusal as refusal:
-            self._blame(state, find_launcher(*work, refusal))
+            self._blame(state, find_launcher(work, refusal))
             if not state.refused:
                 self._refuse(state, refusal.reason, str(refusal))
             return False
         except Exception as error:
             state.failures += 1
             refusals.log.info("%s could not be captured", self.code.name, exc_info=True)
-            culprit = find_culprit(*work)
+            culprit = find_culprit(work)
             self._blame(state, culprit)
             if not state.refused and state.failures == FAILURES:
                 reason = "out-of-memory" if isinstance(error, torch.OutOfMemoryError) else "capture"

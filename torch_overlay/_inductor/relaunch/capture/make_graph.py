@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
@@ -46,31 +46,43 @@ COINCIDENCES = ("unmoved", "outside", "ambiguous", "moved", "layout")
 capturing = threading.Lock()
 
 
-def make_graph(
-    device: Any,
-    model: Callable[[list[Any]], Any],
-    inputs: Sequence[Any],
-    alignments: Sequence[int],
-    plan: Plan,
-    code: Code,
-) -> tuple[Arrangement, list[Any]]:
-    """Capture a region, and return its arrangement and a launcher for each of its stages. `alignments`: to how many
-    bytes each input is aligned. Raises Refusal, or what the region itself raises."""
-    check_streams(model)
-    check_collectives(model)
-    namespace = namespace_of(model) or {}
+class Work(NamedTuple):
+    """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
+    aligned."""
+
+    device: Any
+    model: Callable[[list[Any]], Any]
+    inputs: Sequence[Any]
+    alignments: Sequence[int]
+    plan: Plan
+    code: Code
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        return namespace_of(self.model) or {}
+
+    def capture(self, recording: Any, **options: Any) -> Captured:
+        return Capture(self.model, self.inputs, self.alignments, self.plan, recording, **options).run(self.code)
+
+
+def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
+    """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Refusal, or what the
+    region itself raises."""
+    device, code, namespace = work.device, work.code, work.namespace
+    check_streams(work.model)
+    check_collectives(work.model)
     holes = device.holes() if code.saved_outputs else []
     with_uses = device.concurrent and not code.is_training
 
     def take(recording: Any, with_uses: bool = False) -> Captured:
-        return Capture(model, inputs, alignments, plan, recording, holes, with_uses).run(code)
+        return work.capture(recording, holes=holes, with_uses=with_uses)
 
     with _recordings(device) as record:
         first = take(record(1), with_uses)
         for _ in range(ATTEMPTS - 1):
-            if first.plan == plan:
+            if first.plan == work.plan:
                 break
-            plan = first.plan  # the capture has learned which allocations are outputs
+            work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses)
         second = take(record(2))
@@ -88,49 +100,33 @@ def make_graph(
         with no_collection():
             second.recording.discard()
             edges = device.relax(first, graph, template, namespace)
-            arrangement = arrange(_proven(first, second, template, edges, inputs, plan.dying, code))
+            arrangement = arrange(_proven(first, second, template, edges, work.inputs, work.plan.dying, code))
             return device.instantiate(first, arrangement)
 
 
-def find_culprit(
-    device: Any,
-    model: Callable[[list[Any]], Any],
-    inputs: Sequence[Any],
-    alignments: Sequence[int],
-    plan: Plan,
-    code: Code,
-    blocking: bool = False,
-) -> Culprit | None:
+def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
     """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
     nothing may be launched on the default stream. Note [Opaque operators]"""
-    suspects = Suspects(namespace_of(model) or {}, device.is_capture_broken)
-    with contextlib.suppress(Exception), _recordings(device) as record:
+    suspects = Suspects(work.namespace, work.device.is_capture_broken)
+    with contextlib.suppress(Exception), _recordings(work.device) as record:
         recording = record(1)
         recording.blocking = blocking
         with suspects:
-            Capture(model, inputs, alignments, plan, recording).run(code)
+            work.capture(recording)
     return suspects.found
 
 
-def find_launcher(
-    device: Any,
-    model: Callable[[list[Any]], Any],
-    inputs: Sequence[Any],
-    alignments: Sequence[int],
-    plan: Plan,
-    code: Code,
-    refusal: Refusal,
-) -> Culprit | None:
+def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
     """Capture once more, and return the operator that launches the node for which the proof has refused the region."""
     number = refusal.node.partition(" ")[0]
     if not number.isdigit():
         return None
-    with contextlib.suppress(Exception), _recordings(device) as record:
+    with contextlib.suppress(Exception), _recordings(work.device) as record:
         recording = record(1)
-        with Launchers(namespace_of(model) or {}, recording.nodes) as launchers:
-            captured = Capture(model, inputs, alignments, plan, recording).run(code)
+        with Launchers(work.namespace, recording.nodes) as launchers:
+            captured = work.capture(recording)
         did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
-        return launchers.culprit(device.handle_of(captured, int(number)), did)
+        return launchers.culprit(work.device.handle_of(captured, int(number)), did)
     return None
 
 
