@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import html.parser
 import io
 import json
@@ -173,11 +174,18 @@ class TestTries(unittest.TestCase):
         self.assertTrue(found.first().startswith("First: torch._inductor.config.graph_partition = True: 0.0 % -> "))
 
     def test_options_are_as_before(self) -> None:
-        before = torch._inductor.config.graph_partition
         finding = Finding("inductor", "", "", "incompatible op aten.nonzero.default", "")
-        ((code, options),) = switches([finding, finding])
-        self.assertEqual((code, as_text(options)), ("inductor", "torch._inductor.config.graph_partition = True"))
-        self.assertEqual(torch._inductor.config.graph_partition, before)
+        with torch._inductor.config.patch(graph_partition=False):
+            ((code, options),) = switches([finding, finding])
+            self.assertEqual((code, as_text(options)), ("inductor", "torch._inductor.config.graph_partition = True"))
+            self.assertFalse(torch._inductor.config.graph_partition)
+
+    def test_switch_that_is_set_is_no_remedy(self) -> None:
+        finding = Finding("split-devices", "", "", "cross-device ops", "")
+        self.assertEqual(switches([finding]), [])
+        with torch_overlay.config.patch(cudagraph_rewrites=False):
+            ((_, options),) = switches([finding, dataclasses.replace(finding, code="split-host")])
+        self.assertEqual(as_text(options), "torch_overlay.config.cudagraph_rewrites = True")
 
     def test_trial_that_fails_or_differs_does_not_help(self) -> None:
         for changes, helps in (

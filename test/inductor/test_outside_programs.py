@@ -5,6 +5,8 @@ Here the causes that show when the code is compiled; `outside_programs/run.py` r
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -50,7 +52,8 @@ class TestCompiled(TestCase):
 class TestOnGpu(TestCase):
     @parametrize("name", [p.name for p in PROGRAMS])
     def test_program(self, name: str) -> None:
-        self.assertEqual(run.run(name, 300)["errors"], [])
+        with tempfile.TemporaryDirectory() as cache:
+            self.assertEqual(run.run(name, 300, cache)["errors"], [])
 
 
 instantiate_parametrized_tests(TestCompiled)

@@ -173,7 +173,13 @@ def keeps_memory(x, w):
     return (y @ w).cos()
 
 
-@program(fixed=fixed, compiled_at_once=False)
+def neither(x: Any, w: Any) -> Any:
+    y = torch.ops.outside.plain(x @ w)
+    z = torch.ops.outside.plain(y @ w)
+    return (z @ w).cos()
+
+
+@program(fixed=neither, compiled_at_once=False)
 def two_that_fail(x, w):
     y = waits(x @ w)  # outside: split-failed outside::waits.default
     z = downloads(y @ w)  # outside: split-failed outside::downloads.default

@@ -3,14 +3,16 @@
     python test/outside_programs/run.py [--jobs 8] [--out DIR] [NAME ...]
 
 For each program: the results of its calls are those of eager; the causes outside of graphs are those that its comments
-name, each with operator and line; and of the fixed form all kernels are in graphs from the second call on. The doctor
-then tries its own switches and the fixed form, and says which of them help: equal results in less time.
+name, each with operator and line; and of the fixed form all kernels are in graphs from the second call on. With
+--doctor, the doctor then tries its own switches and the fixed form of each program, and says which of them help: equal
+results in less time. One doctor works at a time, after all programs are judged, for it measures times.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import fcntl
 import json
 import os
 import subprocess
@@ -61,43 +63,43 @@ def judge(name: str) -> dict[str, Any]:
                 found["errors"] += program.differences(causes)
             elif coverage.share < 1 or causes:
                 found["errors"].append(f"fixed: {coverage.share:.1%} in graphs, {sorted(causes)}")
-        found["trials"], found["confirmed"] = tried(program)
     return found
 
 
-def tried(program: Any) -> tuple[list[str], list[str]]:
+def consult(name: str, lock: str) -> dict[str, Any]:
     """All that the doctor tries, and what of it helps."""
     import torch
 
     import torch_overlay
+    from outside_programs import by_name
+
+    program = by_name(name)
 
     def compiled(fn: Any) -> Any:
         return fn and torch.compile(fn, mode="reduce-overhead", dynamic=program.dynamic)
 
-    diagnosis = torch_overlay.doctor(
-        compiled(program.body),
-        *program.arguments(0),
-        backward=program.backward,
-        remedy=compiled(program.fixed),
-    )
+    with open(lock) as file, program.options():
+        fcntl.flock(file, fcntl.LOCK_EX)
+        diagnosis = torch_overlay.doctor(
+            compiled(program.body), *program.arguments(0), backward=program.backward, remedy=compiled(program.fixed)
+        )
     trials = diagnosis.trials
-    return list(map(str, trials)), [trial.change for trial in trials if trial.helps]
+    return {"name": name, "trials": list(map(str, trials)), "confirmed": [t.change for t in trials if t.helps]}
 
 
-def run(name: str, timeout: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as cache:
-        env = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": cache,
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--judge", name], env=env, capture_output=True, text=True, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
-            return {"name": name, "errors": ["timed out"]}
+def run(name: str, timeout: float, cache: str, *more: str) -> dict[str, Any]:
+    """Judge one program in a process, whose compile cache is kept; or what else `more` asks for."""
+    env = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(cache) / name),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, *(more or ("--judge", name))]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"name": name, "errors": ["timed out"]}
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -110,16 +112,26 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=150)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--doctor", action="store_true", help="then have the doctor try the remedies")
     parser.add_argument("--judge", help=argparse.SUPPRESS)
+    parser.add_argument("--consult", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.judge:
-        print(json.dumps(judge(options.judge)))
+    if options.judge or options.consult:
+        print(json.dumps(judge(options.judge) if options.judge else consult(*options.consult)))
         return 0
     from outside_programs import PROGRAMS
 
     names = options.names or [program.name for program in PROGRAMS]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        found = list(pool.map(lambda name: run(name, options.timeout), names))
+    with tempfile.TemporaryDirectory() as cache:
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            found = list(pool.map(lambda name: run(name, options.timeout, cache), names))
+        if options.doctor:
+            (lock := Path(cache) / "lock").touch()
+            most = options.timeout * len(names)  # most of it is waiting
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                said = pool.map(lambda name: run(name, most, cache, "--consult", name, str(lock)), names)
+                for one, other in zip(found, said):
+                    one |= {**other, "errors": one["errors"] + other.get("errors", [])}
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "outside.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))

@@ -24,6 +24,12 @@ def tensor_on_the_host(x, w, h):
     return ((x @ w).sin() @ w).cos(), t
 
 
+@program(inputs=lambda n: (torch.arange(16) * 7,), overlay={"cudagraph_rewrites": False})
+def index_from_the_host(x, w, rows):
+    y = (x @ w)[rows].sin()  # outside: split-devices aten::index.Tensor
+    return (y @ w).cos()
+
+
 @program(inputs=lambda n: (torch.ones(128) + n,))
 def small_tensor_on_the_host(x, w, h):
     t = h.cuda()  # rewritten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 
@@ -24,17 +25,30 @@ SWITCHES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("cpp-wrapper", "", {f"{INDUCTOR}.cpp_wrapper": False}),
     ("templates", "", {f"{OVERLAY}.cudagraph_templates": 1024}),
     ("streams", "", {f"{INDUCTOR}.graph_partition": True}),
+    ("split-devices", "", {f"{OVERLAY}.cudagraph_rewrites": True}),
+    ("split-host", "", {f"{OVERLAY}.cudagraph_rewrites": True}),
 )
 
 
 def switches(findings: Iterable[Finding]) -> list[tuple[str, dict[str, object]]]:
-    """Return (code, options) of each remedy that is a switch, the most costly cause first."""
+    """Return (code, options) of each remedy that is a switch and not set yet, the most costly cause first."""
     found: list[tuple[str, dict[str, object]]] = []
     for finding in findings:
         for code, part, options in SWITCHES:
-            if finding.code == code and part in finding.message and (code, options) not in found:
+            if finding.code != code or part not in finding.message or options in [known for _, known in found]:
+                continue
+            if any(value_of(name) != value for name, value in options.items()):
                 found.append((code, options))
     return found
+
+
+def value_of(name: str) -> object:
+    """Return the value of an option, given by its full name."""
+    module, _, option = name.partition(".config.")
+    value: object = importlib.import_module(f"{module}.config")
+    for part in option.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def as_text(options: dict[str, object]) -> str:
