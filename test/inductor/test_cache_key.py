@@ -19,6 +19,7 @@ from torch_overlay import config, version
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._functorch.streams.tokens import state
+from torch_overlay._inductor.relaunch.rewrites.graph import compiling, Resident, Rewrite, Rewrites
 
 
 def double_plus_one(x):
@@ -70,6 +71,17 @@ class TestCacheKey(TestCase):
     def test_the_callers_stream_by_index_and_by_silence(self) -> None:
         for silence in (0, None):
             self.for_both(lambda key: self.assertEqual(key(graph()), key(graph({"mul": silence}))))  # noqa: B023
+
+    def test_a_graph_whose_input_is_copied_to_the_device_first(self) -> None:
+        bare = inductor_key(graph())
+        keys = {bare}
+        for rows in ((Resident(0, 0, ()),), (Resident(0, 1, ()),), (Resident(0, 0, (1,)),)):
+            with compiling(Rewrites((Rewrite("resident", "f.py:1"),), rows)):
+                keys.add(inductor_key(graph()))
+            with compiling(Rewrites((Rewrite("resident", "f.py:2"),), rows)):
+                self.assertIn(inductor_key(graph()), keys)
+        self.assertEqual(len(keys), 4)
+        self.assertEqual(inductor_key(graph()), bare)
 
     def test_a_stream_in_a_nested_graph(self) -> None:
         outer = graph()

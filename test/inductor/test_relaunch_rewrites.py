@@ -9,13 +9,14 @@ from unittest import mock
 
 import torch
 from torch._dynamo.test_case import TestCase
+from torch._subclasses import FakeTensorMode
 
 import form
 import torch_overlay
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch.rewrites import resident
-from torch_overlay._inductor.relaunch.rewrites.graph import Resident
+from torch_overlay._inductor.relaunch.rewrites.graph import Resident, rewrite
 from torch_overlay._inductor.relaunch.rewrites.resident import MOST_CHANGES, Residents
 from torch_overlay.testing import simulated_gpu
 
@@ -117,11 +118,39 @@ class TestGraphs(TestCase):
             large = self.run_function(lambda x, h: x.sum() + h.to("cuda"), x, torch.randn(1 << 19))
             self.assertEqual(large.rewrites, ())
 
+    def test_donated_input_is_left(self):
+        """The code of a backward may write over it."""
+
+        def traced():
+            graph = torch.fx.Graph()
+            with FakeTensorMode():
+                x, h = torch.empty(4, device="cuda"), torch.empty(4)
+            nodes = [graph.placeholder("x"), graph.placeholder("h")]
+            nodes.append(graph.call_function(torch.ops.prims.device_put.default, (nodes[1], x.device)))
+            nodes.append(graph.call_function(torch.ops.aten.mul.Tensor, (nodes[0], nodes[2])))
+            graph.output((nodes[3],))
+            for node, value in zip(nodes, (x, h, x, x)):
+                node.meta["val"] = value
+            return torch.fx.GraphModule({}, graph), [x, h]
+
+        with simulated_gpu():
+            for donated, kept in (((), [1]), ((0,), [1]), ((1,), [])):
+                gm, inputs = traced()
+                found, changed = rewrite(gm, inputs, donated)
+                self.assertEqual([row.position for row in found.resident], kept)
+                self.assertEqual(changed[1].device.type, "cuda" if kept else "cpu")
+
     def test_none_without_graphs(self):
         with simulated_gpu():
             x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
             with mock.patch.object(Residents, "around", side_effect=AssertionError), torch.no_grad():
                 torch.compile(lambda x, h: x @ x + h.to("cuda"))(x, h)
+
+    def test_called_again_on_the_simulated_device(self):
+        with simulated_gpu(), torch.no_grad():
+            x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
+            fn = torch.compile(lambda x, h: x @ x + h.to("cuda"), mode="reduce-overhead")
+            self.assertEqual([fn(x, h).device.type for _ in range(3)], ["cuda"] * 3)
 
     def test_report(self):
         with simulated_gpu():

@@ -147,6 +147,20 @@ def host_indices_in_training(k: Kit) -> None:
         w.grad = None
 
 
+@program("what the host computes is saved for the backward, which may use its memory again", launches=6, refusals=True)
+def host_value_in_training(k: Kit) -> None:
+    def fn(x, h):
+        scale = h.exp()
+        return (x * scale.to(k.device)).sin().sum(0), scale * 2
+
+    f = k.compile(fn)
+    for i in k.steps():
+        x = k.randn(8, 16, grad=True)
+        y, doubled = f(x, table() * 0.01 * (i // 3))
+        y.sum().backward()
+        k.see("results, gradient", (y, doubled, x.grad))
+
+
 @program("memory with gaps, a reversed one, a transposed one, an expanded one", launches=0, refusals=True)
 def host_layouts(k: Kit) -> None:
     f = k.compile(lambda x, h: (x * h.to(k.device)).sin())

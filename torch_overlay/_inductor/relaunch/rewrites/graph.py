@@ -11,9 +11,9 @@ The compiled code takes the input on the device. `resident` keeps a copy there, 
 other bytes: values are compared, not addresses or version counters, for numpy writes to a tensor's memory without
 either. Where the program copied the input, the graph clones the copy, so nothing that the program can hold, write to or
 return shares memory with what is kept. Where the graph returns the input itself, or saves it for the backward, the
-caller gets the tensor that it passed. What isn't rewritten: an input that is written to, whose memory has gaps, that is
-larger than `LARGEST`, or that has a use of another kind; and any graph with streams of the user's, in which a copy that
-blocks the host may order what other streams do.
+caller gets the tensor that it passed. What isn't rewritten: an input that is written to or donated (a backward's, whose
+memory the code may use again), whose memory has gaps, that is larger than `LARGEST`, or that has a use of another kind;
+and any graph with streams of the user's, in which a copy that blocks the host may order what other streams do.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def current() -> Rewrites:
 
 
 @contextlib.contextmanager
-def _compiling(rewrites: Rewrites) -> Iterator[None]:
+def compiling(rewrites: Rewrites) -> Iterator[None]:
     before, _current.rewrites = _current.rewrites, rewrites
     try:
         yield
@@ -103,8 +103,8 @@ def compile_fx_inner(
     """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
     if not _is_asked(kwargs.get("cudagraphs")):
         return original(gm, example_inputs, *args, **kwargs)
-    rewrites, inputs = rewrite(gm, example_inputs)
-    with _compiling(rewrites):
+    rewrites, inputs = rewrite(gm, example_inputs, _donated() if kwargs.get("is_backward") else ())
+    with compiling(rewrites):
         return original(gm, inputs, *args, **kwargs)
 
 
@@ -119,7 +119,14 @@ def _is_asked(cudagraphs: Any) -> bool:
     )
 
 
-def rewrite(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewrites, list[Any]]:
+def _donated() -> Sequence[int]:
+    """Return the positions of a backward's inputs whose memory the compiled code may use for something else."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return get_donated_idxs() or ()
+
+
+def rewrite(gm: GraphModule, example_inputs: Sequence[Any], donated: Sequence[int] = ()) -> tuple[Rewrites, list[Any]]:
     """Rewrite the graph in place. Return what was rewritten, and the example inputs of the new graph."""
     inputs = list(example_inputs)
     if not any(map(_is_on_host, gm.graph.nodes)) or placement(gm):
@@ -127,7 +134,9 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewrites, l
     made = [*_copy_indices(gm), *_keep_round_trips(gm)]
     resident = []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if isinstance(inputs[position], torch._subclasses.FakeTensor) and (device := _device_of_uses(node)) is not None:
+        if position in donated or not isinstance(inputs[position], torch._subclasses.FakeTensor):
+            continue
+        if (device := _device_of_uses(node)) is not None:
             made.append(Rewrite("resident", _line(next(u for u in node.users if u.op != "output"))))
             resident.append(Resident(position, device.index, _move(gm, node, device)))
             inputs[position] = node.meta["val"]

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._subclasses import FakeTensor
 
 from torch_overlay._inductor.relaunch.rewrites.graph import LARGEST
 
@@ -64,7 +65,8 @@ class Residents:
         """Return a copy of a host tensor on the device, of the same shape and strides."""
         stream = _stream(device)
         size = tensor.numel() * tensor.element_size()
-        if tensor.is_pinned():  # the device may be writing to it: the copy has its turn on the stream
+        if isinstance(tensor, FakeTensor) or tensor.is_pinned():
+            # The device may be writing to pinned memory: the copy has its turn on the stream.
             self.copies += 1
             return _plain_copy(tensor, device)
         kept = self.kept.get((position, stream))
