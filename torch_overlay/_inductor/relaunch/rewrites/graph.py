@@ -39,6 +39,7 @@ LARGEST = 1 << 20  # bytes of an input that is kept: they are compared at each c
 
 aten, prims = torch.ops.aten, torch.ops.prims
 INDEXING = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
+POSITIONS = (torch.int32, torch.int64)  # other types of indices are masks
 # Operators that change the shape of a tensor, and not a value.
 SHAPES = (
     *(aten.view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default),
@@ -177,7 +178,7 @@ def _copy_indices(gm: GraphModule) -> Iterator[Rewrite]:
         if node.target not in INDEXING or not _is_on_device(node.args[0]):
             continue
         indices = list(node.args[1])
-        on_host = [i for i, index in enumerate(indices) if _is_on_host(index) and _value(index).dtype != torch.bool]
+        on_host = [i for i, index in enumerate(indices) if _is_on_host(index) and _value(index).dtype in POSITIONS]
         if not on_host:
             continue
         device = _value(node.args[0]).device
