@@ -51,15 +51,23 @@ class Culprit:
     is_innocent: bool = False  # splitting it off would be wrong: there was no memory, or all models are made of it
 
 
-class Suspects(TorchDispatchMode):
-    """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
-    module with these globals that raises, or after which `is_broken()`."""
+class _Watched(TorchDispatchMode):
+    """A dispatch mode that sees what the generated module with these globals calls."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool]) -> None:
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
         super().__init__()
-        self.namespace, self.is_broken = namespace, is_broken
+        self.namespace = namespace
+
+
+class Suspects(_Watched):
+    """A dispatch mode for a capture that is expected to fail. `found` is the first operator called by the generated
+    module with these globals that raises, or after which `is_broken()`."""
+
+    def __init__(self, namespace: Mapping[str, Any], is_broken: Callable[[], bool]) -> None:
+        super().__init__(namespace)
+        self.is_broken = is_broken
         self.found: Culprit | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,15 +87,13 @@ class Suspects(TorchDispatchMode):
             self.found = Culprit(name_of(func), line, did(error), innocent)
 
 
-class Launchers(TorchDispatchMode):
+class Launchers(_Watched):
     """A dispatch mode that notes which operator of a region made each node of its graph."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]) -> None:
         """`nodes()` returns the handles of the nodes that the graph has so far."""
-        super().__init__()
-        self.namespace, self.nodes = namespace, nodes
+        super().__init__(namespace)
+        self.nodes = nodes
         self.made: dict[int, tuple[Any, str]] = {}  # handle -> operator and line
         self._known: set[int] = set()
 

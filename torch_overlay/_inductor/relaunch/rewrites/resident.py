@@ -65,7 +65,7 @@ class Residents:
         """Return a copy of a host tensor on the device, of the same shape and strides."""
         stream = _stream(device)
         size = tensor.numel() * tensor.element_size()
-        if isinstance(tensor, FakeTensor) or tensor.is_pinned():
+        if isinstance(tensor, FakeTensor) or _is_capturing() or tensor.is_pinned():
             # The device may be writing to pinned memory: the copy has its turn on the stream.
             self.copies += 1
             return _plain_copy(tensor, device)
@@ -74,7 +74,7 @@ class Residents:
             self.changes[position] = 0
             return kept[1]
         self.copies += 1
-        if size > LARGEST or tensor.is_neg() or not _is_dense(tensor) or _is_capturing():
+        if size > LARGEST or tensor.is_neg() or not _is_dense(tensor):
             return _plain_copy(tensor, device)
         pinned = _pinned(tensor)
         copy = _copied(pinned, device)
