@@ -233,6 +233,17 @@ class TestResidents(TestCase):
             self.given(a, b)
         self.assertLess(len(self.residents.kept), 12)
 
+    def test_nothing_is_kept_of_pinned_memory_nor_in_a_capture(self):
+        self.patch("_plain_copy", lambda tensor, device: tensor.clone())
+        scalar, table = torch.tensor(2.0), torch.arange(4.0)
+        with mock.patch.object(torch.Tensor, "is_pinned", return_value=True):
+            for n in range(3):
+                self.given(table + n, scalar)
+        self.assertEqual((self.residents.copies, self.residents.kept, self.residents.captured), (6, {}, []))
+        self.patch("_is_capturing", lambda: True)
+        self.assertEqual(self.given(table, scalar), [table, scalar])
+        self.assertEqual((self.residents.kept, self.residents.captured), ({}, [scalar]))
+
     def test_what_always_changes_is_compared_no_more(self):
         b = torch.zeros(2)
         compared = []

@@ -7,7 +7,6 @@ copy from it is done.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
@@ -26,7 +25,6 @@ MOST_CHANGES = 8  # calls in a row with other bytes; then they are not compared 
 PAUSE = 256  # calls
 STREAMS = 4  # whose copies are kept, for one input
 
-live: weakref.WeakSet[Residents] = weakref.WeakSet()
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -39,8 +37,8 @@ class Residents:
         self.rows = tuple(rows)
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by position and stream
         self.changes: Counter[int] = Counter()  # in a row, by position
+        self.captured: list[torch.Tensor] = []
         self.copies = 0
-        live.add(self)
 
     def around(self, model: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """Return a function that calls compiled code with the kept copies of its inputs."""
@@ -66,9 +64,8 @@ class Residents:
         stream = _stream(device)
         size = tensor.numel() * tensor.element_size()
         if isinstance(tensor, FakeTensor) or _is_capturing() or tensor.is_pinned():
-            # The device may be writing to pinned memory: the copy has its turn on the stream.
             self.copies += 1
-            return _plain_copy(tensor, device)
+            return self._not_kept(tensor, device)
         kept = self.kept.get((position, stream))
         if kept is not None and self.changes[position] < MOST_CHANGES and _same(kept[0], tensor, size):
             self.changes[position] = 0
@@ -84,6 +81,14 @@ class Residents:
             self.kept.clear()
         self.kept[position, stream] = pinned, copy
         return copy
+
+    def _not_kept(self, tensor: torch.Tensor, device: int) -> torch.Tensor:
+        """Copy what is in pinned memory, where the device may be writing to it, so that the copy has its turn on the
+        stream; or any tensor in a capture of the caller's, where Inductor has a scalar copied from pinned memory."""
+        if tensor.dim() or not _is_capturing():
+            return _plain_copy(tensor, device)
+        self.captured.append(pinned := _pinned(tensor))  # the caller's graph reads it
+        return _copied(pinned, device)
 
 
 def _stream(device: int) -> int:
