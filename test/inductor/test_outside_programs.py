@@ -6,6 +6,7 @@ Here the causes that show when the code is compiled; `outside_programs/run.py` r
 from __future__ import annotations
 
 import tempfile
+from unittest import mock
 
 import torch
 from torch._dynamo.test_case import TestCase
@@ -14,6 +15,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from outside_programs import by_name, PROGRAMS, run
 from outside_programs._program import causes_of
+from torch_overlay._dynamo import registry
 from torch_overlay._inductor.relaunch import coverage, refusals
 from torch_overlay.testing import observe, simulated_gpu
 
@@ -23,6 +25,10 @@ RUN = ("warm-up", "templates")  # codes that only calls show
 
 
 class TestCompiled(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(mock.patch.object(registry, "_has_streams", False))  # another test's programs had streams
+
     @parametrize("name", form.sampled(COMPILED, 5))
     def test_causes(self, name: str) -> None:
         program = by_name(name)
