@@ -127,6 +127,7 @@ class TestCommand(CommandTests):
         self.assertIn("broken: fails: doctor: ", out)
         self.assertIn("KeyError: 'no such key'", out)
 
+    @form.slow
     def test_switches_are_tried_on_a_script_in_another_process(self) -> None:
         script = self.folder / "script.py"
         script.write_text(textwrap.dedent(SCRIPT))

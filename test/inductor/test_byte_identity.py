@@ -155,6 +155,7 @@ class TestByteIdentity(unittest.TestCase):
 
         self.check(make, wrappers=2, backward=True)
 
+    @form.slow
     def test_training_of_gpt2(self) -> None:
         self.check(lambda: gpt2(training=True), wrappers=2, backward=True)
 
