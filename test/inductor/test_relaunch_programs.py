@@ -26,11 +26,13 @@ from relaunch_programs._check import Mismatch, Settings
 
 NAMES = [p.name for p in PROGRAMS]
 IN_ONE_PROCESS = [p.name for p in PROGRAMS if p.ranks == 1]
-IN_SEVERAL = [p.name for p in PROGRAMS if p.ranks > 1 and p.name != "ddp"]
+IN_SEVERAL = [p.name for p in PROGRAMS if p.ranks > 1 and p.name != "collectives"]
 
 
 class TestPrograms(TestCase):
-    @parametrize("name", form.sampled(IN_ONE_PROCESS, 5) + form.sampled(["ddp", *IN_SEVERAL], len(IN_SEVERAL) + 1))
+    @parametrize(
+        "name", form.sampled(IN_ONE_PROCESS, 5) + form.sampled(["collectives", *IN_SEVERAL], len(IN_SEVERAL) + 1)
+    )
     def test_without_graphs(self, name: str) -> None:
         program = by_name(name)
         if program.gpu_only:
