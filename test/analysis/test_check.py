@@ -735,7 +735,7 @@ class TestCommandLine(TestCase):
             self.assertRegex(done.stdout, r"^in eager the function has \d race")
 
     def test_racy(self) -> None:
-        done = self.run_check("model.py:racy", "--no-misaligned")
+        done = self.run_check("model.py:racy")
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertRegex(done.stdout, r"RAW: input 0 .*\n.*\n  second .* at model.py:\d+: a = x \* 2\n")
 

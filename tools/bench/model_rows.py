@@ -105,20 +105,15 @@ def _classes(batch: int) -> list[torch.Tensor]:
     return [torch.randint(0, CLASSES, (batch,), device=DEVICE) for _ in range(SETS)]
 
 
-def _language(name: str, train: bool, compile: Compile) -> Work:
-    model = _built(LANGUAGE[name])
+def _text(name: str, train: bool, compile: Compile) -> Work:
+    """A language model; one that is a pair gets the same tokens on both sides."""
+    model = _built((LANGUAGE | PAIRS)[name])
     inputs = tokens(model.config.vocab_size, 8 if train else 1, LENGTHS.get(name, LENGTH))
     if train:
         return training(model, compile, inputs, lambda ids: model(input_ids=ids, labels=ids).loss)
+    if name in PAIRS:
+        return inference(model, compile, inputs, lambda ids: model(input_ids=ids, decoder_input_ids=ids).logits)
     return inference(model, compile, inputs, lambda ids: model(input_ids=ids).logits)
-
-
-def _pair(name: str, train: bool, compile: Compile) -> Work:
-    model = _built(PAIRS[name])
-    inputs = tokens(model.config.vocab_size, 8 if train else 1, LENGTH)
-    if train:
-        return training(model, compile, inputs, lambda ids: model(input_ids=ids, labels=ids).loss)
-    return inference(model, compile, inputs, lambda ids: model(input_ids=ids, decoder_input_ids=ids).logits)
 
 
 def _images(model: nn.Module, train: bool, compile: Compile, call: Callable[[torch.Tensor], torch.Tensor]) -> Work:
@@ -210,8 +205,7 @@ def _generate(compile: Compile) -> Work:
 
 
 _KINDS = [
-    (LANGUAGE, _language),
-    (PAIRS, _pair),
+    (LANGUAGE | PAIRS, _text),
     (IMAGES, _image),
     (SPEECH, _speech),
     (TIMM, _timm),

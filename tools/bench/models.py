@@ -142,11 +142,10 @@ class _Served:
 
 class Process:
     def __init__(self, row: str, side: str, deterministic: bool) -> None:
-        from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
+        from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
         self.row, self.side = row, side
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")}
-        environment |= SIDES[side][0] | {DETERMINISTIC: str(int(deterministic))}
+        environment = environment_of(side) | {DETERMINISTIC: str(int(deterministic))}
         command = [sys.executable, __file__, "--serve", row, side]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(

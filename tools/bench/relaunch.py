@@ -35,7 +35,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
@@ -229,10 +228,10 @@ class Process:
 
     def __init__(self, row: str, side: str, warm: bool = False, compiled: bool = False) -> None:
         """With `compiled`, its kernels are in the compile caches: it needs no processes that compile beside it."""
-        from relaunch_process import SIDES  # pyrefly: ignore[missing-import]
+        from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
         self.row, self.side = row, side
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+        environment = environment_of(side)
         if compiled:
             environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         command = [sys.executable, str(HERE / "relaunch_process.py"), row, side, "--wait"]

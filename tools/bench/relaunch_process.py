@@ -48,6 +48,11 @@ SIDES: dict[str, tuple[dict[str, str], bool]] = {
 }
 
 
+def environment_of(side: str) -> dict[str, str]:
+    """The environment of a process that measures a side: this one's, with the options of the side alone."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")} | SIDES[side][0]
+
+
 RELAUNCH = ("relaunch", "chain")  # chain: with nothing side by side
 
 

@@ -289,8 +289,8 @@ def _function(compiled: CompiledCode) -> Function:
         outside.append(Outside(row.code, row.operator, row.line, row.reason, remedy, calls, launches))
     name = f"{compiled.code.name} #{compiled.number}"
     copies = compiled.residents.copies if compiled.residents is not None else 0
-    rewrites = tuple((kind, line) for kind, line in compiled.rewrites)
-    return Function(name, compiled.code.source, calls, tuple(regions), tuple(_merged(outside)), rewrites, copies)
+    causes = tuple(_merged(outside))
+    return Function(name, compiled.code.source, calls, tuple(regions), causes, compiled.rewrites, copies)
 
 
 def _merged(outside: Iterable[Outside]) -> list[Outside]:

@@ -22,6 +22,7 @@ can't be split, or an operator of the user's contains a collective, there is no 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from typing import Any, TYPE_CHECKING
@@ -83,16 +84,15 @@ def post_compile(
     what copies to the device the inputs that it was rewritten to take there."""
     found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
     residents = Residents(found.resident)
-    _wrap_in_graphs(original, compiled, example_inputs, constants, graph_kwargs, found.made, residents)
+    finish = functools.partial(original, compiled, example_inputs, constants, graph_kwargs)
+    _wrap_in_graphs(finish, compiled, graph_kwargs, found.made, residents)
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
 
 
 def _wrap_in_graphs(
-    original: Callable[..., None],
+    finish: Callable[[], None],
     compiled: Any,
-    example_inputs: Sequence[Any],
-    constants: Any,
     graph_kwargs: dict[str, Any],
     made: Sequence[Rewrite],
     residents: Residents,
@@ -102,7 +102,7 @@ def _wrap_in_graphs(
     wanted: Any = graph_kwargs.get("cudagraphs")
     unasked = not wanted and not getattr(wanted, "overlay_wanted", False)
     if unasked or inductor_config.cudagraph_policy is not None:
-        original(compiled, example_inputs, constants, graph_kwargs)
+        finish()
         return
     mode = chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
     if mode == "off":
@@ -111,7 +111,7 @@ def _wrap_in_graphs(
         if mode == "relaunch":
             notes = Partitions.read(compiled._overlay_partitions)
             _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes, made, residents)
-        original(compiled, example_inputs, constants, graph_kwargs)
+        finish()
         if mode == "relaunch" and not wanted:
             wanted.value = True
             if (found := why_not(compiled)) is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import time
 from typing import Any, TYPE_CHECKING
@@ -227,6 +226,6 @@ def patched(options: dict[str, object]) -> Iterator[None]:
     """Set options, given by their full names, for the time inside."""
     with contextlib.ExitStack() as stack:
         for name, value in options.items():
-            module, _, option = name.partition(".config.")
-            stack.enter_context(importlib.import_module(f"{module}.config").patch({option: value}))
+            module, option = remedies.split(name)
+            stack.enter_context(module.patch({option: value}))
         yield

@@ -43,8 +43,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """A remedy that was tried. Times are milliseconds of one step, of a script those of its run, None if nothing was
-    timed; `share` is the part of launches in graphs."""
+    """A remedy that was tried. Times are milliseconds of one step, None if nothing was timed (a script); `share` is
+    the part of launches in graphs."""
 
     code: str
     change: str

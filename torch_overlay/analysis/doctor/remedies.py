@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -37,18 +37,15 @@ def switches(findings: Iterable[Finding]) -> list[tuple[str, dict[str, object]]]
         for code, part, options in SWITCHES:
             if finding.code != code or part not in finding.message or options in [known for _, known in found]:
                 continue
-            if any(value_of(name) != value for name, value in options.items()):
+            if any(getattr(*split(name)) != value for name, value in options.items()):
                 found.append((code, options))
     return found
 
 
-def value_of(name: str) -> object:
-    """Return the value of an option, given by its full name."""
+def split(name: str) -> tuple[Any, str]:
+    """Return the configuration module and the option in it that a full name stands for."""
     module, _, option = name.partition(".config.")
-    value: object = importlib.import_module(f"{module}.config")
-    for part in option.split("."):
-        value = getattr(value, part)
-    return value
+    return importlib.import_module(f"{module}.config"), option
 
 
 def as_text(options: dict[str, object]) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensor
 
 from torch_overlay._inductor.relaunch.rewrites.graph import LARGEST
@@ -62,7 +63,7 @@ class Residents:
     def on_device(self, position: int, device: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a host tensor on the device, of the same shape and strides."""
         stream = _stream(device)
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if isinstance(tensor, FakeTensor) or _is_capturing() or tensor.is_pinned():
             self.copies += 1
             return self._not_kept(tensor, device)
@@ -71,7 +72,7 @@ class Residents:
             self.changes[position] = 0
             return kept[1]
         self.copies += 1
-        if size > LARGEST or tensor.is_neg() or not _is_dense(tensor):
+        if size > LARGEST or tensor.is_neg() or not is_non_overlapping_and_dense_or_false(tensor):
             return _plain_copy(tensor, device)
         pinned = _pinned(tensor)
         copy = _copied(pinned, device)
@@ -124,7 +125,3 @@ def _same(kept: torch.Tensor, tensor: torch.Tensor, size: int) -> bool:
         and not tensor.is_neg()
         and not _compare(kept.data_ptr(), tensor.data_ptr(), size)
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
