@@ -168,8 +168,8 @@ class Module:
         self.alloc_address = ctypes.cast(self.alloc, Handle).value
         self.free_address = ctypes.cast(self.free, Handle).value
 
-    def Blocks(self, exec_handle: int, nodes: tuple[Any, ...], slots: tuple[Any, ...], regions: int) -> PythonBlocks:
-        return PythonBlocks(self.driver, exec_handle, nodes, slots, regions)
+    def Blocks(self, *arguments: Any) -> PythonBlocks:
+        return PythonBlocks(self.driver, *arguments)
 
     def context(self) -> int:
         return self.driver.context()
@@ -398,7 +398,13 @@ class Module:
 
 class PythonBlocks:
     def __init__(
-        self, driver: Driver, exec_handle: int, nodes: tuple[Any, ...], slots: tuple[Any, ...], regions: int
+        self,
+        driver: Driver,
+        exec_handle: int,
+        nodes: tuple[Any, ...],
+        slots: tuple[Any, ...],
+        regions: int,
+        words: tuple[Any, ...] = (),
     ) -> None:
         self.driver = driver
         self.exec_handle = exec_handle
@@ -408,6 +414,7 @@ class PythonBlocks:
         self._regions = regions
         self._base: list[int | None] = [None] * regions
         self._nodes = [_Node(*node) for node in nodes]
+        self._words = [node for node, *_ in words]  # a `Call` writes them; patch() sets their nodes with all others
         self._slots: list[list[tuple[int, int, int]]] = [[] for _ in range(regions)]
         for node, offset, region, delta in slots:
             if not (0 <= node < len(nodes) and 0 <= region < regions and 0 <= offset <= self._nodes[node].size - 8):
@@ -464,6 +471,8 @@ class PythonBlocks:
                 block = self._nodes[node]
                 struct.pack_into("<Q", block.memory, block.skip + offset, (base + delta) % (1 << 64))
                 dirty[node] = None
+        if self.stale:
+            dirty.update(dict.fromkeys(self._words))
         self._base = fresh
         self.stale = True
         for node in dirty:

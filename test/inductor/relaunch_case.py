@@ -54,11 +54,15 @@ class RelaunchTestCase(TestCase):
         self.assertFalse(make_graph.capturing.locked())
         super().tearDown()
 
-    def runner(self, source, *, static=(), mutated=(), saved=(), verify=False, **namespace):
+    def runner(
+        self, source, *, static=(), mutated=(), saved=(), numbers=(), is_backward=False, verify=False, **namespace
+    ):
         """A Runner of `def region(args)` in a module like generated code's."""
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty, "aten": torch.ops.aten, **namespace}
         exec(source, scope)
-        code = Code("a region", 0, tuple(static), tuple(mutated), frozenset(saved))
+        code = Code(
+            "a region", 0, tuple(static), tuple(mutated), frozenset(saved), is_backward, numbers=frozenset(numbers)
+        )
         with config.patch(cudagraph_verify=verify):
             return Runner(scope["region"], code, self.device)
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import mmap
+import struct
 import threading
 import weakref
 from typing import Any
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
+from torch_overlay._inductor.relaunch.numbers.expressions import pack
+from torch_overlay._inductor.relaunch.numbers.words import settle
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
 
@@ -81,6 +84,49 @@ class Recorder(TorchDispatchMode):
             return tree_unflatten(placed, spec)
         self.recording.note(func, (args, kwargs), placed)
         return tree_unflatten(placed, spec)
+
+
+class Number:
+    """Stands for a number among a kernel's arguments."""
+
+    def __init__(self, letter: str) -> None:
+        self.letter = letter
+
+    def read(self, word: int) -> Any:
+        value = word.to_bytes(8, "little")
+        return struct.unpack("<d", value)[0] if self.letter == "d" else int.from_bytes(value, "little", signed=True)
+
+
+class Kernel:
+    """A kernel that generated code launches as it does Triton's: `function` gets tensors and numbers. `letters` has the
+    types of its parameters; `grid` is an expression of its parameters, whose names are `names`."""
+
+    def __init__(self, device: FakeDevice, function: Any, names: str, letters: str, grid: str = "1") -> None:
+        self.device, self.function, self.arg_tys = device, function, letters
+        scope: dict[str, Any] = {"runner": self.launch}
+        text = f"def launcher({names}, stream):\n    runner({grid}, 1, 1, stream, {names})"
+        exec(text, scope)
+        scope["launcher"]._is_static = True
+        self.launchers = [scope["launcher"]]
+
+    def run(self, *args: Any, stream: Any) -> None:
+        self.launchers[0](*args, stream=stream)
+
+    def launch(self, x: int, y: int, z: int, stream: Any, *args: Any) -> None:
+        assert all(type(v) is int for v in (x, y, z))
+        recording = getattr(self.device.thread, "recording", None)
+        if recording is None:
+            return self._run(*args)
+        words = [
+            a.data_ptr() if is_tensor(a) else int.from_bytes(pack(letter, a), "little")
+            for a, letter in zip(args, self.arg_tys, strict=True)
+        ]
+        arguments = [Slot(a) if is_tensor(a) else Number(letter) for a, letter in zip(args, self.arg_tys, strict=True)]
+        flat, spec = tree_flatten((tuple(arguments), {}))
+        recording.operations.append((self._run, spec, flat, [None], words))
+
+    def _run(self, *args: Any) -> None:
+        self.function(*args)
 
 
 class IsolatedAllocations:
@@ -237,6 +283,10 @@ class Launcher:
                 dirty.add(slot.node)
         return len(dirty)
 
+    def write(self, values: Any) -> None:
+        for slot, value in zip(self.template.numbers, values, strict=True):
+            self.operations[slot.node][4][slot.parameter] = int.from_bytes(value, "little")
+
     def addresses_of(self, operation: Any) -> list[int]:
         return operation[4]
 
@@ -245,7 +295,14 @@ class Launcher:
             func, spec, arguments, results, _ = operation
             at = iter(self.addresses_of(operation))
             flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
-            flat = [tensor_at(next(at), *a.like) if isinstance(a, Slot) else a for a in flat]
+            flat = [
+                tensor_at(next(at), *a.like)
+                if isinstance(a, Slot)
+                else a.read(next(at))
+                if isinstance(a, Number)
+                else a
+                for a in flat
+            ]
             args, kwargs = tree_unflatten(flat, spec)
             given = {t.data_ptr() for t in flat if is_tensor(t) or isinstance(t, STORAGES)}
             made = tree_flatten(func(*args, **kwargs))[0]
@@ -270,7 +327,7 @@ class NativeLauncher(Launcher):
         me = weakref.ref(self)
         self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        self.exec = module.Exec(handle, nodes, template.slots, template.regions)
+        self.exec = module.Exec(handle, nodes, template.slots, template.regions, template.numbers)
 
     def _run(self) -> int:
         with torch.no_grad():
@@ -365,8 +422,9 @@ class FakeDevice:
         torch.set_rng_state(state)
 
     def prove(self, first: Any, second: Any, namespace: Any) -> tuple[Any, Any]:
-        graph = first.recording.graph(first.segments)
-        return graph, prove(graph, second.recording.graph(second.segments))
+        graph, other = (captured.recording.graph(captured.segments) for captured in (first, second))
+        other, numbers = settle((first.uses, second.uses), (first.numbers, second.numbers), (graph, other))
+        return graph, dataclasses.replace(prove(graph, other), numbers=numbers)
 
     def relax(self, captured: Any, graph: Any, template: Any, namespace: Any) -> Any:
         known = {"segments": captured.segments, "inputs": len(captured.layout.inputs)}
@@ -435,4 +493,5 @@ def renumbered(template: Any, nodes: Any) -> Any:
         template,
         nodes=tuple(sorted((dataclasses.replace(n, index=at[n.index]) for n in template.nodes), key=lambda n: n.index)),
         slots=tuple(s._replace(node=at[s.node]) for s in template.slots),
+        numbers=tuple(s._replace(node=at[s.node]) for s in template.numbers),
     )

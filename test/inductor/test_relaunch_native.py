@@ -796,7 +796,7 @@ class TestArguments(TestCase):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
         defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
-        defaults |= {"direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
+        defaults |= {"numbers": ((),) * 4, "direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
         return modules["native"].Exec(0, (), (), 0).call(**defaults | arguments)
 
     def check(self, kind, message, make, *args, **kwargs):
@@ -822,6 +822,36 @@ class TestArguments(TestCase):
             message = f"the {what} must be a tuple, not int"
             self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+
+    def test_numbers(self):
+        def run(inputs=(), constants=(), steps=(), results=()):
+            self.call(numbers=(inputs, constants, steps, results))
+
+        run(((0, 0),), ((1, 0.5),), ((11, 0, 0), (6, 1, 2)))
+        self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
+        self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
+        self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
+        self.check(ValueError, "a number at a negative position", run, ((-1, 0),))
+        self.check(TypeError, "constant 0 must be a tuple", run, (), ([0, 1],))
+        self.check(OverflowError, "", run, (), ((0, 1 << 63),))
+        self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
+        wrong = "a step of numbers takes what isn't there, or has another type"
+        for step in ((0, 0, 1), (12, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
+            self.check(ValueError, wrong, run, ((0, 0),), (), (step,))
+        self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
+        self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))
+        self.check(ValueError, "so many number slots have no numbers", run, ((0, 0),), (), (), (0,))
+
+    def test_number_slots(self):
+        make = modules["native"].Blocks
+        node = (0, 0x1000, 0, "a node", bytes(144), (128,))
+        make(0, (node,), (), 0, ((0, 128, 3),))
+        self.check(TypeError, "number slot 0 must be a tuple", make, 0, (node,), (), 0, (3,))
+        outside = "a number slot lies outside of its node, or has an unknown type"
+        for slot in ((0, 141, 2), (1, 128, 0), (0, 128, 10), (0, 128, -1)):
+            self.check(ValueError, outside, make, 0, (node,), (), 0, (slot,))
+        fill = (1, 0x1000, 0, "a node", bytes(40), ())
+        self.check(ValueError, outside, make, 0, (fill,), (), 0, ((0, 0, 0),))
 
     def test_nodes_and_pointer_slots(self):
         make = modules["native"].Blocks

@@ -114,7 +114,9 @@ class TestPointers(TestCase):
         nothing = dict.fromkeys([*names.split(), "slab", "scratch"])
         lists = dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
         raw = (None, None, 0, (0, 0, 0))
-        call = self.native.Exec(0, (), (), 0).call(**nothing, **lists, direct=False, raw=raw, index=0)
+        call = self.native.Exec(0, (), (), 0).call(
+            **nothing, **lists, numbers=((),) * 4, direct=False, raw=raw, index=0
+        )
         return call.aligned
 
     def test_what_is_exchanged_under_the_same_object_is_seen(self):

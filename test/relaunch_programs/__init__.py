@@ -8,6 +8,7 @@
 - attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
+- numbers: integers and floats that change from call to call
 - kernels: of the user's own, of templates, of operators that allocate
 - concurrency: kernels that run side by side, and the memory that they share
 - scratch: memory that stays allocated between launches
@@ -31,6 +32,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     layouts,
     lifetime,
     mutation,
+    numbers,
     outputs,
     parameters,
     rng,

@@ -5,6 +5,7 @@
     region.c          and Region, the boundary of generated code
     aliased_memory.c  `relaunch`: memory for captures              relaunch.h, for all of `relaunch`
     data_ptr.c        addresses of tensors (`launch.data_ptrs`)
+    numbers.c         parameters that are computed from numbers (`numbers.expressions`)
     patch.c           the parameters of an executable's nodes (`launch.native`)
     scratch.c         scratch memory and its cache
     call.c            a relaunch as one call (`launch.native_call`)
@@ -26,8 +27,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 MAIN = "module.c"
-PARTS = ("driver_api.c", "events.c", "region.c", "aliased_memory.c", "data_ptr.c", "patch.c", "scratch.c", "call.c")
-PARTS += ("graph_reader.c",)
+PARTS = ("driver_api.c", "events.c", "region.c", "aliased_memory.c", "data_ptr.c", "numbers.c")
+PARTS += ("patch.c", "scratch.c", "call.c", "graph_reader.c")
 HEADERS = ("driver_api.h", "events.h", "relaunch.h")
 DRIVER = "libcuda.so.1"
 FLAGS = ("-std=gnu11", "-fvisibility=hidden")

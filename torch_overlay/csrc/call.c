@@ -28,7 +28,8 @@ typedef struct {
     PyObject *allocations;                   /* arguments of `empty`, for each storage */
     PyObject *slab, *types, *scratch;        /* arguments of `empty`, or None; dtypes of the slab's views */
     PyObject *empty, *reinterpret, *outputs; /* outputs: makes all outputs if a recipe can't, or None */
-    PyObject *replay;                        /* keeps the executable; not called if the driver launches */
+    Program numbers;
+    PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
     long device;
     Scratch raw; /* allocates the scratch without a tensor, if raw_alloc is not None */
@@ -54,6 +55,7 @@ static void call_dealloc(Call *self) {
         Py_XDECREF(each->offset);
     }
     scratch_clear(&self->raw);
+    program_clear(&self->numbers);
     PyMem_Free(self->recipe);
     PyMem_Free(self->input);
     PyMem_Free(self->order);
@@ -129,24 +131,24 @@ static int read_order(Call *self, PyObject *order) {
 }
 
 PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions",  "masks",    "allocations", "slab",        "types",     "scratch",
-                            "order",      "recipes",  "empty",       "reinterpret", "outputs",   "replay",
-                            "direct",     "raw",      "current",     "index",       "stream_of", "is_capturing",
-                            "misaligned", "counters", "group",       "counter",     NULL};
+    static char *names[] = {"positions",    "masks",      "allocations", "slab",    "types",       "scratch",
+                            "numbers",      "order",      "recipes",     "empty",   "reinterpret", "outputs",
+                            "replay",       "direct",     "raw",         "current", "index",       "stream_of",
+                            "is_capturing", "misaligned", "counters",    "group",   "counter",     NULL};
     Scratch *raw;
-    PyObject *positions, *masks, *order, *recipes;
+    PyObject *positions, *masks, *numbers, *order, *recipes;
     unsigned long long stream, alloc, release;
     Py_ssize_t size;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
     raw = &self->raw;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!OO!OO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type,
-                                     &positions, &PyTuple_Type, &masks, &PyTuple_Type, &self->allocations, &self->slab,
-                                     &PyTuple_Type, &self->types, &self->scratch, &PyTuple_Type, &order, &PyTuple_Type,
-                                     &recipes, &self->empty, &self->reinterpret, &self->outputs, &self->replay,
-                                     &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc, &release,
-                                     &self->current, &self->index, &self->stream_of, &self->is_capturing,
-                                     &self->misaligned, &self->counters, &self->group, &self->counter)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
+            &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types, &self->scratch,
+            &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs,
+            &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc, &release,
+            &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters,
+            &self->group, &self->counter)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -171,6 +173,12 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Py_INCREF(self->counter);
     Py_INCREF(raw->raw_alloc);
     Py_INCREF(raw->raw_delete);
+    if (program_init(&self->numbers, numbers)) goto failed;
+    if ((size_t)self->numbers.results != blocks->words) {
+        PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
+        goto failed;
+    }
+    self->least = self->numbers.least;
     self->inputs = PyTuple_GET_SIZE(positions);
     self->recipes = PyTuple_GET_SIZE(recipes);
     if (!(self->lock = PyThread_allocate_lock()) || !(self->input = PyMem_Calloc(self->inputs + 1, sizeof(Input)))
@@ -313,7 +321,7 @@ static void free_memory(Call *self, Memory *memory) {
     Py_CLEAR(memory->slab);
 }
 
-static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
+static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
     Blocks *blocks = self->blocks;
     size_t regions = (size_t)self->inputs;
     Py_ssize_t set = -1;
@@ -328,6 +336,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base) {
         PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
     else {
         blocks->busy = 1;
+        memcpy(blocks->value, values, blocks->words * sizeof *values);
         if (self->bound && !blocks->stale)
             set = set_moved(blocks, base, regions + 2);
         else {
@@ -464,7 +473,8 @@ static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBoo
 /* Launches. With `careful` it returns None if the graph can't be launched now, or an input is misaligned. */
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
-    size_t count = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
+    size_t regions = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
+    size_t count = regions + (size_t)self->numbers.results;
     Memory memory = {NULL, NULL, NULL, NULL};
     PyObject *result = NULL;
     Handle stream = NULL, now;
@@ -486,14 +496,16 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
         return NULL;
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
-    if ((code = read_inputs(self, inputs, base)) <= 0) {
+    if ((code = read_inputs(self, inputs, base)) > 0 && self->numbers.results)
+        code = program_run(&self->numbers, inputs, self->blocks->word, base + regions);
+    if (code <= 0) {
         if (!code && careful)
             result = Py_NewRef(Py_None);
         else if (!code)
             PyErr_SetNone(self->misaligned);
         goto done;
     }
-    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base)
+    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
         && !free_after_launch(self, &memory)
         && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
         && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))

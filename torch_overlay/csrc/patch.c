@@ -17,6 +17,8 @@ static void blocks_dealloc(Blocks *self) {
     PyMem_Free(self->known);
     PyMem_Free(self->given);
     PyMem_Free(self->turn_of);
+    PyMem_Free(self->word);
+    PyMem_Free(self->value);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -90,13 +92,38 @@ static int read_slots(Blocks *self, PyObject *slots, const size_t *size) {
     return 0;
 }
 
+static int read_words(Blocks *self, PyObject *words, const size_t *size) {
+    for (size_t i = 0; i < self->words; i++) {
+        PyObject *item = PyTuple_GET_ITEM(words, (Py_ssize_t)i);
+        unsigned long long node, offset;
+        Word *word = &self->word[i];
+        size_t length;
+        if (!is_tuple(item, "number slot", (Py_ssize_t)i)
+            || !PyArg_ParseTuple(item, "KKi;a number slot is (node, offset, type)", &node, &offset, &word->type))
+            return -1;
+        length = size_of_word(word->type);
+        if (!length || node >= self->nodes || self->node[node].kind || size[node] < length
+            || offset > size[node] - length) {
+            PyErr_SetString(PyExc_ValueError, "a number slot lies outside of its node, or has an unknown type");
+            return -1;
+        }
+        word->node = (size_t)node;
+        word->where = self->node[node].block + offset;
+        memcpy(&word->held, word->where, length);
+        self->value[i] = word->held;
+    }
+    return 0;
+}
+
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
-    PyObject *nodes, *slots;
+    PyObject *nodes, *slots, *words = NULL;
     size_t *size = NULL, i;
     Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions)) return NULL;
+    if (!PyArg_ParseTuple(args, "KO!O!n|O!", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
+                          &PyTuple_Type, &words))
+        return NULL;
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
     self->exec = (Handle)(uintptr_t)exec;
@@ -104,6 +131,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->nodes = (size_t)PyTuple_GET_SIZE(nodes);
     self->slots = (size_t)PyTuple_GET_SIZE(slots);
     self->regions = (size_t)regions;
+    self->words = words ? (size_t)PyTuple_GET_SIZE(words) : 0;
     self->stale = 1;
     if (!(size = PyMem_Calloc(self->nodes + 1, sizeof *size))
         || !(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
@@ -113,13 +141,15 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         || !(self->turn_of = PyMem_Calloc(self->nodes + 1, sizeof *self->turn_of))
         || !(self->base = PyMem_Calloc(self->regions + 1, sizeof *self->base))
         || !(self->fresh = PyMem_Calloc(self->regions + 1, sizeof *self->fresh))
+        || !(self->word = PyMem_Calloc(self->words + 1, sizeof *self->word))
+        || !(self->value = PyMem_Calloc(self->words + 1, sizeof *self->value))
         || !(self->known = PyMem_Calloc(self->regions + 1, 1)) || !(self->given = PyMem_Calloc(self->regions + 1, 1))) {
         PyErr_NoMemory();
         goto failed;
     }
     for (i = 0; i < self->nodes; i++)
         if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), (Py_ssize_t)i, &size[i])) goto failed;
-    if (read_slots(self, slots, size)) goto failed;
+    if (read_slots(self, slots, size) || (words && read_words(self, words, size))) goto failed;
     PyMem_Free(size);
     return (PyObject *)self;
 failed:
@@ -170,15 +200,32 @@ static int read_bases(Blocks *self, PyObject *bases, PyObject *regions) {
     return 0;
 }
 
+static size_t list_node(Blocks *self, size_t node, size_t count) {
+    if (self->turn_of[node] == self->turn) return count;
+    self->turn_of[node] = self->turn;
+    self->dirty[count] = node;
+    return count + 1;
+}
+
 /* Writes the pointer slots of a region, and puts their nodes on the list `dirty`. Returns the list's new length. */
 static size_t write_slots(Blocks *self, size_t region, uint64_t base, size_t count) {
     for (size_t i = self->first[region]; i < self->first[region + 1]; i++) {
         Slot *slot = &self->slot[i];
         uint64_t value = base + slot->delta;
         memcpy(slot->where, &value, sizeof value);
-        if (self->turn_of[slot->node] == self->turn) continue;
-        self->turn_of[slot->node] = self->turn;
-        self->dirty[count++] = slot->node;
+        count = list_node(self, slot->node, count);
+    }
+    return count;
+}
+
+/* Writes the number slots whose value has changed, and puts their nodes on the list. */
+static size_t write_words(Blocks *self, size_t count) {
+    for (size_t i = 0; i < self->words; i++) {
+        Word *word = &self->word[i];
+        if (!self->stale && word->held == self->value[i]) continue;
+        word->held = self->value[i];
+        memcpy(word->where, &word->held, size_of_word(word->type));
+        count = list_node(self, word->node, count);
     }
     return count;
 }
@@ -219,7 +266,7 @@ Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
         self->base[r] = base[r];
         count = write_slots(self, r, base[r], count);
     }
-    return set_listed(self, count);
+    return set_listed(self, write_words(self, count));
 }
 
 /* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
@@ -237,7 +284,7 @@ Py_ssize_t set_nodes(Blocks *self) {
     }
     memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
     memcpy(self->known, self->given, self->regions);
-    return set_listed(self, count);
+    return set_listed(self, write_words(self, count));
 }
 
 int get_context(Handle *now) {

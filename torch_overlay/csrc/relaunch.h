@@ -79,10 +79,20 @@ typedef struct {
     size_t node;
 } Slot;
 
+/* A number slot: a parameter that a launch computes. `held` is what it holds. */
+typedef struct {
+    unsigned char *where;
+    size_t node;
+    int type;
+    uint64_t held;
+} Word;
+
 typedef struct {
     PyObject_HEAD
     Handle exec, context; /* context: in which the executable was made */
-    size_t nodes, slots, regions;
+    size_t nodes, slots, regions, words;
+    Word *word;
+    uint64_t *value; /* what each word is to hold */
     Node *node;
     Slot *slot;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;  /* dirty: nodes to set, at most all */
@@ -98,6 +108,33 @@ Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions);
 Py_ssize_t set_nodes(Blocks *self);
 int get_context(Handle *now);
 int have_context(Blocks *self, Handle now);
+
+/* ---- numbers.c ---- */
+
+typedef union {
+    int64_t i;
+    double d;
+} Number;
+
+typedef struct {
+    int operation, a, b;
+} Step;
+
+/* Computes the values of words from the numbers among the inputs. Registers: inputs, constants, steps. */
+typedef struct {
+    Py_ssize_t inputs, constants, steps, results, least; /* least: so many inputs a call has at the least */
+    Py_ssize_t *position;                                /* of each input */
+    unsigned char *is_float;                             /* of each register */
+    Number *start;                                       /* the registers before a run: constants are in place */
+    Step *step;
+    int *result; /* registers */
+} Program;
+
+size_t size_of_word(int type);
+int program_init(Program *self, PyObject *numbers);
+void program_clear(Program *self);
+/* 1: done, in `value`. 0: the numbers are unfit. -1: an error. */
+int program_run(const Program *self, PyObject *inputs, const Word *words, uint64_t *value);
 
 /* ---- scratch.c ---- */
 

@@ -273,7 +273,7 @@ def _one_line(text: Any) -> str:
 
 def _function(compiled: CompiledCode) -> Function:
     runners = [(number, runner) for number, ref in compiled.runners if (runner := ref()) is not None]
-    kernels = [count for count, _ in compiled.partitions.graphs]
+    kernels = [count for count, *_ in compiled.partitions.graphs]
     regions, outside, calls = [], [], compiled.calls
     for number, runner in runners:
         region = _region(runner, kernels[number] if number < len(kernels) else 0)

@@ -29,10 +29,11 @@ class SplitOff(NamedTuple):
 
 
 class Partitions(NamedTuple):
-    """The number of kernels of each partition that gets a graph, in order, with the line of the first, and what is
-    split off. Kernels are counted in generated code, where each call of a library or a custom operator is one."""
+    """The number of kernels of each partition that gets a graph, in order, with the line of the first, and the names of
+    the symbols that are its last inputs; and what is split off. Kernels are counted in generated code, where each call
+    of a library or a custom operator is one."""
 
-    graphs: tuple[tuple[int, str], ...] = ()
+    graphs: tuple[tuple[int, str, tuple[str, ...]], ...] = ()
     split_off: tuple[SplitOff, ...] = ()
 
     def plain(self) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ def of_graph(graph: Any) -> Partitions:
     found = getattr(graph, "_overlay_partitions", None)
     if found is None:  # it isn't partitioned
         scheduler = getattr(graph, "scheduler", None)
-        found = Partitions() if scheduler is None else Partitions((_counted(scheduler.nodes),))
+        found = Partitions() if scheduler is None else Partitions(((*_counted(scheduler.nodes), ()),))
     return found
 
 
@@ -64,7 +65,7 @@ def log_graph_partitions(
         if signature.skip_cudagraph:
             rows += [_why(scheduler, node) for node in partition if _launches(node)]
         else:
-            counted.append(_counted(partition))
+            counted.append((*_counted(partition), tuple(symbol.name for symbol in signature.symbol_inputs)))
     graph: Any = V.graph
     graph._overlay_partitions = Partitions(tuple(counted), tuple(rows))
     original(scheduler, partitions, signatures)

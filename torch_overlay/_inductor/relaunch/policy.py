@@ -187,9 +187,33 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
         wanted.overlay_wanted = True
     (output,) = given["gm"].graph.find_nodes(op="output")
     compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
-    compiled._overlay_partitions = partitions.of_graph(given["graph"]).plain()
+    notes = partitions.of_graph(given["graph"])
+    compiled._overlay_partitions = notes.plain()
     compiled._overlay_rewrites = rewrites.current().plain()
+    compiled._overlay_numbers = free_numbers(given["gm"], notes)
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
+
+
+def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the inputs that are integers on which no tensor's size or stride depends: those of the
+    graph, then those of each partition, which count from the end."""
+    from torch import SymInt, Tensor
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+    from torch.utils._pytree import tree_leaves
+
+    in_shapes: set[str] = set()
+    for module in gm.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+            in_shapes.update(str(symbol) for tensor in tensors for symbol in free_symbols(tensor))
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    names = [str(v.node.expr) if isinstance(v, SymInt) and v.node.expr.is_Symbol else None for v in values]
+
+    def free(symbols: Sequence[str | None]) -> Iterator[int]:
+        return (k for k, symbol in enumerate(symbols) if symbol is not None and symbol not in in_shapes)
+
+    partitions = [tuple(k - len(symbols) for k in free(symbols)) for _, _, symbols in notes.graphs]
+    return tuple(free(names)), *partitions
 
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
@@ -275,7 +299,15 @@ def describe(
         is_backward=is_backward,
         source=_partition_line(graph, number) or _first_line(placeholders, stack_traces),
         compile_id=_compile_id(),
+        numbers=frozenset(_numbers(graph, partition, number)),
     )
+
+
+def _numbers(graph: Any, partition: Any, number: int) -> tuple[int, ...]:
+    whole, *partitions = getattr(graph, "_overlay_numbers", ((),))
+    if partition is None:
+        return whole
+    return partitions[number] if number < len(partitions) else ()
 
 
 def _partition_line(graph: Any, number: int) -> str:

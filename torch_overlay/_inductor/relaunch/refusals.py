@@ -33,6 +33,8 @@ class Code:
     is_backward: bool = False
     source: str = ""  # the first line of the user's program that the region was compiled from
     compile_id: Any = None  # Dynamo's, of the frame that it was compiled for
+    # Positions of numbers that no tensor's size or stride depends on; negative ones count from the end.
+    numbers: frozenset[int] = frozenset()
 
     @property
     def is_training(self) -> bool:

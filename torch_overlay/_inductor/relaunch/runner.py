@@ -7,6 +7,11 @@
 The key of a call is made of the inputs that are not tensors on the device (`keys`). Each key has its own `State`; the
 least recently used state is dropped when there are too many. Seeds of attention are in no key, whether they are on the
 host or on the device: Note [Seeds of attention] of `attention_seeds`.
+
+Note [Numbers that are parameters]
+A number that no tensor's size or stride depends on is left out of the key: the graph computes with the number of each
+launch (`numbers`). If a capture shows that the region uses the number for anything else, the number is put into the key
+(`kept`), and the region begins anew.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, rela
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -78,6 +84,8 @@ class Runner:
         self.scalars: frozenset[int] = frozenset()  # positions of tensors in host memory
         self.has_large = False  # a tensor in host memory was too large for a key; that is reported once
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
+        self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
+        self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
         self.captures = 0
         self.warm_ups = 0  # since the last capture
         self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
@@ -146,7 +154,10 @@ class Runner:
     # -- keys, states, and how a state gets its graph
 
     def _make_key(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
-        others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in self.seeds]
+        could_be = {range(len(inputs))[k] for k in self.code.numbers}.difference(self.kept)
+        self.free = tuple([k for k in sorted(could_be) if type(inputs[k]) in NUMBERS])
+        left_out = self.seeds.union(self.free)
+        others = [k for k, value in enumerate(inputs) if not capture.is_region(value) and k not in left_out]
         scalars = [k for k in others if isinstance(inputs[k], torch.Tensor)]
         numbers = [k for k in others if k not in scalars]
         self.keyed, self.scalars = (*numbers, *scalars), frozenset(scalars)
@@ -175,6 +186,15 @@ class Runner:
             self.scalars = self.scalars.intersection(self.keyed)
             numbers, scalars = ([k for k in self.keyed if (k in self.scalars) is among] for among in (False, True))
             self.key_of = keys.key_of(numbers, scalars)
+
+    def _keep_in_key(self, positions: Collection[int], why: str) -> None:
+        """Put numbers into the key. What there is was made without them, so all of it is dropped."""
+        for k in positions:
+            message = "%s: each value of the number at input %d gets a graph of its own: %s"
+            refusals.log.info(message, self.code.name, k, why)
+        with self.lock:
+            self.kept |= dict.fromkeys(positions, why)
+        self.forget()
 
     def forget(self) -> None:
         """Drop all graphs; the next call is a first call again."""
@@ -234,7 +254,12 @@ class Runner:
         with self.device.guard():
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
-            ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
+            try:
+                ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
+            except Escaped as escaped:
+                self._keep_in_key(escaped.positions, str(escaped))
+                inputs[:] = originals
+                return self._by_key(inputs)
             if not ready or (relaunch := state.relaunch) is None:  # None: another thread has dropped it
                 inputs[:] = originals
                 return self._outside(state.refused or "busy", inputs)
@@ -243,6 +268,9 @@ class Runner:
                 originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
             try:
                 result = relaunch.launch(inputs, originals or None)
+            except Misaligned:  # what is aligned above, so a number is unfit
+                inputs[:] = originals or inputs
+                return self._outside("number", inputs)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError) or not untried:
                     if untried:
@@ -349,7 +377,8 @@ class Runner:
         if not capturing.acquire(blocking=False):
             return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
-        work = Work(self.device, self.model, inputs, alignments, state.plan, self.code)
+        numbers = {k: inputs[k] for k in self.free}
+        work = Work(self.device, self.model, inputs, alignments, state.plan, self.code, numbers)
         try:
             self.captures += 1
             self.warm_ups = 0
@@ -363,6 +392,9 @@ class Runner:
             for launcher in launchers:
                 if (patcher := getattr(launcher, "patcher", None)) is not None:
                     patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
+        except Escaped:
+            self.captures -= 1
+            raise
         except Refusal as refusal:
             self._blame(state, find_launcher(work, refusal))
             if not state.refused:

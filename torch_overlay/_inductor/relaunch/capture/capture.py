@@ -23,6 +23,7 @@ import contextlib
 import gc
 import weakref
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -39,6 +40,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
 )
 from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
 from torch_overlay._inductor.relaunch.memory.outputs import (
+    Computed,
     Empty,
     Given,
     Layout,
@@ -52,6 +54,8 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     view_of,
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
+from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
+from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
 
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.numbers.launches import Use
     from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library checks for more
@@ -75,6 +80,8 @@ class Captured:
     lives: list[Life]  # of all regions
     products: list[Product] | None  # None: the uses of memory were not noted
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
+    numbers: Mapping[int, Any]  # position -> value of the traced inputs
+    uses: Sequence[Use]  # of these numbers
 
 
 class _Placing(Observer):
@@ -129,7 +136,8 @@ class _Group:
 
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
-    of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write."""
+    of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
+    `numbers`: values of the inputs that are traced, by position."""
 
     def __init__(
         self,
@@ -140,9 +148,11 @@ class Capture:
         recording: Any,
         holes: Sequence[int] = (),
         with_uses: bool = False,
+        numbers: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
-        self.holes, self.with_uses = holes, with_uses
+        self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
+        self.launches = Launches(recording.nodes)
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
@@ -159,7 +169,9 @@ class Capture:
             watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
-                with observed(namespace_of(self.model), self.observer), watch:
+                namespace = namespace_of(self.model)
+                tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
+                with observed(namespace, self.observer), tracing, watch:
                     given, stand_ins = stand_ins, []
                     outputs = self.model(given)
                     del given
@@ -187,10 +199,11 @@ class Capture:
         segments = [Segment(address, size, region) for region, (address, size) in enumerate(regions)]
         segments += [Segment(address, 8, FIXED, 8 * i) for i, address in enumerate(self.recording.fixed)]
         learned = self.observer.plan(self.astray, self.plan)
-        noted = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
+        seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        return Captured(layout, segments, learned, self.recording, places, noted, observer.products, observer.results)
+        proven = observer.products, observer.results, self.numbers, self.launches.uses
+        return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
         """Refuse if memory of the capture is still in use after it: its addresses will be invalid. The holder may be a
@@ -205,6 +218,8 @@ class Capture:
             raise Refusal("kept", f"{many} still in use when it has ended, and would be used again at the next call")
 
     def _stand_in(self, position: int, value: Any) -> Any:
+        if position in self.numbers:
+            return Traced.input(position, self.numbers[position])
         if not is_region(value):
             return value
         if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
@@ -289,7 +304,9 @@ class Capture:
         inputs = {id(v): k for k, v in reversed(list(enumerate(stand_ins))) if isinstance(v, torch.Tensor)}
         seen: dict[int, int] = {}
         for number, out in enumerate(outputs):
-            if not isinstance(out, torch.Tensor):
+            if isinstance(out, Traced):
+                recipes.append(Computed(out.expression))
+            elif not isinstance(out, torch.Tensor):
                 recipes.append(Given(out))
             elif id(out) in inputs:
                 recipes.append(SameInput(inputs[id(out)]))

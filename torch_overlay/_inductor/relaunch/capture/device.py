@@ -34,6 +34,7 @@ from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
 from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
+from torch_overlay._inductor.relaunch.numbers.words import settle
 from torch_overlay._inductor.relaunch.prepare import prepare
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -126,13 +127,15 @@ class Cuda:
             read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
         check_libraries(read[0])
         snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
+        numbers = first.numbers, second.numbers
+        read[1], slots = settle((first.uses, second.uses), numbers, (read[0], read[1]))
         template = prove(
             *read,
             foreign=graphs.freed_memory(snapshot),
             on_device=graphs.is_device_memory,
             signatures=signatures_of(namespace),
         )
-        return read[0], template
+        return read[0], dataclasses.replace(template, numbers=slots)
 
     def handle_of(self, captured: Captured, number: int) -> int:
         """Return the handle of a node by its number in the proof."""

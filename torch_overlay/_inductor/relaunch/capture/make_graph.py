@@ -19,21 +19,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import MappingProxyType
 from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, Launchers, Suspects
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
+from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped
+from torch_overlay._inductor.relaunch.numbers.words import another
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
 from torch_overlay._inductor.streams.runtime import Spec
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.refusals import Code
 
@@ -48,7 +54,7 @@ capturing = threading.Lock()
 
 class Work(NamedTuple):
     """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
-    aligned."""
+    aligned. `numbers`: values of the inputs that a launch is to compute with, by position."""
 
     device: Any
     model: Callable[[list[Any]], Any]
@@ -56,26 +62,41 @@ class Work(NamedTuple):
     alignments: Sequence[int]
     plan: Plan
     code: Code
+    numbers: Mapping[int, Any] = MappingProxyType({})
 
     @property
     def namespace(self) -> dict[str, Any]:
         return namespace_of(self.model) or {}
 
     def capture(self, recording: Any, **options: Any) -> Captured:
+        options = {"numbers": self.numbers, **options}
         return Capture(self.model, self.inputs, self.alignments, self.plan, recording, **options).run(self.code)
 
 
 def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Refusal, or what the
-    region itself raises."""
+    region itself raises; Escaped if a launch can't compute with the numbers."""
+    try:
+        return _make_graph(work)
+    except (Escaped, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # for code that uses traced numbers where they are not expected
+        if work.numbers:
+            raise Escaped(frozenset(work.numbers), f"{type(error).__name__}: {error}") from error
+        raise
+
+
+def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     device, code, namespace = work.device, work.code, work.namespace
     check_streams(work.model)
     check_collectives(work.model)
     holes = device.holes() if code.saved_outputs else []
     with_uses = device.concurrent and not code.is_training
 
-    def take(recording: Any, with_uses: bool = False) -> Captured:
-        return work.capture(recording, holes=holes, with_uses=with_uses)
+    others = {k: another(value) for k, value in work.numbers.items()}
+
+    def take(recording: Any, with_uses: bool = False, numbers: Mapping[int, Any] = work.numbers) -> Captured:
+        return work.capture(recording, holes=holes, with_uses=with_uses, numbers=numbers)
 
     with _recordings(device) as record:
         first = take(record(1), with_uses)
@@ -85,7 +106,7 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses)
-        second = take(record(2))
+        second = take(record(2), numbers=others)
         try:
             graph, template = _prove(device, first, second, namespace)
         except Refusal as refusal:
@@ -95,10 +116,12 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             elsewhere = record(3)
             first.recording.discard()
             second.recording.discard()
-            first, second = take(elsewhere, with_uses), take(record(5))
+            first, second = take(elsewhere, with_uses), take(record(5), numbers=others)
             graph, template = _prove(device, first, second, namespace)
         with no_collection():
             second.recording.discard()
+            if template.numbers and memcpy_nodes.moving(template):
+                raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
             edges = device.relax(first, graph, template, namespace)
             arrangement = arrange(_proven(first, second, template, edges, work.inputs, work.plan.dying, code))
             return device.instantiate(first, arrangement)

@@ -35,7 +35,7 @@ class Launcher:
             self.patch: Callable[..., int] = self.patcher.patch
         else:
             self.exec = native.implementation().Exec(
-                graph.raw_cuda_graph_exec(), template.nodes, template.slots, template.regions
+                graph.raw_cuda_graph_exec(), template.nodes, template.slots, template.regions, template.numbers
             )
             self.patch = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.

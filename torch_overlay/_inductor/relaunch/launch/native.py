@@ -58,13 +58,14 @@ import torch
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
+from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, PointerSlot
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +127,16 @@ DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
 
-def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], slots: Iterable[PointerSlot], regions: int) -> Any:
-    """Return the parameter blocks of an executable graph, for the nodes and pointer slots of a template with so many
-    regions.
+def _make_exec(
+    module: Any,
+    exec_handle: int,
+    nodes: Iterable[Node],
+    slots: Iterable[PointerSlot],
+    regions: int,
+    numbers: Sequence[NumberSlot] = (),
+) -> Any:
+    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
+    with so many regions.
 
     `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
     moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
@@ -139,7 +147,7 @@ def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], slots: Iter
     The blocks live as long as the object, and the object must live as long as the executable is patched.
     """
     patched = sorted(slots, key=lambda slot: (slot.region, slot.node))
-    wanted = {slot.node for slot in patched}
+    wanted = {slot.node for slot in (*patched, *numbers)}
     by_index = {node.index: node for node in nodes if node.index in wanted}
     position = {index: place for place, index in enumerate(by_index)}
     context = 0
@@ -149,7 +157,18 @@ def _make_exec(module: Any, exec_handle: int, nodes: Iterable[Node], slots: Iter
     places = tuple(
         [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
     )
-    return module.Blocks(exec_handle, blocks, places, regions)
+    words = tuple([(position[slot.node], _word(by_index[slot.node], slot), letter_number(slot)) for slot in numbers])
+    return module.Blocks(exec_handle, blocks, places, regions, words)
+
+
+def letter_number(slot: NumberSlot) -> int:
+    """Return the number that the C source has for the type of a number slot."""
+    return LETTERS.index(slot.letter)
+
+
+def _word(node: Node, slot: NumberSlot) -> int:
+    """Return the offset of the number slot in the node's block."""
+    return PARAMETERS_AT + node.parameters[slot.parameter][0]
 
 
 def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:

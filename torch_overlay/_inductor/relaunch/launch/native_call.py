@@ -24,6 +24,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.memory.outputs import Empty, Given, OfStorage, Recipe, Repeated, SameInput
+from torch_overlay._inductor.relaunch.numbers.expressions import Program
 
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY = range(7)
 
 
 class Misaligned(Exception):
-    """An input is less aligned than the one that the graph was captured with."""
+    """An input is less aligned than the one that the graph was captured with, or is a number that the graph can't
+    take."""
 
 
 def raw(size: int) -> tuple[Any, ...]:
@@ -56,6 +58,7 @@ def bind(relaunch: Relaunch) -> Any:
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
     simple = None not in recipes
     size = layout.scratch_size
+    program = Program.of([slot.expression for slot in relaunch.template.numbers])
     return make(
         positions=layout.inputs,
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
@@ -63,6 +66,7 @@ def bind(relaunch: Relaunch) -> Any:
         slab=raw(layout.saved_size) if layout.saved_size else None,
         types=tuple(types) if simple else (),
         scratch=raw(size) if size else None,
+        numbers=(program.inputs, program.constants, program.code, program.results),
         order=layout.order,
         recipes=tuple(recipes) if simple else (),
         empty=device.empty,

@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters
 from torch_overlay._inductor.relaunch.launch import data_ptrs, native, native_call
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned, raw, reinterpret
 from torch_overlay._inductor.relaunch.memory.outputs import (
+    Computed,
     Empty,
     Given,
     Layout,
@@ -39,6 +40,8 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     SameInput,
     View,
 )
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
+from torch_overlay._inductor.relaunch.numbers.words import values_of
 
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ class Relaunch:
         moving = [k for k in layout.inputs if k not in static]
         same, addresses_of = data_ptrs.same, data_ptrs.addresses
         masks = tuple(self.alignments[k] - 1 for k in moving)
+        numbers, write = self.template.numbers, getattr(self.launcher, "write", None)
         own, order = len(layout.own), layout.order
         arguments = [*map(self.allocation, layout.own), raw(layout.saved_size), raw(layout.scratch_size)]
         allocations = [(k, arguments[k]) for k in order]
@@ -157,6 +161,10 @@ class Relaunch:
             given = addresses_of(inputs, moving)
             if any(map(and_, given, masks)):
                 raise Misaligned
+            try:
+                values = values_of(numbers, inputs)
+            except Unfit as error:
+                raise Misaligned from error
             made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}
             bases = [*given, *made.values()]
             with lock:
@@ -166,6 +174,8 @@ class Relaunch:
                         totals[1] += patch(bases, regions)
                     else:
                         totals[1] += patch_all(inputs, bases)
+                    if write is not None:
+                        write(values)
                     replay()
                 finally:
                     thread.launching = False
@@ -194,7 +204,7 @@ def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
     recipes = layout.recipes
     own = {number: i for i, number in enumerate(layout.own)}
     fixed: list[Any] = [None] * len(recipes)
-    whole, of_made, of_slab, of_inputs, same, repeated, empties = [], [], [], [], [], [], []
+    whole, of_made, of_slab, of_inputs, same, repeated, empties, computed = [], [], [], [], [], [], [], []
     seen: set[int] = set()
     for i, recipe in enumerate(recipes):
         match recipe:
@@ -206,6 +216,8 @@ def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
                 same.append((i, position))
             case OfInput(position, view):
                 of_inputs.append((i, position, view))
+            case Computed(expression):
+                computed.append((i, expression))
             case Empty(view):
                 empties.append((i, (view.size, view.stride, view.dtype)))
             case OfStorage(number, view) if number in own:
@@ -238,6 +250,8 @@ def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
             result[i] = source[position]
         for i, position, view in of_inputs:
             result[i] = view_of_input(source[position], view)
+        for i, expression in computed:
+            result[i] = evaluate(expression, source)
         for i, arguments in empties:
             result[i] = empty(*arguments)
         for i, output in repeated:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import outputs, Relaunch
-from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, SameInput
+from torch_overlay._inductor.relaunch.memory.outputs import Computed, Given, OfInput, SameInput
+from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of
 
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class Split:
         self.masks = tuple([alignments[k] - 1 for k in self.positions])
         self.aligned = getattr(self.stages[0].call, "aligned", data_ptrs.aligned)
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
+        self.returned += inputs_of(r.expression for r in layout.recipes if isinstance(r, Computed))
+        self.numbers = arrangement.numbers
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
         self.results = arrangement.results
@@ -81,9 +84,10 @@ class Split:
             raise Misaligned
         source = {k: (originals or inputs)[k] for k in self.returned}
         slots = inputs[: self.first] + [None] * (self.slots - self.first)
+        numbers = [inputs[k] for k in self.numbers]
         inputs.clear()
         for stage, takes, gives, drops in self.steps:
-            made = stage.launch([slots[k] for k in takes])
+            made = stage.launch([*[slots[k] for k in takes], *numbers])
             for k, tensor in zip(gives, made, strict=True):
                 slots[k] = tensor
             del made

@@ -33,6 +33,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.memory.outputs import Layout, OfStorage, Recipe, Repeated, Storage, View
 from torch_overlay._inductor.relaunch.memory.packing import aligned, cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, moved
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Template
 
 
@@ -65,6 +66,11 @@ class Arrangement:
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
+
+    @property
+    def numbers(self) -> list[int]:
+        """The positions of the inputs that number slots refer to. A stage gets these numbers after its tensors."""
+        return sorted(inputs_of(slot.expression for slot in self.template.numbers))
 
     def describe(self) -> str:
         """Return a text with the MiB that each launch allocates, and how many of them are scratch."""
@@ -159,7 +165,9 @@ def _moved(proven: Proven, places: Mapping[int, tuple[int, int]], nodes: Sequenc
         for index, parameter, offset, region, delta in proven.pointer_slots.get(node.index, ()):
             new, moved = places[region]
             pointer_slots.append(PointerSlot(index, parameter, offset, new, moved + delta))
-    return Template(regions, tuple(nodes), tuple(pointer_slots))
+    own = {node.index for node in nodes}
+    numbers = tuple(slot for slot in proven.template.numbers if slot.node in own)
+    return Template(regions, tuple(nodes), tuple(pointer_slots), numbers)
 
 
 def _held(proven: Proven, spans: Sequence[tuple[int, int] | None], order: Order) -> list[Held]:
@@ -288,6 +296,9 @@ class _Cut:
         places |= {p: (at[slab], offset) for p, (slab, offset) in offsets.items()}
         nodes = [proven.template.nodes[i] for i in indices]
         template = _moved(proven, places, nodes, made.scratch_region + 1)
+        given = {k: i for i, k in enumerate(self.whole.numbers, start=len(takes))}
+        numbers = [slot._replace(expression=moved(slot.expression, given)) for slot in template.numbers]
+        template = dataclasses.replace(template, numbers=tuple(numbers))
         return Stage(
             indices,
             made,

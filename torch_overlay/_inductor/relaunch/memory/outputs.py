@@ -1,6 +1,7 @@
 """Describes a region's outputs: where their bytes lie, and how a call makes the tensors.
 
     Given         the same object at every call: a number, None, or a tensor that the compiled module owns
+    Computed      a number that is computed from numbers among the inputs
     Repeated      the same object as an earlier output
     SameInput     an input itself
     OfInput       a view of an input's memory
@@ -98,6 +99,11 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Computed:
+    expression: tuple[Any, ...]  # `numbers.expressions`
+
+
+@dataclass(frozen=True)
 class Repeated:
     output: int
 
@@ -124,7 +130,7 @@ class Empty:
     view: View
 
 
-Recipe: TypeAlias = Given | Repeated | SameInput | OfInput | OfStorage | Empty
+Recipe: TypeAlias = Given | Computed | Repeated | SameInput | OfInput | OfStorage | Empty
 
 
 @dataclass(frozen=True)

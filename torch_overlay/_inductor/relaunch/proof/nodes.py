@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TYPE_CHECKING, TypeAlias
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
@@ -131,11 +131,22 @@ class PointerSlot(NamedTuple):
     delta: int
 
 
+class NumberSlot(NamedTuple):
+    """A parameter of a kernel node that a launch computes from the region's numbers: `numbers.expressions`. `letter`
+    has the parameter's type."""
+
+    node: int
+    parameter: int
+    letter: str
+    expression: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class Template:
     regions: int
     nodes: tuple[Node, ...]
     slots: tuple[PointerSlot, ...]
+    numbers: tuple[NumberSlot, ...] = ()
 
     def table(self, names: Mapping[int, str] | None = None) -> str:
         """Return a text table with one line for each pointer slot, sorted by region."""

@@ -28,7 +28,7 @@ def signatures_of(namespace: Mapping[str, Any]) -> dict[int, str]:
     found: dict[int, str] = {}
     for value in list(namespace.values()):
         for launcher in getattr(value, "launchers", None) or ():
-            binary = _binary(launcher)
+            binary = binary_of(launcher)
             letters = _letters(binary)
             if letters is not None:
                 found.update(dict.fromkeys(_handles(binary), letters))
@@ -44,7 +44,7 @@ def parameters_of(namespace: Mapping[str, Any]) -> dict[int, str]:
             continue
         letters = _reads_and_writes(value)
         for launcher in getattr(value, "launchers", None) or ():
-            binary = _binary(launcher)
+            binary = binary_of(launcher)
             declared = _letters(binary)
             # Triton's scratch memories are after the parameters that have names.
             if declared is not None and declared.translate(UNNAMED).startswith(letters.translate(UNNAMED)):
@@ -70,7 +70,7 @@ def _reads_and_writes(kernel: Any) -> str:
     return letters
 
 
-def _binary(launcher: Any) -> Any:
+def binary_of(launcher: Any) -> Any:
     """Return the kernel object of a launcher: Triton's, or that of torch's static launcher, whose method it runs."""
     scope = getattr(launcher, "__globals__", {})
     return getattr(launcher, "bin", None) or scope.get("bin") or getattr(scope.get("runner"), "__self__", None)

@@ -1,0 +1,447 @@
+"""Tests of regions whose numbers are parameters: one graph serves all values, and computes what the code computes."""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from unittest import mock
+
+import torch
+from hypothesis import given, settings, strategies as st
+from relaunch_case import Native, RelaunchTestCase
+from relaunch_fakes import Kernel
+from torch._dynamo.test_case import run_tests
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch.memory import arrange, outputs
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+REGION = """
+def region(args):
+    x, n = args
+    args.clear()
+    out = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(x, out, {0}, stream=0)
+    return (out,)
+"""
+
+
+def scaled(x, out, n):
+    out.copy_(x * n)
+
+
+class NumbersTestCase(RelaunchTestCase):
+    def scale(self, letter="l", grid="1"):
+        return Kernel(self.device, scaled, "x, out, n", "OO" + letter, grid)
+
+    def region(self, expression="n", letter="l", grid="1", **options):
+        return self.runner(REGION.format(expression), numbers=[1], scale=self.scale(letter, grid), **options)
+
+    def check(self, fn, values, expected=lambda n: n, captures=1):
+        for i, n in enumerate(values):
+            x = torch.arange(4, dtype=torch.float64) + i
+            (out,) = fn([x, n])
+            want = x * expected(n)
+            self.assertEqual(struct.pack("<4d", *out), struct.pack("<4d", *want), f"{n!r} at call {i}")
+        self.assertEqual(self.counted("captures"), captures)
+
+
+class TestNumbers(NumbersTestCase):
+    def test_one_graph_for_all_values(self):
+        fn = self.region()
+        self.check(fn, range(10))
+        self.assertEqual(fn.outside, {"warm-up": 1})
+
+    def test_region_without_a_key_is_launched_at_once(self):
+        fn = self.region()
+        self.check(fn, range(3))
+        self.assertTrue(fn.attempt is not None or self.native_module() is None)
+
+    def test_computed_in_python(self):
+        self.check(
+            self.region("2 * n - (n + 7) // 3 + n % 5 - (-n)"), range(-9, 9), lambda n: 3 * n - (n + 7) // 3 + n % 5
+        )
+
+    def test_floats_keep_their_bits(self):
+        values = (0.5, 2.0, 0.0, -0.0, math.inf, 1e-310, 0.1, -3.5)
+        self.check(self.region(letter="d"), values)
+
+    def test_nan(self):
+        fn = self.region(letter="d")
+        self.check(fn, (1.0, 2.0))
+        (out,) = fn([torch.ones(4, dtype=torch.float64), math.nan])
+        self.assertTrue(out.isnan().all())
+
+    def test_integer_that_becomes_a_float(self):
+        self.check(self.region("n / 4 + 0.5", letter="d"), range(6), lambda n: n / 4 + 0.5)
+
+    def test_integer_that_no_float_holds_runs_as_compiled(self):
+        fn = self.region("n / 4", letter="d")
+        self.check(fn, (1, 2, 2**53, 2**53 + 1, 2**60 + 1, 3), lambda n: n / 4)
+        self.assertEqual(fn.outside, {"warm-up": 1, "number": 2})
+
+    def test_number_that_is_too_large_runs_as_compiled(self):
+        fn = self.region("n * n % 7")
+        self.check(fn, (2, 3, 2**40, 4), lambda n: n * n % 7)
+        self.assertEqual(fn.outside["number"], 1)
+
+    def test_division_by_zero_is_the_codes_own(self):
+        fn = self.region("12 // n")
+        self.check(fn, (2, 3, 4), lambda n: 12 // n)
+        with self.assertRaises(ZeroDivisionError):
+            fn([torch.ones(4, dtype=torch.float64), 0])
+        self.check(fn, (5,), lambda n: 12 // n)
+
+    def test_number_of_another_type_runs_as_compiled(self):
+        fn = self.region()
+        self.check(fn, (2, 3, True, 4), int)
+        self.assertEqual(fn.outside["number"], 1)
+
+    def test_output_that_is_a_number(self):
+        source = """
+def region(args):
+    x, n = args
+    args.clear()
+    out = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(x, out, n, stream=0)
+    return (out, 2 * n + 1, n, 5)
+"""
+        fn = self.runner(source, numbers=[1], scale=self.scale())
+        for n in range(5):
+            x = torch.ones(4, dtype=torch.float64)
+            out, *numbers = fn([x, n])
+            self.assertEqual((out, numbers), (x * n, [2 * n + 1, n, 5]))
+            self.assertTrue(all(type(v) is int for v in numbers))
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_two_numbers(self):
+        source = """
+def region(args):
+    n, x, m = args
+    args.clear()
+    a = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(x, a, n * m, stream=0)
+    b = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(a, b, n - m, stream=0)
+    c = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(b, c, 3, stream=0)
+    return (c,)
+"""
+        fn = self.runner(source, numbers=[0, -1], scale=self.scale())
+        for n, m in ((1, 2), (3, 1), (3, 5), (0, 0), (-4, 2)):
+            x = torch.arange(4, dtype=torch.float64)
+            self.assertEqual(fn([n, x, m])[0], x * (n * m) * (n - m) * 3)
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_only_nodes_whose_number_changed_are_set(self):
+        fn = self.region()
+        x = torch.arange(4, dtype=torch.float64)
+        kept = [fn([x, n]) for n in (1, 2, 2, 2, 3)]
+        self.assertEqual([k[0] for k in kept], [x * n for n in (1, 2, 2, 2, 3)])
+
+    def test_verified(self):
+        self.check(self.region("n + 1", verify=True), range(5), lambda n: n + 1)
+
+    def test_backward_in_stages(self):
+        patches = ((arrange, "GAIN", 1), (arrange, "STEP", 1), (arrange, "SMALL", 0))
+        for module, name, value in (*patches, (runner, "LARGE", 1), (outputs, "LITTLE", 0)):
+            self.enterContext(mock.patch.object(module, name, value))
+        source = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((512,), (1,), torch.float64)
+        scale.run(x, out, n + len(saved), stream=0)
+        del x
+        made.append(out)
+    return (*made, n + 1)
+"""
+        fn = self.runner(source, numbers=[-1], scale=self.scale(), is_backward=True)
+        for n in range(1, 6):
+            *made, number = fn([*[torch.full((512,), float(k)) for k in range(6)], n])
+            self.assertEqual([float(out[-1]) for out in made], [float(k * (n + k)) for k in reversed(range(6))])
+            self.assertEqual(number, n + 1)
+        self.assertEqual(self.counted("captures"), 1)
+        self.assertGreater(len(self.device.arrangements[-1].stages), 1)
+
+
+class TestNumbersInTheKey(NumbersTestCase):
+    """What is more than a parameter that can be patched is in the key, as any number was."""
+
+    def in_key(self, fn, values, expected=lambda n: n):
+        captures = len(set(values))
+        self.check(fn, [n for n in values for _ in range(3)], expected, captures)
+        self.assertEqual(list(fn.kept), [1])
+        return fn.kept[1]
+
+    def source(self, body):
+        return f"""
+def region(args):
+    x, n = args
+    args.clear()
+    out = empty_strided_cuda((4,), (1,), torch.float64)
+    {body}
+    return (out,)
+"""
+
+    def run_in_key(self, body, expected=lambda n: n, **namespace):
+        return self.in_key(self.runner(self.source(body), numbers=[1], **namespace), (1, 2, 3), expected)
+
+    def test_operator(self):
+        self.run_in_key("torch.mul(x, n, out=out)")
+
+    def test_decision(self):
+        why = self.run_in_key(
+            "scale.run(x, out, 5 if n > 2 else n, stream=0)", lambda n: 5 if n > 2 else n, scale=self.scale()
+        )
+        self.assertIn("__gt__", why)
+
+    def test_truth(self):
+        self.assertIn("__bool__", self.run_in_key("out.copy_(x * 2 if n else x)", lambda n: 2))
+
+    def test_index(self):
+        self.assertIn("__index__", self.run_in_key("out.copy_(x * (7, 1, 2, 3)[n])"))
+
+    def test_grid(self):
+        self.assertIn("grid", self.in_key(self.region(grid="n"), (1, 2)))
+
+    def test_type_that_is_not_converted(self):
+        kernel = Kernel(self.device, scaled, "x, out, n", "OOe")
+        with self.assertRaises(KeyError):
+            kernel.device.thread.recording = self.device.record(1)
+            try:
+                kernel.run(torch.ones(4), torch.ones(4), 1, stream=0)
+            finally:
+                kernel.device.thread.recording.close()
+                kernel.device.thread.recording = None
+
+    def test_parameter_that_is_not_what_was_computed(self):
+        class Odd(Kernel):
+            def run(self, x, out, n, *, stream):
+                super().run(x, out, 2 * n, stream=stream)
+
+        kernel = Odd(self.device, scaled, "x, out, n", "OOl")
+        why = self.run_in_key("scale.run(x, out, n, stream=0)", lambda n: 2 * n, scale=kernel)
+        self.assertIn("not what was computed", why)
+
+    def test_long_expression(self):
+        body = "for _ in range(70): n = n + 1\n    scale.run(x, out, n, stream=0)"
+        self.assertIn("steps", self.run_in_key(body, lambda n: n + 70, scale=self.scale()))
+
+    def test_one_of_two(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    out = empty_strided_cuda((4,), (1,), torch.float64)
+    scale.run(x, out, n if m else 2 * n, stream=0)
+    return (out,)
+"""
+        fn = self.runner(source, numbers=[1, 2], scale=self.scale())
+        x = torch.arange(4, dtype=torch.float64)
+        for n, m in ((1, 1), (2, 1), (3, 1), (4, 0), (5, 0), (6, 0), (7, 1), (8, 0)):
+            self.assertEqual(fn([x, n, m])[0], x * (n if m else 2 * n))
+        self.assertEqual((list(fn.kept), self.counted("captures")), ([2], 2))
+
+    def test_other_threads_kernels_are_not_noted(self):
+        import threading
+
+        def aside(x, n):
+            if self.device.thread.__dict__.get("recording") is not None:
+                thread = threading.Thread(
+                    target=lambda: kernel_of().run(x, torch.zeros(4, dtype=torch.float64), 3, stream=0)
+                )
+                thread.start()
+                thread.join()
+
+        fn = self.runner(
+            self.source("aside(x, n)\n    scale.run(x, out, n, stream=0)"), numbers=[1], scale=self.scale(), aside=aside
+        )
+        kernel_of = lambda: fn.model.__globals__["scale"]  # noqa: E731
+        self.check(fn, range(4))
+
+    def test_kernels_are_back_after_a_capture(self):
+        kernel = self.scale()
+        fn = self.runner(REGION.format("n"), numbers=[1], scale=kernel)
+        self.check(fn, range(3))
+        self.assertIs(fn.model.__globals__["scale"], kernel)
+
+
+INTEGERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
+
+
+def expressions(numbers):
+    leaves = st.sampled_from(["n", "m"]) | numbers.map(repr)
+    return st.recursive(
+        leaves,
+        lambda parts: st.tuples(parts, st.sampled_from([*INTEGERS, "/"]), parts).map("({0[0]} {0[1]} {0[2]})".format),
+        max_leaves=8,
+    )
+
+
+EDGES = [0, 1, -1, 7, 2**31 - 1, -(2**31), 2**53, 2**62, 2**63 - 1, -(2**63)]
+INTEGER = st.sampled_from(EDGES) | st.integers(-100, 100)
+FLOAT = st.sampled_from([0.0, -0.0, 0.5, 1e300, -1e-300, math.inf]) | st.floats(allow_nan=False)
+
+
+class TestExpressions(RelaunchTestCase):
+    @settings(max_examples=200, deadline=None)
+    @given(text=expressions(INTEGER | FLOAT), n=INTEGER | FLOAT, m=INTEGER, others=st.tuples(INTEGER, INTEGER))
+    def test_an_expression_is_worth_what_the_code_computes(self, text, n, m, others):
+        traced = {"n": Traced.input(0, n), "m": Traced.input(1, m)}
+        try:
+            made = eval(text, {"inf": math.inf}, traced)
+        except (Escaped, ZeroDivisionError, OverflowError):
+            return
+        if not isinstance(made, Traced):
+            return
+        for values in ((n, m), (type(n)(others[0]), others[1])):
+            try:
+                want = eval(text, {"inf": math.inf}, dict(zip("nm", values)))
+            except (ZeroDivisionError, OverflowError):
+                with self.assertRaises(Unfit):
+                    evaluate(made.expression, values)
+                continue
+            try:
+                got = evaluate(made.expression, values)
+            except Unfit:
+                continue
+            self.assertEqual(type(got), type(want))
+            self.assertEqual(
+                struct.pack("<d", got) if type(got) is float else got,
+                struct.pack("<d", want) if type(want) is float else want,
+            )
+
+    def test_constants_of_equal_value_are_told_apart(self):
+        n = Traced.input(0, 1.0)
+        program = Program.of([(n * 0.0).expression, (n * -0.0).expression, (n + 0).expression])
+        self.assertEqual([repr(value) for _, value in program.constants], ["0.0", "-0.0", "0"])
+
+    def test_nothing_uses_a_traced_number_unnoticed(self):
+        n = Traced.input(3, 5)
+        uses = [
+            int,
+            float,
+            bool,
+            hash,
+            str,
+            range,
+            abs,
+            round,
+            len,
+            bytes,
+            math.sqrt,
+            list("abcdef").__getitem__,
+            "{:d}".format,
+        ]
+        uses += [
+            lambda v: v < 2,
+            lambda v: v == 2,
+            lambda v: 1 << v,
+            lambda v: 2**v,
+            lambda v: v & 1,
+            lambda v: v in (1, 2),
+        ]
+        uses += [
+            lambda v: v + "a",
+            lambda v: v * torch.ones(2),
+            lambda v: max(v, 1),
+            lambda v: v + True,
+            lambda v: v**0.5,
+        ]
+        uses += [lambda v: torch.empty(v), lambda v: [1] * v, lambda v: divmod(v, 2), lambda v: v // 0]
+        for use in uses:
+            with self.assertRaises((Escaped, TypeError)):
+                use(n)
+
+    def test_parameters_are_what_launchers_make(self):
+        cases = [("i", -5, "<i"), ("l", -(2**63), "<q"), ("B", 255, "<B"), ("f", 0.1, "<f"), ("d", 0.1, "<d")]
+        for letter, value, kind in cases:
+            self.assertEqual(pack(letter, value), struct.pack(kind, value))
+        self.assertEqual(pack("f", 1e300), struct.pack("<f", math.inf))
+        for letter, value in (("i", 2**31), ("B", -1), ("l", 0.5), ("h", True)):
+            with self.assertRaises(Unfit):
+                pack(letter, value)
+
+
+class TestCompiledCode(RelaunchTestCase):
+    """Which numbers of a compiled function no shape depends on."""
+
+    def codes(self, fn, *numbers, size=6, **options):
+        with simulated_gpu():
+            x = torch.randn(size, 4, device="cuda")
+            with config.patch(cudagraphs="relaunch"):
+                made = compile_only(fn, x, *numbers, mode="reduce-overhead", dynamic=True, **options)
+        return [graph["relaunch"] for graph in made.cudagraphs]
+
+    def test_number_that_kernels_compute_with(self):
+        (code,) = self.codes(lambda x, n: x * n + 1, 7)
+        self.assertEqual(code.numbers, {-1})
+
+    def test_number_that_is_a_size_too(self):
+        (code,) = self.codes(lambda x, n: x.new_ones(n, 4) * n, 7)
+        self.assertEqual(code.numbers, set())
+
+    def test_size_of_an_input_is_none(self):
+        (code,) = self.codes(lambda x: x * x.shape[0])
+        self.assertEqual(code.numbers, set())
+
+    def test_without_partitions_positions_are_those_of_the_graph(self):
+        with torch._inductor.config.patch(graph_partition=False):
+            (code,) = self.codes(lambda x, n: x * n, 7)
+        self.assertEqual(len(code.numbers), 1)
+        self.assertGreaterEqual(min(code.numbers), 0)
+
+    def test_number_from_the_device(self):
+        def fn(x):
+            n = x.sum().item()
+            return x.cos() + n, n
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            *_, code = self.codes(fn)
+        self.assertLessEqual(len(code.numbers), 1)
+
+
+class TestNumbersInC(Native, TestNumbers):
+    @settings(max_examples=40, deadline=None)
+    @given(
+        text=expressions(INTEGER | FLOAT),
+        letter=st.sampled_from("ld"),
+        values=st.lists(st.tuples(INTEGER, INTEGER), min_size=3, max_size=5),
+    )
+    def test_the_program_is_worth_what_python_computes(self, text, letter, values):
+        source = REGION.replace("x, n = args", "x, n, m = args").format(text)
+
+        def noted(x, out, n):
+            if letter == "l" and not -(2**63) <= n < 2**63:
+                raise OverflowError
+            out.copy_(torch.frombuffer(bytearray(struct.pack("<q" if letter == "l" else "<d", n)), dtype=torch.float64))
+
+        kernel = Kernel(self.device, noted, "x, out, n", "OO" + letter)
+        fn = self.runner(source, numbers=[1, 2], scale=kernel, inf=math.inf)
+        for n, m in values:
+            x = torch.ones(4, dtype=torch.float64)
+            try:
+                want = torch.zeros(4, dtype=torch.float64)
+                noted(x, want, eval(text, {"inf": math.inf}, {"n": n, "m": m}))
+            except (ZeroDivisionError, OverflowError, struct.error):
+                continue
+            (got,) = fn([x, n, m])
+            self.assertEqual(got.view(torch.int64), want.view(torch.int64), f"{text} for {n}, {m}")
+
+
+class TestNumbersInTheKeyInC(Native, TestNumbersInTheKey):
+    pass
+
+
+if __name__ == "__main__":
+    run_tests()

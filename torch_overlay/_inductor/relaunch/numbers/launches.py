@@ -1,0 +1,104 @@
+"""Notes which parameters of Triton kernels are expressions of a capture's traced numbers.
+
+Generated code launches a kernel by `kernel.run(*arguments, stream=...)`, where the kernel is a global of its module.
+While a capture traces numbers, these globals are replaced (`noted`). A launch with traced numbers first runs the
+kernel's launcher, whose Python code computes the grid, with a function in place of the one that launches: it gets what
+the kernel gets. Then the kernel is launched with the plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any, NamedTuple, NoReturn, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.numbers.expressions import Expression, inputs_of, TYPES
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.proof.signatures import binary_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Use(NamedTuple):
+    """A parameter of a node that is an expression of numbers. `letter` has the parameter's type."""
+
+    handle: int
+    parameter: int
+    letter: str
+    expression: Expression
+
+
+class Launches:
+    def __init__(self, nodes: Callable[[], Sequence[int]]) -> None:
+        """`nodes()` returns the handles of the nodes that the captured graph has so far."""
+        self.nodes = nodes
+        self.uses: list[Use] = []
+        self.thread = threading.get_ident()
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Traced)]
+        if not given:
+            return kernel.run(*args, **kwargs)
+        before = set(self.nodes())
+        plain = {name: _plain(value) for name, value in kwargs.items()}
+        result = kernel.run(*map(_plain, args), **plain)  # before its launcher is asked: this may choose the launcher
+        made = [node for node in self.nodes() if node not in before]
+        launchers = getattr(kernel, "launchers", ())
+        if len(made) != 1 or len(launchers) != 1:
+            _escape(given, "a kernel that gets it is launched in an unknown way")
+        (launcher,) = launchers
+        if not getattr(launcher, "_is_static", False):
+            _escape(given, "a kernel that gets it is not launched by torch's static launcher")
+        letters = binary_of(launcher).arg_tys
+
+        def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
+            if grid := [v for v in (x, y, z) if isinstance(v, Traced)]:
+                _escape(grid, "the grid of a kernel is computed from it")
+            for number, value in enumerate(arguments):
+                if isinstance(value, Traced):
+                    if number >= len(letters) or letters[number] not in TYPES:
+                        _escape([value], "a kernel takes it as a type that launches do not convert")
+                    self.uses.append(Use(made[0], number, letters[number], value.expression))
+
+        called = type(launcher)(launcher.__code__, {**launcher.__globals__, "runner": note})
+        called(*args, **kwargs)
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Traced) else value
+
+
+def _escape(values: Sequence[Traced], how: str) -> NoReturn:
+    raise Escaped(inputs_of([v.expression for v in values]), how)
+
+
+class _Noted:
+    """Stands for a kernel among the globals of a generated module."""
+
+    def __init__(self, kernel: Any, launches: Launches) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._launches.thread:
+            return self._kernel.run(*args, **kwargs)
+        return self._launches.launch(self._kernel, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+
+@contextlib.contextmanager
+def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None]:
+    """Note what this thread launches by the kernels of the generated module with these globals."""
+    kernels = {name: v for name, v in (namespace or {}).items() if hasattr(v, "launchers") and hasattr(v, "run")}
+    assert namespace is not None or not kernels
+    try:
+        for name, kernel in kernels.items():
+            namespace[name] = _Noted(kernel, launches)  # type: ignore[index]
+        yield
+    finally:
+        if namespace is not None:
+            namespace.update(kernels)

@@ -1,0 +1,124 @@
+"""Numbers that note how generated code computes with them: `Traced`.
+
+A traced number is no int and no float. Where code needs the plain value, to decide, to index, to call a library, it
+asks for it by one of Python's special methods, and `Escaped` is raised: what happens then is no expression of the
+number. So nothing uses a traced number unnoticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.numbers.expressions import (
+    constant,
+    Expression,
+    inputs_of,
+    LARGEST,
+    OPERATIONS,
+    Unfit,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUMBERS = (int, float)
+
+
+class Escaped(Exception):
+    """The inputs at these positions are used for more than what a launch can compute and patch."""
+
+    def __init__(self, positions: frozenset[int], how: str) -> None:
+        super().__init__(how)
+        self.positions = positions
+
+
+class Traced:
+    """A number of a region, with the expression that it is of the region's inputs."""
+
+    __slots__ = ("expression", "size", "value")
+
+    def __init__(self, value: Any, expression: Expression, size: int = 0) -> None:
+        self.value, self.expression, self.size = value, expression, size
+        if size > LARGEST:
+            self.escape(f"it is computed in more than {LARGEST} steps")
+
+    @staticmethod
+    def input(position: int, value: Any) -> Traced:
+        return Traced(value, ("input", position, type(value)))
+
+    def escape(self, how: str) -> NoReturn:
+        raise Escaped(inputs_of([self.expression]), how)
+
+    def __repr__(self) -> str:
+        return f"Traced({self.value!r}, {self.expression})"
+
+    def __pos__(self) -> Traced:
+        return self
+
+    def __floor__(self) -> Traced:
+        return self if type(self.value) is int else self.escape("it is rounded")
+
+    __ceil__ = __trunc__ = __floor__
+
+    def __pow__(self, exponent: Any) -> Traced:
+        if type(self.value) is not int or type(exponent) is not int or not 1 <= exponent <= 8:
+            self.escape("it is raised to a power")
+        made = self
+        for _ in range(exponent - 1):
+            made = made * self
+        return made
+
+    if TYPE_CHECKING:
+
+        def __mul__(self, other: Any) -> Traced: ...
+
+
+def _apply(name: str, *operands: Any) -> Traced:
+    """Return the result of an operation on integers, or on floats if one operand is a float, or for a division."""
+    made = [v if isinstance(v, Traced) else Traced(v, constant(v)) for v in operands]
+    ours = next(v for v in operands if isinstance(v, Traced))
+    if any(type(v.value) not in NUMBERS for v in made):
+        ours.escape(f"{name} of it and a {type(made[-1].value).__name__}")
+    if name == "div" or any(type(v.value) is float for v in made):
+        name = f"f{name}"
+        made = [v if type(v.value) is float else _operation("float", v) for v in made]
+    return _operation(name, *made)
+
+
+def _operation(name: str, *operands: Traced) -> Traced:
+    every = inputs_of([v.expression for v in operands])
+    if name not in OPERATIONS:
+        raise Escaped(every, f"{name} of it")
+    try:
+        value = OPERATIONS[name](*[v.value for v in operands])
+    except (ZeroDivisionError, OverflowError, Unfit) as error:
+        raise Escaped(every, str(error)) from None
+    expression = (name, *[v.expression for v in operands])
+    return Traced(value, expression, 1 + sum(v.size for v in operands))
+
+
+def _operator(name: str, is_reflected: bool) -> Callable[..., Traced]:
+    def method(self: Traced, *other: Any) -> Traced:
+        return _apply(name, *other, self) if is_reflected else _apply(name, self, *other)
+
+    return method
+
+
+def _escaping(name: str) -> Callable[..., Any]:
+    def method(self: Traced, *_: Any) -> Any:
+        self.escape(f"its value is asked for ({name})")
+
+    return method
+
+
+_OPERATORS = {"add": "add", "sub": "sub", "mul": "mul", "floordiv": "floordiv", "mod": "mod", "truediv": "div"}
+for _method, _name in _OPERATORS.items():
+    setattr(Traced, f"__{_method}__", _operator(_name, False))
+    setattr(Traced, f"__r{_method}__", _operator(_name, True))
+Traced.__neg__ = _operator("neg", False)  # type: ignore[attr-defined]
+
+_ASKED = "bool int index float complex hash eq ne lt le gt ge str format round abs len iter getitem contains invert"
+_ASKED += " and rand or ror xor rxor lshift rlshift rshift rrshift divmod rdivmod rpow"
+for _method in _ASKED.split():
+    setattr(Traced, f"__{_method}__", _escaping(f"__{_method}__"))

@@ -1,0 +1,187 @@
+/* The numbers of a launch: `numbers.expressions` describes the program that computes them. */
+
+#include <limits.h>
+
+#include "relaunch.h"
+
+enum { ADD, SUB, MUL, FLOORDIV, MOD, NEG, FADD, FSUB, FMUL, FDIV, FNEG, FLOAT, OPERATIONS };
+
+enum { I8, I16, I32, I64, U8, U16, U32, U64, F32, F64, TYPES };
+
+size_t size_of_word(int type) {
+    static const size_t size[] = {1, 2, 4, 8, 1, 2, 4, 8, 4, 8};
+    return type < 0 || type >= TYPES ? 0 : size[type];
+}
+
+void program_clear(Program *self) {
+    PyMem_Free(self->position);
+    PyMem_Free(self->is_float);
+    PyMem_Free(self->start);
+    PyMem_Free(self->step);
+    PyMem_Free(self->result);
+    memset(self, 0, sizeof *self);
+}
+
+static int takes_floats(int operation) { return operation >= FADD && operation <= FNEG; }
+
+static int read_registers(Program *self, PyObject *inputs, PyObject *constants) {
+    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+        int is_float;
+        if (!is_tuple(PyTuple_GET_ITEM(inputs, i), "number", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(inputs, i), "np;a number is (position, type)", &self->position[i],
+                                 &is_float))
+            return -1;
+        if (self->position[i] < 0) {
+            PyErr_SetString(PyExc_ValueError, "a number at a negative position");
+            return -1;
+        }
+        self->is_float[i] = (unsigned char)is_float;
+        if (self->position[i] >= self->least) self->least = self->position[i] + 1;
+    }
+    for (Py_ssize_t i = 0; i < self->constants; i++) {
+        PyObject *value;
+        int is_float;
+        Number *at = &self->start[self->inputs + i];
+        if (!is_tuple(PyTuple_GET_ITEM(constants, i), "constant", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(constants, i), "pO;a constant is (type, value)", &is_float, &value))
+            return -1;
+        self->is_float[self->inputs + i] = (unsigned char)is_float;
+        if (is_float)
+            at->d = PyFloat_AsDouble(value);
+        else
+            at->i = PyLong_AsLongLong(value);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+static int read_steps(Program *self, PyObject *steps, PyObject *results) {
+    Py_ssize_t first = self->inputs + self->constants;
+    for (Py_ssize_t i = 0; i < self->steps; i++) {
+        Step *step = &self->step[i];
+        if (!is_tuple(PyTuple_GET_ITEM(steps, i), "step", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(steps, i), "iii;a step is (operation, register, register)",
+                                 &step->operation, &step->a, &step->b))
+            return -1;
+        if (step->operation < 0 || step->operation >= OPERATIONS || step->a < 0 || step->a >= first + i || step->b < 0
+            || step->b >= first + i || self->is_float[step->a] != takes_floats(step->operation)
+            || self->is_float[step->b] != takes_floats(step->operation)) {
+            PyErr_SetString(PyExc_ValueError, "a step of numbers takes what isn't there, or has another type");
+            return -1;
+        }
+        self->is_float[first + i] = takes_floats(step->operation) || step->operation == FLOAT;
+    }
+    for (Py_ssize_t i = 0; i < self->results; i++) {
+        self->result[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(results, i));
+        if (PyErr_Occurred()) return -1;
+        if (self->result[i] < 0 || self->result[i] >= first + self->steps) {
+            PyErr_SetString(PyExc_ValueError, "a result of numbers that nothing computes");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int program_init(Program *self, PyObject *numbers) {
+    PyObject *inputs, *constants, *steps, *results;
+    Py_ssize_t registers;
+    memset(self, 0, sizeof *self);
+    if (!is_tuple(numbers, "the numbers", -1)
+        || !PyArg_ParseTuple(numbers, "O!O!O!O!;numbers are (inputs, constants, steps, results)", &PyTuple_Type,
+                             &inputs, &PyTuple_Type, &constants, &PyTuple_Type, &steps, &PyTuple_Type, &results))
+        return -1;
+    self->inputs = PyTuple_GET_SIZE(inputs);
+    self->constants = PyTuple_GET_SIZE(constants);
+    self->steps = PyTuple_GET_SIZE(steps);
+    self->results = PyTuple_GET_SIZE(results);
+    registers = self->inputs + self->constants + self->steps;
+    if (!(self->position = PyMem_Calloc((size_t)self->inputs + 1, sizeof *self->position))
+        || !(self->is_float = PyMem_Calloc((size_t)registers + 1, 1))
+        || !(self->start = PyMem_Calloc((size_t)registers + 1, sizeof *self->start))
+        || !(self->step = PyMem_Calloc((size_t)self->steps + 1, sizeof *self->step))
+        || !(self->result = PyMem_Calloc((size_t)self->results + 1, sizeof *self->result))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return read_registers(self, inputs, constants) || read_steps(self, steps, results) ? -1 : 0;
+}
+
+/* Quotient and remainder as Python has them: rounded down, and with the sign of the divisor. */
+static int divide(int64_t a, int64_t b, int64_t *quotient, int64_t *remainder) {
+    if (!b || (a == INT64_MIN && b == -1)) return 0;
+    *quotient = a / b;
+    *remainder = a % b;
+    if (*remainder && (*remainder < 0) != (b < 0)) {
+        *quotient -= 1;
+        *remainder += b;
+    }
+    return 1;
+}
+
+static int compute(const Step *step, const Number *from, Number *to) {
+    const Number a = from[step->a], b = from[step->b];
+    int64_t other;
+    switch (step->operation) {
+    case ADD: return !__builtin_add_overflow(a.i, b.i, &to->i);
+    case SUB: return !__builtin_sub_overflow(a.i, b.i, &to->i);
+    case MUL: return !__builtin_mul_overflow(a.i, b.i, &to->i);
+    case FLOORDIV: return divide(a.i, b.i, &to->i, &other);
+    case MOD: return divide(a.i, b.i, &other, &to->i);
+    case NEG: return !__builtin_sub_overflow((int64_t)0, a.i, &to->i);
+    case FADD: to->d = a.d + b.d; return 1;
+    case FSUB: to->d = a.d - b.d; return 1;
+    case FMUL: to->d = a.d * b.d; return 1;
+    case FDIV: to->d = b.d == 0 ? 0 : a.d / b.d; return b.d != 0;
+    case FNEG: to->d = -a.d; return 1;
+    case FLOAT: to->d = (double)a.i; return a.i >= -(1LL << 53) && a.i <= 1LL << 53;
+    }
+    return 0;
+}
+
+/* Converts as a launcher does. 0: the number doesn't fit. */
+static int convert(int type, int is_float, Number from, uint64_t *to) {
+    static const int64_t lowest[] = {INT8_MIN, INT16_MIN, INT32_MIN, INT64_MIN, 0, 0, 0, 0};
+    static const int64_t highest[] = {INT8_MAX,  INT16_MAX,  INT32_MAX,  INT64_MAX,
+                                      UINT8_MAX, UINT16_MAX, UINT32_MAX, INT64_MAX};
+    *to = 0;
+    if (type == F32 || type == F64) {
+        double value = is_float ? from.d : (double)from.i;
+        float narrow = (float)value;
+        memcpy(to, type == F32 ? (void *)&narrow : (void *)&value, size_of_word(type));
+        return 1;
+    }
+    if (is_float || from.i < lowest[type] || from.i > highest[type]) return 0;
+    memcpy(to, &from.i, size_of_word(type));
+    return 1;
+}
+
+int program_run(const Program *self, PyObject *inputs, const Word *words, uint64_t *value) {
+    Number few[128], *at = few;
+    Py_ssize_t known = self->inputs + self->constants, registers = known + self->steps;
+    int code = 0;
+    if (registers > (Py_ssize_t)(sizeof few / sizeof *few) && !(at = PyMem_Malloc((size_t)registers * sizeof *at))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(at, self->start, (size_t)known * sizeof *at);
+    for (Py_ssize_t i = 0; i < self->inputs; i++) {
+        PyObject *item = PyList_GET_ITEM(inputs, self->position[i]);
+        int overflow = 0;
+        if (self->is_float[i] ? !PyFloat_CheckExact(item) : !PyLong_CheckExact(item)) goto done;
+        if (self->is_float[i])
+            at[i].d = PyFloat_AS_DOUBLE(item);
+        else
+            at[i].i = PyLong_AsLongLongAndOverflow(item, &overflow);
+        if (overflow) goto done;
+    }
+    for (Py_ssize_t i = 0; i < self->steps; i++)
+        if (!compute(&self->step[i], at, &at[known + i])) goto done;
+    for (Py_ssize_t i = 0; i < self->results; i++) {
+        int from = self->result[i];
+        if (!convert(words[i].type, self->is_float[from], at[from], &value[i])) goto done;
+    }
+    code = 1;
+done:
+    if (at != few) PyMem_Free(at);
+    return code;
+}
