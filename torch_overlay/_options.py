@@ -48,6 +48,7 @@ def _is_offload(value: Any) -> bool:
 
 
 SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch, SPELLINGS)
+COUNT = Option("an int, not negative", lambda v: type(v) is not bool and isinstance(v, int) and v >= 0, int)
 OPTIONS: Mapping[str, Option] = {
     "streams": SWITCH,
     "nvtx": Option("None, True or False", lambda v: v is None or type(v) is bool, read_switch, SPELLINGS),
@@ -56,9 +57,8 @@ OPTIONS: Mapping[str, Option] = {
         'None, "auto" or a dict', _is_offload, str.lower, "auto, none, or a number of gigabytes of 10^9 bytes"
     ),
     "cudagraphs": Option('"relaunch", "trees" or "off"', lambda v: type(v) is str and v in MODES, str.lower),
-    "cudagraph_templates": Option(
-        "an int, not negative", lambda v: type(v) is not bool and isinstance(v, int) and v >= 0, int
-    ),
+    "cudagraph_templates": COUNT,
+    "cudagraph_executables": COUNT,
     "cudagraph_verify": SWITCH,
     "cudagraph_concurrency": SWITCH,
     "cudagraph_rewrites": SWITCH,

@@ -168,6 +168,9 @@ class Module:
         self.alloc_address = ctypes.cast(self.alloc, Handle).value
         self.free_address = ctypes.cast(self.free, Handle).value
 
+    def Shared(self, nodes: int) -> PythonShared:
+        return PythonShared(nodes)
+
     def Blocks(self, *arguments: Any) -> PythonBlocks:
         return PythonBlocks(self.driver, *arguments)
 
@@ -405,6 +408,7 @@ class PythonBlocks:
         slots: tuple[Any, ...],
         regions: int,
         words: tuple[Any, ...] = (),
+        shared: tuple[PythonShared, tuple[int, ...]] | None = None,
     ) -> None:
         self.driver = driver
         self.exec_handle = exec_handle
@@ -414,6 +418,7 @@ class PythonBlocks:
         self._regions = regions
         self._base: list[int | None] = [None] * regions
         self._nodes = [_Node(*node) for node in nodes]
+        self._shared = shared
         self._words = [node for node, *_ in words]  # a `Call` writes them; patch() sets their nodes with all others
         self._slots: list[list[tuple[int, int, int]]] = [[] for _ in range(regions)]
         for node, offset, region, delta in slots:
@@ -474,11 +479,30 @@ class PythonBlocks:
         if self.stale:
             dirty.update(dict.fromkeys(self._words))
         self._base = fresh
+        if self._shared is not None:
+            self._list_others(dirty)
         self.stale = True
         for node in dirty:
             self._nodes[node].set(self.driver, self.exec_handle)
+            if self._shared is not None:
+                held, numbers = self._shared
+                held.holder[numbers[node]] = self._nodes[node].text()
         self.stale = False
         return len(dirty)
+
+    def _list_others(self, dirty: dict[int, None]) -> None:
+        """Add the nodes that the executable holds otherwise; it is unknown what it holds of a node that isn't set."""
+        held, numbers = self._shared  # type: ignore[misc]
+        for node, number in enumerate(numbers):
+            if held.holder[number] != self._nodes[node].text():
+                dirty[node] = None
+        for node in dirty:
+            held.holder[numbers[node]] = None
+
+
+class PythonShared:
+    def __init__(self, nodes: int) -> None:
+        self.holder: list[Any] = [None] * nodes
 
 
 class _Node:
@@ -495,6 +519,11 @@ class _Node:
         self.arguments = (Handle * len(arguments))(*(self.address + offset for offset in arguments))
         if kind == 0:  # kernelParams of CUDA_KERNEL_NODE_PARAMS_v2
             struct.pack_into("<Q", self.memory, self.skip + 40, ctypes.addressof(self.arguments) if arguments else 0)
+
+    def text(self) -> tuple[int, bytes]:
+        """What the driver is given, without the array of pointers."""
+        block = ctypes.string_at(self.address, self.size)
+        return self.kind, block[:40] + block[56:] if self.kind == 0 else block
 
     def set(self, driver: Driver, exec_handle: int) -> None:
         if self.kind == 0:

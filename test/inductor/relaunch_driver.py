@@ -214,7 +214,8 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kern
         uint64_t *words = node;
         pthread_mutex_lock(&lock);
         if (!(code = fails("cuGraphExecKernelNodeSetParams")))
-            for (uint64_t i = 0; i < words[0]; i++) memcpy(&words[i + 1], kernel->arguments[i], 8);
+            for (uint64_t i = 0; i < (words[0] = kernel->shape[3]); i++) memcpy(&words[i + 2], kernel->arguments[i], 8);
+        if (!code) words[1] = kernel->shape[0];
         pthread_mutex_unlock(&lock);
         return code;
     }

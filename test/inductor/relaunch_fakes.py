@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
+from torch_overlay._inductor.relaunch.keys import exact
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
-from torch_overlay._inductor.relaunch.numbers.words import settle
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
 
@@ -232,16 +232,18 @@ class Recording:
         self.operations.append((func, spec, arguments, results, addresses))
 
     def graph(self, segments: Any) -> CapturedGraph:
+        """An operation has a function by its operator, a grid that says which operation it is, sizes included, and as
+        many threads as parameters."""
         nodes = tuple(
             KernelNode(
                 index=i,
                 handle=i,
                 name=str(operation[0]),
-                func=1 + i,
+                func=self.owner.function_of(operation),
                 kern=0,
                 ctx=0,
-                grid=(1, 1, 1),
-                block=(1, 1, 1),
+                grid=(self.owner.number_of(operation[:4]), 1, 1),
+                block=(len(operation[4]), 1, 1),
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
             )
@@ -260,15 +262,30 @@ class Recording:
 
 
 class Launcher:
-    def __init__(self, operations: Any, template: Any) -> None:
-        self.operations = [(*o[:4], list(o[4])) for o in operations]
-        self.template = template
+    """Runs the operations that the nodes of a template say, at the addresses that they hold."""
+
+    def __init__(self, device: FakeDevice, template: Any, is_shared: bool = False) -> None:
+        self.device, self.template = device, template
+        self.nodes_of = [node for node in template.nodes if isinstance(node, KernelNode)]
+        self.words = [[int.from_bytes(value, "little") for _, value in node.parameters] for node in self.nodes_of]
+        self.place = {node.index: i for i, node in enumerate(self.nodes_of)}
+        self.shared = object() if is_shared else None
         self.bases: dict[int, int] = {}
         self.calls: list[list[int]] = []  # regions that each patch gave
 
+    def like(self, template: Any) -> Launcher:
+        made = Launcher(self.device, self.in_order(template))
+        made.shared = self.shared
+        return made
+
+    def in_order(self, template: Any) -> Any:
+        """The nodes of another template, in the order of this one."""
+        nodes = {node.index: node for node in template.nodes}
+        return dataclasses.replace(template, nodes=tuple(nodes[node.index] for node in self.template.nodes))
+
     @property
     def nodes(self) -> int:
-        return len(self.operations)
+        return len(self.nodes_of)
 
     def patch(self, bases: Any, regions: Any) -> int:
         self.calls.append(list(regions))
@@ -279,21 +296,23 @@ class Launcher:
         dirty = set()
         for slot in self.template.slots:
             if slot.region in moved:
-                self.operations[slot.node][4][slot.parameter] = self.bases[slot.region] + slot.delta
+                self.words[self.place[slot.node]][slot.parameter] = self.bases[slot.region] + slot.delta
                 dirty.add(slot.node)
         return len(dirty)
 
     def write(self, values: Any) -> None:
         for slot, value in zip(self.template.numbers, values, strict=True):
-            self.operations[slot.node][4][slot.parameter] = int.from_bytes(value, "little")
+            self.words[self.place[slot.node]][slot.parameter] = int.from_bytes(value, "little")
 
-    def addresses_of(self, operation: Any) -> list[int]:
-        return operation[4]
+    def held(self, i: int) -> tuple[int, list[int]]:
+        """The number of the operation of node i, and its words."""
+        return self.nodes_of[i].grid[0], self.words[i]
 
     def replay(self) -> None:
-        for operation in self.operations:
-            func, spec, arguments, results, _ = operation
-            at = iter(self.addresses_of(operation))
+        for i in range(self.nodes):
+            number, words = self.held(i)
+            func, spec, arguments, results = self.device.numbered[number]
+            at = iter(words)
             flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
             flat = [
                 tensor_at(next(at), *a.like)
@@ -314,28 +333,40 @@ class Launcher:
 
 
 class NativeLauncher(Launcher):
-    """Its addresses are patched by the C module, over the driver of `relaunch_driver`, which delivers them here; and it
-    is launched by that driver."""
+    """Its nodes are patched by the C module, over the driver of `relaunch_driver`, which delivers them here; and it is
+    launched by that driver. A place for a node has the number of its words, its operation, and the words."""
 
     direct = True
+    MOST = 64
 
-    def __init__(self, operations: Any, template: Any, module: Any) -> None:
-        super().__init__(operations, template)
-        words = [(ctypes.c_uint64 * (1 + len(o[4])))(len(o[4]), *o[4]) for o in self.operations]
-        self.operations = [(*o[:4], w) for o, w in zip(self.operations, words)]
-        nodes = [dataclasses.replace(n, handle=ctypes.addressof(w)) for n, w in zip(template.nodes, words)]
-        me = weakref.ref(self)
-        self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
+    def __init__(self, device: FakeDevice, template: Any, is_shared: bool = False, of: NativeLauncher | None = None):
+        super().__init__(device, template)
+        if of is None:
+            self.places = [
+                (ctypes.c_uint64 * (2 + self.MOST))(len(words), node.grid[0], *words)
+                for node, words in zip(self.nodes_of, self.words)
+            ]
+            me = weakref.ref(self)
+            self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
+            self.shared = device.native.Shared(1 + max(self.place, default=-1)) if is_shared else None
+        else:
+            self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
+        nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(self.nodes_of, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
-        self.exec = module.Exec(handle, nodes, template.slots, template.regions, template.numbers)
+        parts = nodes, template.slots, template.regions, template.numbers, self.shared
+        self.exec = device.native.Exec(handle, *parts)
+
+    def like(self, template: Any) -> NativeLauncher:
+        return NativeLauncher(self.device, self.in_order(template), of=self)
 
     def _run(self) -> int:
         with torch.no_grad():
             self.replay()
         return 0
 
-    def addresses_of(self, operation: Any) -> list[int]:
-        return list(operation[4][1:])
+    def held(self, i: int) -> tuple[int, list[int]]:
+        place = self.places[i]
+        return place[1], list(place[2 : 2 + place[0]])
 
 
 class Generator:
@@ -366,6 +397,8 @@ class FakeDevice:
         self.full = False
         self.generator = Generator()
         self.launchers: list[Launcher] = []
+        self.numbers: dict[str, int] = {}
+        self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
         self.concurrent = True
         self.relaxed = 0  # graphs in which something runs side by side
@@ -379,6 +412,19 @@ class FakeDevice:
 
     def is_capturing(self) -> bool:
         return self.captured_by_user
+
+    def function_of(self, operation: Any) -> int:
+        """A number for an operator with so many operands."""
+        func, spec, arguments, _, words = operation
+        return self.number_of((func, spec, [type(a) for a in arguments], len(words)))
+
+    def number_of(self, what: Any) -> int:
+        """A number for an operation with its sizes."""
+        key = repr(tuple(map(describe, what)))
+        if key not in self.numbers:
+            self.numbers[key] = len(self.numbered)
+            self.numbered.append(what)
+        return self.numbers[key]
 
     def handle_of(self, captured: Any, number: int) -> int:
         return number
@@ -421,14 +467,15 @@ class FakeDevice:
     def set_random_state(self, state: Any) -> None:
         torch.set_rng_state(state)
 
-    def prove(self, first: Any, second: Any, namespace: Any) -> tuple[Any, Any]:
-        graph, other = (captured.recording.graph(captured.segments) for captured in (first, second))
-        other, numbers = settle((first.uses, second.uses), (first.numbers, second.numbers), (graph, other))
-        return graph, dataclasses.replace(prove(graph, other), numbers=numbers)
+    def read(self, captured: Any) -> CapturedGraph:
+        return captured.recording.graph(captured.segments)
+
+    def prove(self, graphs: Any, namespace: Any) -> Any:
+        return prove(*graphs)
 
     def relax(self, captured: Any, graph: Any, template: Any, namespace: Any) -> Any:
         known = {"segments": captured.segments, "inputs": len(captured.layout.inputs)}
-        known |= {"letters": letters_of(captured.recording.operations)}
+        known |= {"letters": letters_of(captured.recording.operations, self.function_of)}
         known |= {"products": captured.products, "results": captured.results, "is_device_memory": bool}
         known |= {"room": lambda node: 1 << 20, "extent": lambda node: None}
         edges = None if captured.products is None else relaxed(template, graph.edges, **known)
@@ -436,26 +483,37 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any) -> tuple[Any, list[Launcher]]:
+    def instantiate(self, captured: Any, arrangement: Any, is_shared: bool = False) -> tuple[Any, list[Launcher]]:
         operations = captured.recording.operations
         self.arrangements.append(arrangement)
-        parts = [(stage.nodes, stage.template) for stage in arrangement.stages]
         at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []
-        for nodes, template in parts or [(range(len(operations)), arrangement.template)]:
-            nodes = sorted(nodes, key=at.__getitem__)
-            made.append(self.launcher([operations[i] for i in nodes], renumbered(template, nodes)))
+        for template in [stage.template for stage in arrangement.stages] or [arrangement.template]:
+            order = sorted(template.nodes, key=lambda node: at[node.index])
+            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order)), is_shared))
         self.launchers += made
         return arrangement, made
 
-    def launcher(self, operations: Any, template: Any) -> Launcher:
-        return NativeLauncher(operations, template, self.native) if self.native else Launcher(operations, template)
+    def launcher(self, template: Any, is_shared: bool) -> Launcher:
+        return (NativeLauncher if self.native else Launcher)(self, template, is_shared)
 
 
-def letters_of(operations: Any) -> dict[int, str]:
+def describe(part: Any) -> Any:
+    """What tells one part of an operation from another."""
+    if isinstance(part, list):
+        return [describe(each) for each in part]
+    if isinstance(part, (Slot, StorageSlot)):
+        return type(part).__name__, part.like
+    if isinstance(part, Number):
+        return "Number", part.letter
+    return repr(exact(part))  # two NaNs may differ
+
+
+def letters_of(operations: Any, function_of: Any) -> dict[int, str]:
     """What operators do with their operands and results, by the function handles that their nodes have."""
     found = {}
-    for i, (func, spec, arguments, results, _) in enumerate(operations):
+    for operation in operations:
+        func, spec, arguments, results, _ = operation
         schema = getattr(func, "_schema", None)
         if schema is None or any(isinstance(a, StorageSlot) for a in arguments):
             continue
@@ -465,7 +523,7 @@ def letters_of(operations: Any) -> dict[int, str]:
         for argument, value in [*zip(schema.arguments, args), *((declared[name], v) for name, v in kwargs.items())]:
             written = argument.alias_info is not None and argument.alias_info.is_write
             letters += ("w" if written else "r") * sum(isinstance(leaf, Slot) for leaf in tree_flatten(value)[0])
-        found[1 + i] = letters + "w" * sum(isinstance(result, Slot) for result in results)
+        found[function_of(operation)] = letters + "w" * sum(isinstance(result, Slot) for result in results)
     return found
 
 
@@ -484,14 +542,3 @@ def some_order(nodes: int, edges: Any) -> list[int]:
         for u in before[last]:
             after[u].discard(last)
     return order[::-1]
-
-
-def renumbered(template: Any, nodes: Any) -> Any:
-    """Operations of a launcher are counted from 0."""
-    at = {node: i for i, node in enumerate(nodes)}
-    return dataclasses.replace(
-        template,
-        nodes=tuple(sorted((dataclasses.replace(n, index=at[n.index]) for n in template.nodes), key=lambda n: n.index)),
-        slots=tuple(s._replace(node=at[s.node]) for s in template.slots),
-        numbers=tuple(s._replace(node=at[s.node]) for s in template.numbers),
-    )

@@ -424,10 +424,10 @@ class TestReadInC(InC, TestRead):
         ]
         shape = 0, (2, 3, 4), (32, 2, 1), 48
         expected = [
-            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(5)), (16, u64(0xBBBB)))),
-            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(6)), (16, u64(0xBBBB)))),
-            (0, 0x33, *shape, "from_library", ((0, u64(1)),)),
-            (11, 0, *shape, "opaque", ()),
+            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(5)), (16, u64(0xBBBB))), b""),
+            (7, 0, *shape, "add", ((0, u64(0xAAAA)), (8, u32(6)), (16, u64(0xBBBB))), b""),
+            (0, 0x33, *shape, "from_library", ((0, u64(1)),), b""),
+            (11, 0, *shape, "opaque", (), b""),
         ]
         self.assertEqual(self.driver.kernels(nodes), expected)
         with unittest.mock.patch.object(self.driver, "kernel", side_effect=AssertionError("read one by one")):

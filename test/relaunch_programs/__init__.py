@@ -8,6 +8,7 @@
 - attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
+- sizes: many sizes that share an executable graph
 - numbers: integers and floats that change from call to call
 - kernels: of the user's own, of templates, of operators that allocate
 - concurrency: kernels that run side by side, and the memory that they share
@@ -38,6 +39,7 @@ from relaunch_programs import (  # noqa: F401  (they register their programs)
     rng,
     scratch,
     shapes,
+    sizes,
     training,
 )
 from relaunch_programs._program import by_name, Kit, Program, PROGRAMS

@@ -141,12 +141,10 @@ class _Served:
 
 
 class Process:
-    def __init__(self, row: str, side: str, deterministic: bool) -> None:
-        from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
+    """A process that runs `script --serve ROW SIDE`, and answers lines by lines of JSON."""
 
-        self.row, self.side = row, side
-        environment = environment_of(side) | {DETERMINISTIC: str(int(deterministic))}
-        command = [sys.executable, __file__, "--serve", row, side]
+    def __init__(self, row: str, side: str, environment: dict[str, str], script: str = __file__) -> None:
+        command = [sys.executable, script, "--serve", row, side]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
@@ -182,6 +180,9 @@ def measure(
     rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: float, compare_only: bool
 ) -> list[dict[str, Any]]:
     """Rows by rows, as many as have `jobs` processes."""
+    from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
+
+    more = {DETERMINISTIC: str(int(compare_only))}
     at_once = max(1, jobs // len(sides))
     results: list[dict[str, Any]] = []
     for begin in range(0, len(rows), at_once):
@@ -189,7 +190,7 @@ def measure(
         if time.monotonic() > deadline:
             results += [{"row": row, "errors": ["out of time"], "sides": {}} for row in group]
             continue
-        processes = {(row, side): Process(row, side, compare_only) for row in group for side in sides}
+        processes = {(r, s): Process(r, s, environment_of(s) | more) for r in group for s in sides}
         for process in processes.values():
             process.tell("warm")
         warm = {key: process.answer(deadline - time.monotonic()) for key, process in processes.items()}

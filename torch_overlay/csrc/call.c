@@ -326,8 +326,9 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
     size_t regions = (size_t)self->inputs;
     Py_ssize_t set = -1;
     int code = 0;
-    if (!PyThread_acquire_lock(self->lock, NOWAIT_LOCK)) {
-        Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(self->lock, WAIT_LOCK);
+    PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : self->lock;
+    if (!PyThread_acquire_lock(lock, NOWAIT_LOCK)) {
+        Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(lock, WAIT_LOCK);
         Py_END_ALLOW_THREADS
     }
     launching = 1;
@@ -369,7 +370,7 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         if (set >= 0) self->launches++;
     }
     launching = 0;
-    PyThread_release_lock(self->lock);
+    PyThread_release_lock(lock);
     return set < 0 ? -1 : 0;
 }
 

@@ -71,6 +71,7 @@ _Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
     F(GraphGetEdges, "cuGraphGetEdges_v2", (Handle, Handle *, Handle *, EdgeData *, size_t *))                         \
     F(GraphNodeGetType, "cuGraphNodeGetType", (Handle, int *))                                                         \
     F(GraphKernelNodeGetParams, "cuGraphKernelNodeGetParams_v2", (Handle, KernelParams *))                             \
+    F(GraphKernelNodeGetAttribute, "cuGraphKernelNodeGetAttribute", (Handle, int, void *))                             \
     F(GraphNodeFindInClone, "cuGraphNodeFindInClone", (Handle *, Handle, Handle))                                      \
     F(GraphDestroyNode, "cuGraphDestroyNode", (Handle))                                                                \
     F(FuncGetName, "cuFuncGetName", (const char **, Handle))                                                           \

@@ -2,8 +2,42 @@
 
 #include "relaunch.h"
 
+#include <stddef.h>
+
+static PyTypeObject *shared_type;
+
+static void shared_dealloc(Shared *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyMem_Free(self->holder);
+    if (self->lock) PyThread_free_lock(self->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Py_ssize_t nodes;
+    Shared *self;
+    if (!PyArg_ParseTuple(args, "n", &nodes)) return NULL;
+    if (nodes < 0) return PyErr_Format(PyExc_ValueError, "a negative number of nodes");
+    if (!(self = (Shared *)type->tp_alloc(type, 0))) return NULL;
+    self->nodes = (size_t)nodes;
+    if ((self->holder = PyMem_Calloc(self->nodes + 1, sizeof *self->holder)) && (self->lock = PyThread_allocate_lock()))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+}
+
+/* The executable no longer holds what it was set to, or the node is about to be freed. */
+static void forget_holder(Blocks *self, size_t node) {
+    if (self->shared && self->shared->holder[self->number[node]] == &self->node[node])
+        self->shared->holder[self->number[node]] = NULL;
+}
+
 static void blocks_dealloc(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
+    for (size_t i = 0; self->number && i < self->nodes; i++) forget_holder(self, i);
+    Py_XDECREF((PyObject *)self->shared);
+    PyMem_Free(self->number);
     for (size_t i = 0; self->node && i < self->nodes; i++) {
         free(self->node[i].block);
         PyMem_Free(self->node[i].label);
@@ -65,7 +99,7 @@ static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size
         params->arguments = count ? (void **)(node->block + at) : NULL;
         params->extra = NULL;
     }
-    *size = (size_t)length;
+    node->size = *size = (size_t)length;
     return 0;
 }
 
@@ -115,14 +149,43 @@ static int read_words(Blocks *self, PyObject *words, const size_t *size) {
     return 0;
 }
 
+/* Reads (Shared, the number of each node in it). */
+static int read_shared(Blocks *self, PyObject *given) {
+    PyObject *shared, *numbers;
+    if (!is_tuple(given, "what is shared", -1)
+        || !PyArg_ParseTuple(given, "O!O!;what is shared is (Shared, numbers)", shared_type, &shared, &PyTuple_Type,
+                             &numbers))
+        return -1;
+    if ((size_t)PyTuple_GET_SIZE(numbers) != self->nodes) {
+        PyErr_SetString(PyExc_ValueError, "each node needs a number");
+        return -1;
+    }
+    if (!(self->number = PyMem_Calloc(self->nodes + 1, sizeof *self->number))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < self->nodes; i++) {
+        self->number[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(numbers, (Py_ssize_t)i));
+        if (!PyErr_Occurred() && self->number[i] >= ((Shared *)shared)->nodes)
+            PyErr_SetString(PyExc_ValueError, "a node that the executable doesn't have");
+        if (PyErr_Occurred()) {
+            PyMem_Free(self->number);
+            self->number = NULL;
+            return -1;
+        }
+    }
+    self->shared = (Shared *)Py_NewRef(shared);
+    return 0;
+}
+
 static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long exec;
     Py_ssize_t regions;
-    PyObject *nodes, *slots, *words = NULL;
+    PyObject *nodes, *slots, *words = NULL, *shared = Py_None;
     size_t *size = NULL, i;
     Blocks *self;
-    if (!PyArg_ParseTuple(args, "KO!O!n|O!", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
-                          &PyTuple_Type, &words))
+    if (!PyArg_ParseTuple(args, "KO!O!n|O!O", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
+                          &PyTuple_Type, &words, &shared))
         return NULL;
     if (regions < 0) return PyErr_Format(PyExc_ValueError, "a negative number of regions");
     if (!(self = (Blocks *)type->tp_alloc(type, 0))) return NULL;
@@ -149,7 +212,9 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     for (i = 0; i < self->nodes; i++)
         if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), (Py_ssize_t)i, &size[i])) goto failed;
-    if (read_slots(self, slots, size) || (words && read_words(self, words, size))) goto failed;
+    if (read_slots(self, slots, size) || (words && read_words(self, words, size))
+        || (shared != Py_None && read_shared(self, shared)))
+        goto failed;
     PyMem_Free(size);
     return (PyObject *)self;
 failed:
@@ -230,8 +295,30 @@ static size_t write_words(Blocks *self, size_t count) {
     return count;
 }
 
+static int is_equal(const Node *a, const Node *b) {
+    const KernelParams *p = (KernelParams *)a->block, *q = (KernelParams *)b->block;
+    size_t begin = a->kind ? 0 : sizeof(KernelParams);
+    if (a->kind != b->kind || a->size != b->size) return 0;
+    if (!a->kind /* the array of arguments differs */
+        && (memcmp(p, q, offsetof(KernelParams, arguments)) || p->kern != q->kern || p->ctx != q->ctx))
+        return 0;
+    return !memcmp(a->block + begin, b->block + begin, a->size - begin);
+}
+
+/* Puts the nodes on the list that the executable holds otherwise, since other graphs use it, too. */
+static size_t list_others(Blocks *self, size_t count) {
+    for (size_t i = 0; self->shared && i < self->nodes; i++) {
+        const Node *holder = self->shared->holder[self->number[i]];
+        if (holder != &self->node[i] && !(holder && is_equal(holder, &self->node[i])))
+            count = list_node(self, i, count);
+    }
+    return count;
+}
+
 /* Sets the nodes on the list `dirty`. Returns their number, or -1. */
 static Py_ssize_t set_listed(Blocks *self, size_t count) {
+    count = list_others(self, count);
+    for (size_t i = 0; i < count; i++) forget_holder(self, self->dirty[i]); /* until it is set */
     self->stale = 1;
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
@@ -252,6 +339,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
                          node->label);
             return -1;
         }
+        if (self->shared) self->shared->holder[self->number[self->dirty[i]]] = node;
     }
     self->stale = 0;
     return (Py_ssize_t)count;
@@ -346,7 +434,13 @@ static PyType_Spec blocks_spec = {"torch_overlay_c.Blocks", sizeof(Blocks), 0, P
 
 PyMethodDef patch_methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
 
+static PyType_Slot shared_slots[] = {{Py_tp_new, shared_new}, {Py_tp_dealloc, shared_dealloc}, {0, NULL}};
+static PyType_Spec shared_spec = {"torch_overlay_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
+
 int patch_init(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&blocks_spec);
+    PyObject *type;
+    if (!(shared_type = (PyTypeObject *)PyType_FromSpec(&shared_spec))) return -1;
+    if (PyModule_AddObjectRef(module, "Shared", (PyObject *)shared_type)) return -1;
+    type = PyType_FromSpec(&blocks_spec);
     return type ? PyModule_AddObject(module, "Blocks", type) : -1;
 }

@@ -68,9 +68,19 @@ PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks);
 typedef struct {
     Handle handle, context;
     unsigned char *block;
+    size_t size; /* of the block, without the array that points into it */
     char *label;
     int kind;
 } Node;
+
+/* What an executable holds that several graphs share: for each of its nodes the node of a `Blocks` whose block it was
+   set to, or NULL if that is unknown. The lock is for patching and launching as one step. */
+typedef struct {
+    PyObject_HEAD
+    size_t nodes;
+    const Node **holder;
+    PyThread_type_lock lock;
+} Shared;
 
 /* A pointer slot. */
 typedef struct {
@@ -93,6 +103,8 @@ typedef struct {
     size_t nodes, slots, regions, words;
     Word *word;
     uint64_t *value; /* what each word is to hold */
+    Shared *shared;  /* or NULL: the executable is the object's own */
+    size_t *number;  /* of each node, in `shared` */
     Node *node;
     Slot *slot;             /* sorted by region: those of region r are [first[r], first[r + 1]) */
     size_t *first, *dirty;  /* dirty: nodes to set, at most all */

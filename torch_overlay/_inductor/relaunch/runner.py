@@ -16,6 +16,7 @@ launch (`numbers`). If a capture shows that the region uses the number for anyth
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -40,6 +41,7 @@ from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 from torch_overlay._inductor.relaunch.verify import Verified
 
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.refusals import Code
 
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
+TABLES = 16  # so many times more sizes are kept if they share executables
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
 
 live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
@@ -66,6 +69,7 @@ class State:
         self.failures = 0
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Relaunch | Split | Verified | None = None
+        self.shared: Any = None  # what its executable is shared by, if it is
 
 
 class Runner:
@@ -86,6 +90,8 @@ class Runner:
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
+        self.sizes = Sizes()
+        self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
         self.warm_ups = 0  # since the last capture
         self.seen: OrderedDict[Any, bool] = OrderedDict()  # keys that came once, when most come only once
@@ -201,7 +207,8 @@ class Runner:
         with self.lock:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
-            self.key_of = self.attempt = None
+            self.key_of = self.attempt = self.plan = None
+            self.sizes = Sizes()
             self.captures = 0
         states.clear()
 
@@ -217,7 +224,7 @@ class Runner:
             state = self.states.get(key)
             if state is None and self.captures < self._most_captures:
                 state = self.states[key] = State()
-                while len(self.states) > self.bound:
+                while len(self.states) > self.bound * (TABLES if self.sizes.executables else 1):
                     _, dropped = self.states.popitem(last=False)
                     self._launched_before += launches_of(dropped.relaunch)
             return state
@@ -315,6 +322,8 @@ class Runner:
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
         self.device.prepare()
+        if self.plan is not None and not self.code.is_backward:
+            return self._repeat(self.plan, state, inputs)
         given, generators = storages(inputs), self.device.generators(inputs)
         large = {
             k: StorageWeakRef(v.untyped_storage())
@@ -331,18 +340,32 @@ class Runner:
             result = self._outside("warm-up", inputs)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
-        random = drawn != [g.get_offset() for g in generators]
+        advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
         dying = frozenset(k for k, storage in large.items() if storage.expired())
-        base = Plan(random=random, detail=detail and bool(dying), dying=dying, asked=asked)
-        state.plan = observer.plan(fresh, base)
+        base = Plan(detail=detail and bool(dying), dying=dying, asked=asked, **_random(advance))
+        state.plan = self.plan = observer.plan(fresh, base)
         state.warm_in.add(threading.get_ident())
+        self._count_warm_up()
+        return result
+
+    def _repeat(self, plan: Plan, state: State, inputs: list[Any]) -> Any:
+        """Run the region as compiled for the first time with these sizes. Its allocations are those of another size."""
+        generators = self.device.generators(inputs)
+        before = [g.get_offset() for g in generators]
+        result = self._outside("warm-up", inputs)
+        advance = tuple([g.get_offset() - b for g, b in zip(generators, before)])
+        state.plan = dataclasses.replace(plan, asked={}, **_random(advance))
+        state.warm_in.add(threading.get_ident())
+        self._count_warm_up()
+        return result
+
+    def _count_warm_up(self) -> None:
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
             self._refuse(None, "first-calls", f"{message}; a graph is made at the second call")
-        return result
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
         """Return a function that runs an operator. If the operator may return new tensors, the function notes in
@@ -378,7 +401,9 @@ class Runner:
             return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
         numbers = {k: inputs[k] for k in self.free}
-        work = Work(self.device, self.model, inputs, alignments, state.plan, self.code, numbers)
+        is_shared = self._is_shared(state)
+        rest = state.plan, self.code, self.sizes, numbers, is_shared
+        work = Work(self.device, self.model, inputs, alignments, *rest)
         try:
             self.captures += 1
             self.warm_ups = 0
@@ -386,7 +411,10 @@ class Runner:
                 self._blame(state, find_culprit(work, blocking=True))
                 if state.refused:
                     return False
+            kept = len(self.sizes.executables)
             arrangement, launchers = make_graph(work)
+            if is_shared and len(self.sizes.executables) == kept:
+                self.captures -= 1  # the bound is for graphs that take memory of the device
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
             for launcher in launchers:
@@ -423,6 +451,8 @@ class Runner:
         with self.lock:
             self._launched_before += launches_of(state.relaunch)
         state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
+        state.shared = launchers[0].shared
+        self._drop_unkept()
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:
                 self.attempt = state.relaunch.attempt
@@ -430,6 +460,20 @@ class Runner:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
             self._refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
         return True
+
+    def _drop_unkept(self) -> None:
+        """Drop the graphs whose shared executable is kept no longer."""
+        with self.lock:
+            for state in self.states.values():
+                if state.shared is not None and not self.sizes.keeps(state.shared):
+                    self._launched_before += launches_of(state.relaunch)
+                    state.relaunch = state.shared = None
+
+    def _is_shared(self, state: State) -> bool:
+        """True if the state's graph is to use an executable of other sizes. Note [Sizes that share an executable]"""
+        return self.sizes.bound > 0 and any(
+            other is not state and other.relaunch is not None for other in self.states.values()
+        )
 
     def _blame(self, state: State, culprit: Culprit | None) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse. Note [Operators in which a
@@ -445,6 +489,11 @@ class Runner:
             refusals.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
         else:
             self._refuse(state, "operator", message, culprit.operator, culprit.line)
+
+
+def _random(advance: tuple[int, ...]) -> dict[str, Any]:
+    """Return the fields of a plan that say how far generators advanced in a run."""
+    return {"random": any(advance), "drawn": advance if any(advance) else ()}
 
 
 def has_copies_never_launched(relaunch: Any) -> bool:
@@ -476,7 +525,7 @@ def live() -> dict[str, int]:
     return {
         "runners": sum(bool(runner.states) for runner in list(live_runners)),
         "templates": len(relaunch.live),
-        "execs": len(launcher.live_launchers),
+        "execs": len({id(each.graph) for each in launcher.live_launchers}),
         "ranges": sum(r.space is not None for r in recording.live_recordings),
     }
 

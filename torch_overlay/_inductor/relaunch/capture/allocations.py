@@ -49,6 +49,7 @@ class Plan:
     dying: frozenset[int] = frozenset()  # positions of inputs that are freed by the end of the region's run
     asked: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # operator -> allocations in it, and their bytes
     opaque: bool = False  # operators are called that are not torch's
+    drawn: tuple[int, ...] = ()  # how far the random generators advance in a run
 
 
 class Observer:

@@ -34,7 +34,6 @@ from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
 from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
-from torch_overlay._inductor.relaunch.numbers.words import settle
 from torch_overlay._inductor.relaunch.prepare import prepare
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -117,31 +116,28 @@ class Cuda:
         with self.guard():
             prepare(self.index)
 
-    def prove(self, first: Captured, second: Captured, namespace: Mapping[str, Any]) -> tuple[CapturedGraph, Template]:
-        """Prove the first capture against the second; return the graph of the first, and its template."""
-        read = []
-        for captured in (first, second):
-            for kept in graphs.tidy(captured.recording.graph).kept:
-                log.info("stays in the graph as it is: %s", kept)
-            space = captured.recording.space
-            read.append(graphs.read(captured.recording.graph, captured.segments, space.low, space.high))
-        check_libraries(read[0])
+    def read(self, captured: Captured) -> CapturedGraph:
+        """Tidy the graph of a capture, and return it as plain data."""
+        for kept in graphs.tidy(captured.recording.graph).kept:
+            log.info("stays in the graph as it is: %s", kept)
+        space = captured.recording.space
+        graph = graphs.read(captured.recording.graph, captured.segments, space.low, space.high)
+        check_libraries(graph)
+        return graph
+
+    def prove(self, graphs_read: tuple[CapturedGraph, CapturedGraph], namespace: Mapping[str, Any]) -> Template:
+        """Prove the graph of a capture against that of a second one, and return its template."""
         snapshot = functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-        numbers = first.numbers, second.numbers
-        read[1], slots = settle((first.uses, second.uses), numbers, (read[0], read[1]))
-        template = prove(
-            *read,
+        return prove(
+            *graphs_read,
             foreign=graphs.freed_memory(snapshot),
             on_device=graphs.is_device_memory,
             signatures=signatures_of(namespace),
         )
-        return read[0], dataclasses.replace(template, numbers=slots)
 
     def handle_of(self, captured: Captured, number: int) -> int:
         """Return the handle of a node by its number in the proof."""
-        graphs.tidy(captured.recording.graph)
-        space = captured.recording.space
-        return graphs.read(captured.recording.graph, captured.segments, space.low, space.high).nodes[number].handle
+        return self.read(captured).nodes[number].handle
 
     def relax(
         self, captured: Captured, graph: CapturedGraph, template: Template, namespace: Mapping[str, Any]
@@ -167,14 +163,16 @@ class Cuda:
             return graph.edges
         return tuple(edges)
 
-    def instantiate(self, captured: Captured, arrangement: Arrangement) -> tuple[Arrangement, list[Launcher]]:
+    def instantiate(
+        self, captured: Captured, arrangement: Arrangement, is_shared: bool = False
+    ) -> tuple[Arrangement, list[Launcher]]:
         """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
-        that the launchers follow."""
+        that the launchers follow. `is_shared`: there may be other launchers `like` them."""
         graph = captured.recording.graph
         _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
-                launchers = self._parts(graph, arrangement)
+                launchers = self._parts(graph, arrangement, is_shared)
             except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 arrangement = dataclasses.replace(arrangement, stages=())
@@ -183,7 +181,8 @@ class Cuda:
                 return arrangement, launchers
         graph.instantiate()
         upload(graph)
-        return arrangement, [Launcher(graph, arrangement.template, direct=not captured.recording.fixed)]
+        shared = native.shared(arrangement.template) if is_shared else None
+        return arrangement, [Launcher(graph, arrangement.template, not captured.recording.fixed, shared)]
 
     def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
         """Return a function that says how many blocks of a kernel this device runs at once."""
@@ -202,12 +201,13 @@ class Cuda:
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
 
-    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement) -> list[Launcher]:
+    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, is_shared: bool) -> list[Launcher]:
         launchers = []
         for stage in arrangement.stages:
             part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
             upload(part)
-            launchers.append(Launcher(part, part.renamed(stage.template), direct=True))
+            shared = native.shared(stage.template) if is_shared else None
+            launchers.append(Launcher(part, part.renamed(stage.template), True, shared))
         return launchers
 
 

@@ -18,6 +18,7 @@ capture fails. CUDA refuses those of other threads, too; so while other threads 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from types import MappingProxyType
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -32,7 +33,7 @@ from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
-from torch_overlay._inductor.relaunch.numbers.words import another
+from torch_overlay._inductor.relaunch.numbers.words import another, settled, slots_of
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
 from torch_overlay._inductor.streams.runtime import Spec
@@ -41,7 +42,10 @@ from torch_overlay._inductor.streams.runtime import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
     from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
 ATTEMPTS = 3
 # Reasons after which other addresses are tried: a number may equal an address of these captures by chance, or a library
@@ -54,7 +58,8 @@ capturing = threading.Lock()
 
 class Work(NamedTuple):
     """A region that is to be captured, and the call that captures it. `alignments`: to how many bytes each input is
-    aligned. `numbers`: values of the inputs that a launch is to compute with, by position."""
+    aligned. `numbers`: values of the inputs that a launch is to compute with, by position. `is_shared`: the executable
+    may be that of another size, `sizes.sizes`."""
 
     device: Any
     model: Callable[[list[Any]], Any]
@@ -62,7 +67,9 @@ class Work(NamedTuple):
     alignments: Sequence[int]
     plan: Plan
     code: Code
+    sizes: Sizes
     numbers: Mapping[int, Any] = MappingProxyType({})
+    is_shared: bool = False
 
     @property
     def namespace(self) -> dict[str, Any]:
@@ -87,44 +94,54 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
 
 
 def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
-    device, code, namespace = work.device, work.code, work.namespace
+    device, code, sizes = work.device, work.code, work.sizes
     check_streams(work.model)
     check_collectives(work.model)
-    holes = device.holes() if code.saved_outputs else []
-    with_uses = device.concurrent and not code.is_training
-
+    holes = device.holes() if code.saved_outputs and not work.is_shared else []
+    with_uses = device.concurrent and not code.is_training and not work.is_shared
     others = {k: another(value) for k, value in work.numbers.items()}
 
-    def take(recording: Any, with_uses: bool = False, numbers: Mapping[int, Any] = work.numbers) -> Captured:
-        return work.capture(recording, holes=holes, with_uses=with_uses, numbers=numbers)
+    def take(recording: Any, **options: Any) -> Captured:
+        return work.capture(recording, holes=holes, **options)
 
     with _recordings(device) as record:
-        first = take(record(1), with_uses)
+        first = take(record(1), with_uses=with_uses)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
                 break
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
-            first = take(record(1), with_uses)
-        second = take(record(2), numbers=others)
-        try:
-            graph, template = _prove(device, first, second, namespace)
-        except Refusal as refusal:
-            if refusal.reason not in COINCIDENCES:
-                raise
-            # Reserved before the first ranges are freed: the number that equals an address must not be one again.
-            elsewhere = record(3)
-            first.recording.discard()
+            first = take(record(1), with_uses=with_uses)
+        graph, lives = device.read(first), first.lives
+        template = sizes.template_of(graph) if work.is_shared else None
+        if template is not None:
+            template = dataclasses.replace(template, numbers=slots_of(first.uses, first.numbers, graph))
+        else:
+            second = take(record(2), numbers=others)
+            try:
+                template = _prove(work, (first, second), graph)
+            except Refusal as refusal:
+                if refusal.reason not in COINCIDENCES:
+                    raise
+                # Reserved before the first ranges are freed: the number that equals an address must not be one again.
+                elsewhere = record(3)
+                first.recording.discard()
+                second.recording.discard()
+                first, second = take(elsewhere, with_uses=with_uses), take(record(5), numbers=others)
+                graph = device.read(first)
+                template = _prove(work, (first, second), graph)
+            lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
-            first, second = take(elsewhere, with_uses), take(record(5), numbers=others)
-            graph, template = _prove(device, first, second, namespace)
+            sizes.functions.learn(template)
         with no_collection():
-            second.recording.discard()
-            if template.numbers and memcpy_nodes.moving(template):
+            copies = memcpy_nodes.moving(template)
+            if template.numbers and copies:
                 raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
-            edges = device.relax(first, graph, template, namespace)
-            arrangement = arrange(_proven(first, second, template, edges, work.inputs, work.plan.dying, code))
-            return device.instantiate(first, arrangement)
+            edges = device.relax(first, graph, template, work.namespace)
+            proven = _proven(first, lives, template, edges, work.inputs, work.plan.dying, code)
+            if work.is_shared and not copies:
+                return sizes.launchers(device, first, graph, proven, work.plan.drawn)
+            return device.instantiate(first, arrange(proven))
 
 
 def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
@@ -169,24 +186,31 @@ def _recordings(device: Any) -> Iterator[Callable[[int], Any]]:
             recording.close()
 
 
-def _prove(device: Any, first: Captured, second: Captured, namespace: dict[str, Any]) -> tuple[Any, Template]:
-    """Prove the first capture against the second, and return the graph of the first and its template."""
+def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph) -> Template:
+    """Prove the first capture, of which this is the graph, against the second, and return its template."""
+    first, second = captures
     if first.layout != second.layout or first.places != second.places:
         raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
     with no_collection():
-        return device.prove(first, second, namespace)
+        other = work.device.read(second)
+        numbers = slots_of(first.uses, first.numbers, graph)
+        if numbers != slots_of(second.uses, second.numbers, other):
+            raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
+        if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
+            other = settled(other, graph, numbers)
+        return dataclasses.replace(work.device.prove((graph, other), work.namespace), numbers=numbers)
 
 
 def _proven(
-    first: Captured,
-    second: Captured,
+    captured: Captured,
+    lives: Sequence[Life],
     template: Template,
     edges: tuple[tuple[int, int], ...],
     inputs: Sequence[Any],
     dying: frozenset[int],
     code: Code,
 ) -> Proven:
-    layout = first.layout
+    layout = captured.layout
     storages = [inputs[k].untyped_storage() for k in layout.inputs]
     addresses = [storage.data_ptr() for storage in storages]
     holders = {address: k for k, address in reversed(list(enumerate(addresses)))}
@@ -195,12 +219,12 @@ def _proven(
         layout,
         template,
         edges,
-        first.places,
-        tuple(a.either(b) for a, b in zip(first.lives, second.lives, strict=True)),
+        captured.places,
+        tuple(lives),
         holders=tuple([holders[address] for address in addresses]),
         held=tuple(storage.nbytes() for storage in storages),
         static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
-        stages=code.is_backward and not first.recording.fixed,
+        stages=code.is_backward and not captured.recording.fixed,
     )
 
 

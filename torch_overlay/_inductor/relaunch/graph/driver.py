@@ -82,8 +82,8 @@ class Driver:
         return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
 
     def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters) of each node, or None if the C module
-        can't read it."""
+        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters, attributes) of each node, or None if
+        the C module can't read it."""
         return self.fast.kernels(nodes) if self.fast is not None else [None] * len(nodes)
 
     def call(self, function: str, *args: Any) -> Any:

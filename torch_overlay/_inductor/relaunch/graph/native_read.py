@@ -1,7 +1,8 @@
 """Reads the nodes and edges of a captured graph, or removes nodes, in one call instead of several for each node.
 
     structure(graph)    ([node], [its kind], [(before, after, is it a full dependency?)])
-    kernels(nodes)      [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...))] of kernel nodes
+    kernels(nodes)      of kernel nodes: [(func, kern, ctx, grid, block, shared bytes, name, ((offset, value), ...),
+                        attributes)]
     count(graph)            how many nodes there are
     cut(graph, clone, wanted)   {node: its handle in the clone} of the wanted ones; removes the others
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any, TYPE_CHECKING
 
@@ -22,10 +23,14 @@ live_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
 
 
 class Launcher:
-    """An executable graph with its template: `patch` points it at other memory, `replay` launches it."""
+    """An executable graph with its template: `patch` points it at other memory, `replay` launches it. With `shared`,
+    other launchers have the same executable, each with a template of its own."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph | Part, template: Template, direct: bool = False, shared: Any = None
+    ) -> None:
         self.graph = graph
+        self.shared = shared
         self.template = template
         self.direct = direct  # the graph draws no random numbers, so the driver can launch it without torch
         self.patcher: memcpy_nodes.Patcher | None = None
@@ -34,15 +39,21 @@ class Launcher:
             self.exec = None  # the patcher replaces its own at each rebuild
             self.patch: Callable[..., int] = self.patcher.patch
         else:
-            self.exec = native.implementation().Exec(
-                graph.raw_cuda_graph_exec(), template.nodes, template.slots, template.regions, template.numbers
-            )
+            parts = template.nodes, template.slots, template.regions, template.numbers, shared
+            self.exec = native.implementation().Exec(graph.raw_cuda_graph_exec(), *parts)
             self.patch = self.exec.patch
         # torch.cuda.CUDAGraph.replay looks for hooks first; its base class just advances the generators and launches.
         self.replay: Callable[[], None] = (
             graph.replay if isinstance(graph, Part) else torch._C._CUDAGraph.replay.__get__(graph)
         )
         live_launchers.add(self)
+
+    def like(self, template: Template) -> Launcher:
+        """Return a launcher of the same executable with another template, whose nodes are those of this one's with
+        other parameters."""
+        handles = {node.index: node.handle for node in self.template.nodes}
+        nodes = tuple(dataclasses.replace(node, handle=handles[node.index]) for node in template.nodes)
+        return Launcher(self.graph, dataclasses.replace(template, nodes=nodes), self.direct, self.shared)
 
     @property
     def nodes(self) -> int:

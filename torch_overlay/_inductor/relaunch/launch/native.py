@@ -59,13 +59,13 @@ import torch
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, EmptyNode, FillNode, KernelNode, Refusal
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot
+    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot, Template
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +134,11 @@ def _make_exec(
     slots: Iterable[PointerSlot],
     regions: int,
     numbers: Sequence[NumberSlot] = (),
+    shared: Any = None,
 ) -> Any:
     """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
-    with so many regions.
+    with so many regions. `shared`: the `Shared` of an executable that several templates use; then a launch sets every
+    node that the executable holds otherwise.
 
     `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
     moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
@@ -148,6 +150,8 @@ def _make_exec(
     """
     patched = sorted(slots, key=lambda slot: (slot.region, slot.node))
     wanted = {slot.node for slot in (*patched, *numbers)}
+    if shared is not None:
+        wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
     by_index = {node.index: node for node in nodes if node.index in wanted}
     position = {index: place for place, index in enumerate(by_index)}
     context = 0
@@ -158,7 +162,13 @@ def _make_exec(
         [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
     )
     words = tuple([(position[slot.node], _word(by_index[slot.node], slot), letter_number(slot)) for slot in numbers])
-    return module.Blocks(exec_handle, blocks, places, regions, words)
+    others = None if shared is None else (shared, tuple(by_index))
+    return module.Blocks(exec_handle, blocks, places, regions, words, others)
+
+
+def shared(template: Template) -> Any:
+    """Return the `Shared` for an executable of the template's graph."""
+    return implementation().Shared(1 + max((node.index for node in template.nodes), default=-1))
 
 
 def letter_number(slot: NumberSlot) -> int:

@@ -64,6 +64,7 @@ class Arrangement:
     layout: Layout
     template: Template
     stages: tuple[Stage, ...] = ()  # empty: the graph is launched as a whole
+    starts: tuple[int, ...] = ()  # of the stages, in the order of the nodes
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
 
@@ -109,7 +110,8 @@ class Proven:
         return by_node
 
 
-def arrange(proven: Proven) -> Arrangement:
+def arrange(proven: Proven, starts: Sequence[int] = ()) -> Arrangement:
+    """Return the arrangement of a proven capture. `starts`: where to cut it, if that is given."""
     layout, pieces = proven.layout, proven.pieces
     if sum(proven.lives[p].size for p in pieces) <= SMALL and not proven.stages:
         return _whole(proven, *_one_by_one(proven))
@@ -119,6 +121,8 @@ def arrange(proven: Proven) -> Arrangement:
     if not proven.stages or layout.saved_size:
         return whole
     spans = [order.span(r) for r in range(len(proven.lives))]
+    if starts:
+        return _Cut(proven, whole, order, spans, starts).arrangement()
     held = _held(proven, spans, order)
     length = len(order.order)
     at_once = need_of(held, [0], length)
@@ -271,7 +275,12 @@ class _Cut:
         stages = tuple(self._make(number) for number in range(len(self.starts)))
         results = tuple(self.results.items())
         return dataclasses.replace(
-            self.whole, layout=self.proven.layout, stages=stages, slots=self.slots, results=results
+            self.whole,
+            layout=self.proven.layout,
+            stages=stages,
+            starts=tuple(self.starts),
+            slots=self.slots,
+            results=results,
         )
 
     def _make(self, number: int) -> Stage:

@@ -1,8 +1,8 @@
 """Proves which words of a graph are computed from numbers, and computes them for a launch.
 
-Each capture of a region traces its numbers (`traced`), with other values in the second one. `settle` compares the two:
-the same parameters must be the same expressions, and each must have the value of its expression in both captures. Then
-the second graph gets the values of the first there, so that the proof of the pointers finds them equal.
+Each capture of a region traces its numbers (`traced`), with other values in the second one. The same parameters must be
+the same expressions in both, and each must have the value of its expression (`slots_of`). Then the second graph gets
+the values of the first there (`settled`), so that the proof of the pointers finds them equal.
 """
 
 from __future__ import annotations
@@ -29,40 +29,37 @@ def another(value: Any) -> Any:
     return changed if changed - value == 1.0 else 0.5
 
 
-def settle(
-    uses: tuple[Sequence[Use], Sequence[Use]],
-    numbers: tuple[Mapping[int, Any], Mapping[int, Any]],
-    graphs: tuple[CapturedGraph, CapturedGraph],
-) -> tuple[CapturedGraph, tuple[NumberSlot, ...]]:
-    """Return the second of two captured graphs, with the words of the first where numbers differ, and the slots of
-    these words. `numbers`: the values of the traced inputs in each capture. Raises `Escaped` if a word is not what its
-    expression says."""
-    every = frozenset(numbers[0])
-    index_of = [{node.handle: node.index for node in graph.nodes} for graph in graphs]
-    found = [
-        [NumberSlot(index[use.handle], *use[1:]) for use in some if use.handle in index]
-        for some, index in zip(uses, index_of)
-    ]
-    if found[0] != found[1] or len(found[0]) != len(uses[0]):
-        raise Escaped(every, "two captures compute other parameters from it")
-    for given, graph in zip(numbers, graphs):
-        for slot in found[0]:
-            node = graph.nodes[slot.node]
-            parameters = node.parameters if isinstance(node, KernelNode) else ()
-            try:
-                expected = pack(slot.letter, evaluate(slot.expression, given))
-            except Unfit as error:
-                raise Escaped(inputs_of([slot.expression]), str(error)) from None
-            if slot.parameter >= len(parameters) or parameters[slot.parameter][1] != expected:
-                raise Escaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
-    nodes = list(graphs[1].nodes)
-    for slot in found[0]:
+def slots_of(uses: Sequence[Use], numbers: Mapping[int, Any], graph: CapturedGraph) -> tuple[NumberSlot, ...]:
+    """Return the number slots of a captured graph. `numbers`: the values of the traced inputs in the capture. Raises
+    `Escaped` if a parameter is not what its expression says."""
+    index_of = {node.handle: node.index for node in graph.nodes} if uses else {}
+    found = []
+    for use in uses:
+        if (index := index_of.get(use.handle)) is None:
+            raise Escaped(inputs_of([use.expression]), "a kernel that gets it is not in the graph")
+        slot = NumberSlot(index, *use[1:])
+        node = graph.nodes[index]
+        parameters = node.parameters if isinstance(node, KernelNode) else ()
+        try:
+            expected = pack(slot.letter, evaluate(slot.expression, numbers))
+        except Unfit as error:
+            raise Escaped(inputs_of([slot.expression]), str(error)) from None
+        if slot.parameter >= len(parameters) or parameters[slot.parameter][1] != expected:
+            raise Escaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
+        found.append(slot)
+    return tuple(found)
+
+
+def settled(graph: CapturedGraph, like: CapturedGraph, slots: Sequence[NumberSlot]) -> CapturedGraph:
+    """Return the graph with the parameters of another one where number slots are: for the proof, they are equal."""
+    nodes = list(graph.nodes)
+    for slot in slots:
         node = nodes[slot.node]
         assert isinstance(node, KernelNode)
         values = list(node.parameters)
-        values[slot.parameter] = graphs[0].nodes[slot.node].parameters[slot.parameter]
+        values[slot.parameter] = like.nodes[slot.node].parameters[slot.parameter]
         nodes[slot.node] = dataclasses.replace(node, parameters=tuple(values))
-    return dataclasses.replace(graphs[1], nodes=tuple(nodes)), tuple(found[0])
+    return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
 def values_of(slots: Sequence[NumberSlot], inputs: Any) -> list[bytes]:

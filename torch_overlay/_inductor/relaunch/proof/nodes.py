@@ -54,6 +54,7 @@ class KernelNode:
     block: tuple[int, int, int]
     shared_bytes: int
     parameters: tuple[tuple[int, bytes], ...]  # (offset in the packed block, value), one per parameter
+    attributes: bytes = b""  # clusters, priority and others that an executable keeps
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class CapturedGraph:
     segments: tuple[Segment, ...]
     low: int
     high: int  # [low, high) is the capture's own address range
+    partial: tuple[tuple[int, int], ...] = ()  # those of the edges that are no full dependencies
 
 
 class PointerSlot(NamedTuple):

@@ -1,0 +1,337 @@
+"""Tests of sizes that share executables: what a new size changes is learned by one capture, and patched."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from unittest import mock
+
+import relaunch_driver
+import torch
+from relaunch_case import Native, RelaunchTestCase
+from torch._dynamo.test_case import run_tests
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch.memory import arrange, outputs
+from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
+from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay._inductor.relaunch.sizes.functions import Functions, Unknown
+
+
+SIZED = """
+def region(args):
+    x, w, n = args
+    args.clear()
+    a = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+    torch.mm(x, w, out=a)
+    b = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+    torch.sin(a, out=b)
+    del a
+    c = empty_strided_cuda((n, 4), (4, 1), torch.float32)
+    torch.mul(b, b, out=c)
+    return (c, b[n // 2:], n)
+"""
+
+
+def expected(x, w, n):
+    b = torch.sin(x @ w)
+    return b * b, b[n // 2 :], n
+
+
+class SizesTestCase(RelaunchTestCase):
+    def sized(self, source=SIZED, **options):
+        run = self.runner(source, **options)
+        self.w = torch.randn(4, 4)
+        return run
+
+    def call(self, run, n):
+        x = torch.randn(n, 4)
+        got = run([x, self.w, n])
+        for have, want in zip(got, expected(x, self.w, n), strict=True):
+            self.assertEqual(have, want, f"size {n}")
+
+    def executables(self, run):
+        """How many there are for the sizes that have a graph."""
+        made = [state for state in run.states.values() if state.relaunch is not None]
+        return len({id(state.shared) if state.shared is not None else id(state) for state in made})
+
+    def captures(self):
+        return len(self.device.random)
+
+
+class TestSizes(SizesTestCase):
+    def test_sizes_share_one_executable_beyond_the_first(self):
+        run = self.sized()
+        for n in (3, 3, 3, *range(4, 20), *range(19, 3, -1), 5, 9, 3, 3, 7, 7, 3):
+            self.call(run, n)
+        self.assertEqual(len(self.device.launchers), 2)
+        self.assertEqual((self.counted("captures"), self.captures()), (17, 2 + 16), "one capture for each further size")
+        self.assertEqual(self.executables(run), 2)
+
+    def test_a_new_size_is_not_observed(self):
+        run = self.sized()
+        for n in (3, 3, 4):
+            self.call(run, n)
+        self.assertEqual(run.states[(4,)].plan, dataclasses.replace(run.states[(3,)].plan, asked={}))
+
+    def test_more_sizes_are_kept_than_executables(self):
+        with config.patch(cudagraph_templates=2):
+            run = self.sized()
+        for n in range(2, 40):
+            self.call(run, n)
+            self.call(run, n)
+        self.assertEqual(len(run.states), 32)
+        self.assertEqual(len(self.device.launchers), 2)
+
+    def test_without_sharing_each_size_has_its_own(self):
+        with config.patch(cudagraph_executables=0):
+            run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5, 3, 4):
+            self.call(run, n)
+        self.assertEqual(len(self.device.launchers), 3)
+
+    BRANCHED = SIZED.replace("    return", "    for _ in range(n % 5):\n        c.add_(0)\n    return")
+
+    def test_a_graph_with_other_nodes_has_another_executable(self):
+        run = self.sized(self.BRANCHED)
+        for n in (5, 5, 10, 10, 6, 6, 11, 11, 15, 15, 6, 11, 10, 5, 16, 16):
+            self.call(run, n)
+        self.assertEqual(len(self.device.launchers), 3, "the first size; sizes that are 0, and 1, modulo 5")
+
+    def test_the_executable_that_was_not_chosen_for_longest_goes(self):
+        with config.patch(cudagraph_executables=2):
+            run = self.sized(self.BRANCHED)
+        for n in (3, 3, 5, 5, 6, 6, 10, 10, 7, 7):  # three shared ones: n % 5 in 0, 1, 2
+            self.call(run, n)
+        self.assertEqual(len(run.sizes.executables), 2)
+        kept = {key[0] for key, state in run.states.items() if state.relaunch is not None}
+        self.assertEqual(kept, {3, 5, 10, 7})
+        self.assertEqual(self.executables(run), 3)
+        for n in (6, 6, 5, 7, 3, 10):
+            self.call(run, n)
+
+    def test_function_that_no_proof_has_seen_takes_a_second_capture(self):
+        source = SIZED.replace("torch.mul(b, b, out=c)", "torch.mul(b, b, out=c) if n < 9 else torch.square(b, out=c)")
+        run = self.sized(source)
+        for n in (3, 3, 4, 4):
+            self.call(run, n)
+        self.assertEqual(self.captures(), 3)
+        for n in (9, 9):
+            self.call(run, n)
+        self.assertEqual(self.captures(), 5)
+        for n in (10, 10, 9, 4, 10):
+            self.call(run, n)
+        self.assertEqual(self.captures(), 6)
+        self.assertEqual(len(self.device.launchers), 2, "another function is no other executable")
+
+    def test_verified(self):
+        run = self.sized(verify=True)
+        for n in (3, 3, 4, 4, 5, 5, 3, 4, 5):
+            self.call(run, n)
+
+    def test_misaligned_inputs_of_a_shared_size(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        for n in (4, 5, 4, 4):
+            x = torch.randn(4 * n + 1)[1:].view(n, 4)
+            got = run([x, self.w, n])
+            self.assertEqual(got[0], expected(x, self.w, n)[0])
+            self.call(run, n)
+
+    def test_backward_in_stages(self):
+        patches = ((arrange, "GAIN", 1), (arrange, "STEP", 1), (arrange, "SMALL", 0))
+        for module, name, value in (*patches, (runner, "LARGE", 1), (outputs, "LITTLE", 0)):
+            self.enterContext(mock.patch.object(module, name, value))
+        source = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((n,), (1,), torch.float64)
+        torch.mul(x, x, out=out)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
+        run = self.runner(source, is_backward=True)
+        for n in (512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700):
+            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
+            want = [torch.full((n,), float(k * k), dtype=torch.float64) for k in reversed(range(6))]
+            self.assertEqual(list(made), want)
+        stages = len(self.device.arrangements[-1].stages)
+        self.assertGreater(stages, 1)
+        self.assertEqual(len(self.device.launchers), 2 * stages)
+
+    def test_generators_that_advance_otherwise_share_nothing(self):
+        source = SIZED.replace("    return", "    args_of_device.offset += n % 2\n    return")
+        run = self.sized(source, args_of_device=self.device.generator)
+        for n in (4, 4, 6, 6, 5, 5, 8, 8, 7, 7):
+            self.call(run, n)
+        self.assertEqual(len(self.device.launchers), 3, "the first, that of even sizes, that of odd ones")
+
+    def test_threads_with_other_sizes(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5, 6, 6):
+            self.call(run, n)
+        errors = []
+
+        def work(n):
+            try:
+                for _ in range(30):
+                    self.call(run, n)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in (3, 4, 5, 6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(errors, [])
+
+    def test_forgotten(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        run.forget()
+        gc.collect()
+        self.assertEqual(run.sizes.executables, [])
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+
+
+class TestSizesInC(Native, TestSizes):
+    def test_only_what_differs_is_set(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5, 6, 6):
+            self.call(run, n)
+
+        def patched(n):
+            call = run.states[(n,)].relaunch.call
+            before = call.patched
+            self.call(run, n)
+            return call.patched - before
+
+        held = [torch.empty(1 << 12) for _ in range(3)]  # so that addresses move
+        self.assertEqual([patched(4), patched(5)], [3, 3], "all three nodes have the size in their grid")
+        del held
+        again = patched(5)
+        self.assertLessEqual(again, 3)
+
+    def test_a_size_that_is_dropped_leaves_nothing_behind(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        del run.states[(5,)]
+        gc.collect()
+        for n in (4, 6, 6, 4, 6):
+            self.call(run, n)
+
+    def test_after_an_error_of_the_driver_every_node_is_set(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        for skip in range(3):
+            relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, skip)
+            with self.assertRaisesRegex(RuntimeError, "cuGraphExecKernelNodeSetParams"):
+                run([torch.randn(4, 4), self.w, 4])
+            for n in (5, 4, 5):
+                self.call(run, n)
+
+    def test_shared_arguments(self):
+        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
+        shared = module.Shared(2)
+        module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
+        for given, kind in (
+            (3, TypeError), ((shared,), TypeError), ((3, (0,)), TypeError), ((shared, ()), ValueError),
+            ((shared, (2,)), ValueError), ((shared, (-1,)), OverflowError), ((shared, ("a",)), TypeError),
+        ):  # fmt: skip
+            with self.assertRaises(kind):
+                module.Blocks(0, (node,), (), 0, (), given)
+        with self.assertRaises(ValueError):
+            module.Shared(-1)
+
+
+def u64(*values):
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
+def kernel(index, *values, func=7):
+    offsets = [sum(map(len, values[:i])) for i in range(len(values))]
+    return KernelNode(index, index, f"f{func}", func, 0, 0, (1, 1, 1), (1, 1, 1), 0, tuple(zip(offsets, values)))
+
+
+LOW, STEP = 0x2C15A600000, 1 << 16
+
+
+class TestFunctions(RelaunchTestCase):
+    """What earlier proofs say of another capture."""
+
+    def graph(self, nodes, low=LOW, sizes=(100, 100)):
+        gap = 1 if low == LOW else 2
+        segments = tuple(Segment(low + gap * STEP * (i + 1), size, i) for i, size in enumerate(sizes))
+        return CapturedGraph(tuple(nodes), (), segments, low, low + 16 * STEP)
+
+    def at(self, region, delta=0, low=LOW):
+        return low + (1 if low == LOW else 2) * STEP * (region + 1) + delta
+
+    def learned(self, make):
+        other = LOW + 64 * STEP
+        functions = Functions()
+        graphs = [self.graph(make(lambda r, d=0, low=low: self.at(r, d, low)), low) for low in (LOW, other)]
+        functions.learn(prove(*graphs))
+        return functions
+
+    def test_slots_are_those_of_a_proof(self):
+        def make(at):
+            structure = u64(at(0, 8), 5) + bytes(4) + u64(at(1))
+            return [kernel(0, u64(at(0)), (9).to_bytes(4, "little"), u64(at(1, 16))), kernel(1, structure, func=8)]
+
+        functions, graph = self.learned(make), self.graph(make(self.at))
+        other = self.graph(make(lambda r, d=0: self.at(r, d, LOW + 64 * STEP)), LOW + 64 * STEP)
+        self.assertEqual(functions.template_of(graph), prove(graph, other))
+
+    def check_unknown(self, functions, text, *nodes):
+        with self.assertRaisesRegex(Unknown, text):
+            functions.template_of(self.graph(nodes))
+
+    def test_what_no_proof_explains(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(3)), kernel(1, u64(1, at(1), 0), func=8)])
+        here = self.at(1)
+        self.check_unknown(functions, "for the first time", kernel(0, u64(here), func=9))
+        self.check_unknown(functions, "where there was none", kernel(0, u64(here), u64(here)))
+        self.check_unknown(functions, "where there was none", kernel(0, u64(1, here, here), func=8))
+        self.check_unknown(functions, "where there was none", kernel(0, u64(here, here, 0), func=8))
+        self.check_unknown(functions, "outside the range", kernel(0, u64(12345), u64(3)))
+        self.check_unknown(functions, "no allocation", kernel(0, u64(here + 200), u64(3)))
+        self.check_unknown(functions, "shorter", kernel(0, u64(1) + bytes(4), func=8))
+
+    def test_address_at_an_odd_place_of_a_structure(self):
+        functions = self.learned(lambda at: [kernel(0, u64(1, at(1), 0, 0, 0), func=8)])
+        value = u64(1, self.at(1)) + bytes(4) + u64(self.at(0)) + bytes(12)
+        self.check_unknown(functions, "offset 20", kernel(0, value, func=8))
+
+    def test_pointer_that_is_null_is_a_constant(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(at(1)))])
+        template = functions.template_of(self.graph([kernel(0, u64(self.at(0)), u64(0))]))
+        self.assertEqual([(s.parameter, s.region) for s in template.slots], [(0, 0)])
+
+    def test_pointer_of_one_of_two_nodes(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(at(1))), kernel(1, u64(at(0)), u64(0))])
+        template = functions.template_of(self.graph([kernel(0, u64(self.at(0)), u64(self.at(1, 4)))]))
+        self.assertEqual([(s.parameter, s.region, s.delta) for s in template.slots], [(0, 0, 0), (1, 1, 4)])
+
+    def test_memset(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)))])
+        template = functions.template_of(self.graph([FillNode(0, 0, self.at(1, 8), 0, 4, 4, 1, 16)]))
+        self.assertEqual([(s.parameter, s.region, s.delta) for s in template.slots], [(0, 1, 8)])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""Sizes and numbers that change from call to call: what a new one costs, what a known one costs, and the memory.
+
+    python tools/bench/shapes.py --out DIR [--rows distilbert,numbers] [--sides off,trees,relaunch,pad,replay]
+
+Each row and side is a process of its own. Processes compile together; then each measures alone, one after another, and
+a second process of the first and of relaunch's side measures last.
+
+    first    µs of the first call of a size, from idle, until the device is done; median over the sizes
+    second   of its second call;  later: of calls after these, the sizes in turn
+    mean     ms a step over all calls of a row whose sizes don't repeat
+    device   MiB of device memory that the sizes took;  reserved: of the caching allocator's
+
+Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand for each size,
+with its inputs copied in: the floor. The rows are in `shape_rows`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 1 << 20
+LATER = 4  # rounds over all sizes
+SIDES = {
+    "off": {"TORCH_OVERLAY_CUDAGRAPHS": "off"},
+    "trees": {"TORCH_OVERLAY_CUDAGRAPHS": "trees"},
+    "pad": {"TORCH_OVERLAY_CUDAGRAPHS": "trees"},
+    "relaunch": {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"},
+    "replay": {"TORCH_OVERLAY_CUDAGRAPHS": "off"},
+}
+GRAPHS = ("trees", "pad", "relaunch")
+
+
+def serve(row: str, side: str) -> None:
+    """Answer each line of standard input by a JSON line."""
+    with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
+        try:
+            work = _Served(row, side)
+            for line in sys.stdin:
+                print(json.dumps(getattr(work, line.strip())()), file=out, flush=True)
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"[:300]}), file=out, flush=True)
+    os._exit(0)
+
+
+class _Served:
+    def __init__(self, row: str, side: str) -> None:
+        import torch
+        from shape_rows import ROWS  # pyrefly: ignore[missing-import]
+
+        import torch_overlay  # noqa: F401
+
+        torch.manual_seed(0)
+        mode = "reduce-overhead" if side in GRAPHS else None
+        self.row = ROWS[row](lambda fn: torch.compile(fn, mode=mode, dynamic=side != "pad"), side == "pad")
+        self.by_hand: dict[Any, tuple[Any, list[Any]]] | None = {} if side == "replay" else None
+
+    def _call(self, item: Any) -> Any:
+        inputs = self.row.inputs(item)
+        if self.by_hand is None or not self.row.repeats:
+            return self.row.step(*inputs)
+        return self._replayed(item, inputs)
+
+    def _replayed(self, item: Any, inputs: Sequence[Any]) -> Any:
+        """Launch the graph that was made by hand for an item; make it at the first call."""
+        import torch
+
+        assert self.by_hand is not None
+        if item not in self.by_hand:
+            held = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
+            self.row.step(*held)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.row.step(*held)
+            self.by_hand[item] = graph, held
+        graph, held = self.by_hand[item]
+        for mine, given in zip(held, inputs):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(given)
+        graph.replay()
+        return None
+
+    def _timed(self, item: Any) -> float:
+        import torch
+
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = self._call(item)
+        torch.cuda.synchronize()
+        del result
+        return (time.perf_counter() - start) * 1e6
+
+    def warm(self) -> dict[str, Any]:
+        import torch
+
+        start = time.perf_counter()
+        for item in self.row.warm:
+            for _ in range(3):
+                self._call(item)
+        torch.cuda.synchronize()
+        return {"warm s": time.perf_counter() - start}
+
+    def measure(self) -> dict[str, Any]:
+        import gc
+
+        import torch
+        from torch._dynamo.utils import counters
+
+        gc.collect()
+        gc.freeze()
+        torch.cuda.empty_cache()
+        before, compiled = self._memory(), counters["stats"]["unique_graphs"]
+        found: dict[str, Any] = {}
+        ours = dict(counters["torch_overlay"])
+        if self.row.repeats:
+            for name in ("first", "second"):
+                found[name] = [self._timed(item) for item in self.row.items]
+            rounds = [[self._timed(item) for item in self.row.items] for _ in range(LATER)]
+            found["later"] = [statistics.median(times) for times in zip(*rounds)]
+        else:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            results = [self.row.kept(self._call(item)) for item in self.row.items]
+            torch.cuda.synchronize()
+            found["mean"] = (time.perf_counter() - start) * 1e3 / len(self.row.items)
+            found["losses"] = [float(value) for value in results if value is not None]
+        torch.cuda.empty_cache()
+        after = self._memory()
+        found["device MiB"], found["reserved MiB"] = (b - a for a, b in zip(before, after))
+        found["recompiled"] = counters["stats"]["unique_graphs"] - compiled
+        for name in ("captures", "nodes"):
+            found[name] = counters["torch_overlay"]["cudagraph_" + name] - ours.get("cudagraph_" + name, 0)
+        return found | self._kept()
+
+    def _memory(self) -> tuple[float, float]:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / MIB, torch.cuda.memory_reserved() / MIB
+
+    def _kept(self) -> dict[str, Any]:
+        import torch_overlay
+        from torch_overlay._inductor.relaunch import runner
+
+        return {"executables": runner.live()["execs"], "refusals": torch_overlay.cudagraphs.refusals()[:3]}
+
+
+def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dict[str, Any]]:
+    from models import Process  # pyrefly: ignore[missing-import]
+
+    deadline, results = time.monotonic() + limit, []
+    order = [*sides, *[side for side in (sides[0], "relaunch") if len(sides) > 1]]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")}
+    processes = [
+        (row, side, Process(row, side, kept | SIDES[side], __file__)) for row in rows for side in order if side
+    ]
+    for _, _, process in processes:
+        process.tell("warm")
+    warm = [process.answer(deadline - time.monotonic()) for *_, process in processes]
+    for (row, side, process), answer in zip(processes, warm):
+        if "error" not in answer:
+            process.tell("measure")
+            answer |= process.answer(max(1.0, deadline - time.monotonic()))
+        process.stop()
+        results.append({"row": row, "side": side, **answer})
+        print("  ".join(_cells(results[-1], results)), file=sys.stderr, flush=True)
+    return results
+
+
+def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[str]:
+    """The cells of one process. Ratios are to the second calls without a graph, size by size."""
+    base = next((r for r in results if r["row"] == result["row"] and r["side"] == "off"), {})
+
+    def times(name: str) -> str:
+        if name not in result:
+            return "-"
+        text = f"{statistics.median(result[name]):.0f}"
+        if plain := base.get("second"):
+            text += f" ({statistics.median(a / b for a, b in zip(result[name], plain)):.2f})"
+        return text
+
+    mean = f"{result['mean']:.3f}" if "mean" in result else "-"
+    if "mean" in result and "mean" in base:
+        mean += f" ({result['mean'] / base['mean']:.2f})"
+    equal = "-"
+    if result.get("losses") and base.get("losses"):
+        difference = max(abs(a - b) for a, b in zip(result["losses"], base["losses"], strict=True))
+        equal = "equal" if not difference else f"{difference:.2g}"
+    numbers = [f"{result[k]:.0f}" if k in result else "-" for k in ("device MiB", "reserved MiB")]
+    numbers += [str(result.get(k, "-")) for k in ("captures", "executables", "recompiled")]
+    errors = result.get("error", "") or "; ".join(result.get("refusals", ()))
+    return [
+        result["row"],
+        result["side"],
+        *map(times, ("first", "second", "later")),
+        mean,
+        equal,
+        *numbers,
+        errors[:90],
+    ]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    header = ["row", "side", "first us", "second", "later", "mean ms", "losses", "device", "reserved"]
+    header += ["captures", "executables", "recompiled", ""]
+    return "\n".join(streams.aligned([header, *[_cells(result, results) for result in results]]))
+
+
+def main() -> int:
+    from shape_rows import ROWS  # pyrefly: ignore[missing-import]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all")
+    parser.add_argument("--out", type=Path, help="folder for the JSON lines")
+    args = parser.parse_args()
+    if args.serve:
+        serve(*args.serve)
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
+    results = measure(args.rows, args.sides, args.limit)
+    about = streams.describe()
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "shapes.jsonl").write_text("".join(json.dumps({**about, **r}) + "\n" for r in results))
+    print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(results)}")
+    return 1 if any("error" in result for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

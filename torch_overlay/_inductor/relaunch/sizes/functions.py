@@ -1,0 +1,116 @@
+"""Makes the template of a capture without a second one, from what earlier proofs have shown of its functions.
+
+A proof shows at which offsets of its parameters a function takes pointers. Another capture of the region, for another
+size, launches mostly the same functions, with other numbers and at other addresses. There, what lies at such an offset
+is a pointer, and nothing else is: an address at another place, or a function that no proof has seen, is `Unknown`, and
+the region is captured twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.proof.nodes import (
+    CapturedGraph,
+    CopyNode,
+    EmptyNode,
+    FIXED,
+    KernelNode,
+    PointerSlot,
+    Template,
+)
+from torch_overlay._inductor.relaunch.proof.prove import AddressMap
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch_overlay._inductor.relaunch.proof.nodes import Node
+
+POINTER = 8  # bytes
+
+
+class Unknown(Exception):
+    """A capture holds what no proof has explained."""
+
+
+class Functions:
+    """The places at which the functions of a region hold pointers: (parameter, offset) of each."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
+
+    def learn(self, template: Template) -> None:
+        """Learn from a proven template."""
+        found: dict[int, set[tuple[int, int]]] = {node.index: set() for node in template.nodes}
+        for slot in template.slots:
+            found[slot.node].add((slot.parameter, slot.offset))
+        for node in template.nodes:
+            if isinstance(node, KernelNode):
+                key = node.func, node.kern
+                self.places[key] = self.places.get(key, frozenset()) | found[node.index]
+
+    def template_of(self, graph: CapturedGraph) -> Template:
+        """Return the template of a captured graph. Raises `Unknown`."""
+        scan = _Scan(graph)
+        slots: list[PointerSlot] = []
+        for node in graph.nodes:
+            if isinstance(node, KernelNode):
+                places = self.places.get((node.func, node.kern))
+                if places is None:
+                    raise Unknown(f"{node.name} is launched for the first time")
+                slots += scan.kernel(node, places)
+            elif not isinstance(node, EmptyNode):
+                slots += scan.addresses(node)
+        regions = 1 + max((s.region for s in graph.segments), default=-1)
+        return Template(regions, graph.nodes, tuple(slot for slot in slots if slot.region != FIXED))
+
+
+class _Scan:
+    def __init__(self, graph: CapturedGraph) -> None:
+        self.addresses_of = AddressMap(graph)
+        self.upper = self.addresses_of.upper_halves()
+
+    def addresses(self, node: Node) -> Iterator[PointerSlot]:
+        """Yield the pointer slots of a memset or memcpy node."""
+        on_host = (node.dst_on_host, node.src_on_host) if isinstance(node, CopyNode) else (False, False)
+        for number, (_, value) in enumerate(node.parameters):
+            if not on_host[number]:
+                yield self._slot(node, number, 0, int.from_bytes(value, "little"))
+
+    def kernel(self, node: KernelNode, places: frozenset[tuple[int, int]]) -> Iterator[PointerSlot]:
+        for number, (_, value) in enumerate(node.parameters):
+            if len(value) == POINTER:
+                word = int.from_bytes(value, "little")
+                if (number, 0) in places:
+                    if word:
+                        yield self._slot(node, number, 0, word)
+                elif self._is_address(word):
+                    raise Unknown(f"{node.name}, parameter {number}: an address where there was none")
+            elif len(value) > POINTER:
+                yield from self._structure(node, number, value, places)
+
+    def _structure(
+        self, node: KernelNode, number: int, value: bytes, places: frozenset[tuple[int, int]]
+    ) -> Iterator[PointerSlot]:
+        here = sorted(offset for parameter, offset in places if parameter == number)
+        for offset in here:
+            if offset + POINTER > len(value):
+                raise Unknown(f"{node.name}, parameter {number} is shorter than it was")
+            if word := int.from_bytes(value[offset : offset + POINTER], "little"):
+                yield self._slot(node, number, offset, word)
+        taken = {place for offset in here for place in (offset - 4, offset, offset + 4)}
+        halves = struct.unpack_from(f"<{len(value) // 4}I", value)
+        for i, half in enumerate(halves):
+            if half in self.upper and i and 4 * (i - 1) not in taken and self._is_address(halves[i - 1] | half << 32):
+                raise Unknown(f"{node.name}, parameter {number}, offset {4 * (i - 1)}: an address where there was none")
+
+    def _is_address(self, word: int) -> bool:
+        return self.addresses_of.covers(word) or (word >> 32 in self.upper and bool(self.addresses_of.places(word)))
+
+    def _slot(self, node: Node, number: int, offset: int, word: int) -> PointerSlot:
+        places = self.addresses_of.places(word)
+        if len(places) != 1:
+            raise Unknown(f"{node.name}, parameter {number}: {self.addresses_of.describe(word)}")
+        return PointerSlot(node.index, number, offset, *places[0])

@@ -1,0 +1,65 @@
+"""Keeps what a region has learned from its sizes: `Sizes`.
+
+Note [Sizes that share an executable]
+The first size of a region has an executable of its own, whose nodes may run side by side. From the second size on,
+sizes share executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the
+executable holds otherwise. Such a size takes memory of the host only. Its capture is one, not two (`functions`), and
+nothing is instantiated. A graph with other nodes or edges gets another executable; a region has at most
+`config.cudagraph_executables` shared ones, and drops the one that was made for a size or chosen for one the longest
+time ago.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch.memory.arrange import arrange
+from torch_overlay._inductor.relaunch.refusals import log
+from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
+from torch_overlay._inductor.relaunch.sizes.functions import Functions, Unknown
+
+
+if TYPE_CHECKING:
+    from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
+
+
+class Sizes:
+    def __init__(self) -> None:
+        self.functions = Functions()
+        self.executables: list[Executable] = []  # the latest first
+        self.bound = config.cudagraph_executables
+
+    def template_of(self, graph: CapturedGraph) -> Template | None:
+        """Return the template of a capture if no second one is needed for it."""
+        try:
+            return self.functions.template_of(graph)
+        except Unknown as why:
+            log.info("a second capture is needed: %s", why)
+            return None
+
+    def launchers(
+        self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
+    ) -> tuple[Arrangement, list[Any]]:
+        """Return an arrangement of the captured graph, and launchers that follow it: of an executable that the graph
+        fits, or of a new one."""
+        shape = Shape.of(graph, captured.recording.fixed, drawn)
+        for executable in self.executables:
+            if executable.shape != shape:
+                continue
+            arrangement = arrange(proven, executable.arrangement.starts)
+            if executable.fits(arrangement):
+                self.executables.remove(executable)
+                self.executables.insert(0, executable)
+                templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
+                return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
+        arrangement, launchers = device.instantiate(captured, arrange(proven), is_shared=True)
+        self.executables.insert(0, Executable(shape, arrangement, launchers))
+        del self.executables[self.bound :]
+        return arrangement, launchers
+
+    def keeps(self, shared: Any) -> bool:
+        """True if the executable that is shared by this is still kept."""
+        return any(kept.launchers[0].shared is shared for kept in self.executables)
