@@ -391,6 +391,10 @@ class TestCompiledCode(RelaunchTestCase):
         (code,) = self.codes(lambda x, n: x.new_ones(n, 4) * n, 7)
         self.assertEqual(code.numbers, set())
 
+    def test_number_that_is_an_offset(self):
+        (code,) = self.codes(lambda x, n: x.index_add(0, x.new_ones(1).long() * n, x[n : n + 1]), 2)
+        self.assertEqual(len(code.numbers), 1)
+
     def test_size_of_an_input_is_none(self):
         (code,) = self.codes(lambda x: x * x.shape[0])
         self.assertEqual(code.numbers, set())

@@ -18,7 +18,7 @@ from torch_overlay._inductor.relaunch import runner
 from torch_overlay._inductor.relaunch.memory import arrange, outputs
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
-from torch_overlay._inductor.relaunch.sizes.functions import Functions, Unknown
+from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
 SIZED = """
@@ -295,11 +295,13 @@ class TestFunctions(RelaunchTestCase):
 
         functions, graph = self.learned(make), self.graph(make(self.at))
         other = self.graph(make(lambda r, d=0: self.at(r, d, LOW + 64 * STEP)), LOW + 64 * STEP)
-        self.assertEqual(functions.template_of(graph), prove(graph, other))
+        self.assertEqual(functions.slots_of(graph), (list(prove(graph, other).slots), {}))
 
-    def check_unknown(self, functions, text, *nodes):
-        with self.assertRaisesRegex(Unknown, text):
-            functions.template_of(self.graph(nodes))
+    def check_unknown(self, functions, text, node):
+        known = kernel(1, u64(self.at(0)), u64(3))
+        slots, unknown = functions.slots_of(self.graph([node, known]))
+        self.assertEqual((list(unknown), [slot.node for slot in slots]), ([0], [1]))
+        self.assertRegex(unknown[0], text)
 
     def test_what_no_proof_explains(self):
         functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(3)), kernel(1, u64(1, at(1), 0), func=8)])
@@ -313,24 +315,24 @@ class TestFunctions(RelaunchTestCase):
         self.check_unknown(functions, "shorter", kernel(0, u64(1) + bytes(4), func=8))
 
     def test_address_at_an_odd_place_of_a_structure(self):
-        functions = self.learned(lambda at: [kernel(0, u64(1, at(1), 0, 0, 0), func=8)])
+        functions = self.learned(lambda at: [kernel(0, u64(1, at(1), 0, 0, 0), func=8), kernel(1, u64(at(0)), u64(3))])
         value = u64(1, self.at(1)) + bytes(4) + u64(self.at(0)) + bytes(12)
         self.check_unknown(functions, "offset 20", kernel(0, value, func=8))
 
     def test_pointer_that_is_null_is_a_constant(self):
         functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(at(1)))])
-        template = functions.template_of(self.graph([kernel(0, u64(self.at(0)), u64(0))]))
-        self.assertEqual([(s.parameter, s.region) for s in template.slots], [(0, 0)])
+        slots, _ = functions.slots_of(self.graph([kernel(0, u64(self.at(0)), u64(0))]))
+        self.assertEqual([(s.parameter, s.region) for s in slots], [(0, 0)])
 
     def test_pointer_of_one_of_two_nodes(self):
         functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(at(1))), kernel(1, u64(at(0)), u64(0))])
-        template = functions.template_of(self.graph([kernel(0, u64(self.at(0)), u64(self.at(1, 4)))]))
-        self.assertEqual([(s.parameter, s.region, s.delta) for s in template.slots], [(0, 0, 0), (1, 1, 4)])
+        slots, _ = functions.slots_of(self.graph([kernel(0, u64(self.at(0)), u64(self.at(1, 4)))]))
+        self.assertEqual([(s.parameter, s.region, s.delta) for s in slots], [(0, 0, 0), (1, 1, 4)])
 
     def test_memset(self):
         functions = self.learned(lambda at: [kernel(0, u64(at(0)))])
-        template = functions.template_of(self.graph([FillNode(0, 0, self.at(1, 8), 0, 4, 4, 1, 16)]))
-        self.assertEqual([(s.parameter, s.region, s.delta) for s in template.slots], [(0, 1, 8)])
+        slots, _ = functions.slots_of(self.graph([FillNode(0, 0, self.at(1, 8), 0, 4, 4, 1, 16)]))
+        self.assertEqual([(s.parameter, s.region, s.delta) for s in slots], [(0, 1, 8)])
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def number_of_a_product(k: Kit) -> None:
         k.see(f"n = {n}", f(k.randn(8, 8), k.randn(8, 8), k.randn(8, 8), n))
 
 
-@program("a number with dropout", launches=6)
+@program("a number with dropout", random=True, launches=6)
 def number_and_dropout(k: Kit) -> None:
     f = k.compile(lambda x, n: nn.functional.dropout(x * n, 0.5) + n, dynamic=True)
     for n in range(3, 12):

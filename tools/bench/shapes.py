@@ -160,10 +160,9 @@ class _Served:
         return (total - free) / MIB, torch.cuda.memory_reserved() / MIB
 
     def _kept(self) -> dict[str, Any]:
-        import torch_overlay
-        from torch_overlay._inductor.relaunch import runner
+        from torch_overlay._inductor.relaunch import refusals, runner
 
-        return {"executables": runner.live()["execs"], "refusals": torch_overlay.cudagraphs.refusals()[:3]}
+        return {"executables": runner.live()["execs"], "refusals": refusals.refusals()[:3]}
 
 
 def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dict[str, Any]]:

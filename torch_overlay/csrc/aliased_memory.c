@@ -15,6 +15,7 @@
 #define ALIGNMENT 512
 #define DEEP ((size_t)256 << 10)
 #define SHALLOW ((size_t)64 << 10)
+#define OURS ((size_t)2 << 10) /* what functions here use */
 
 /* Zeroes the stack that this thread's next calls will use: Note [Remains on the stack]. */
 static void clear_stack(size_t most) {
@@ -244,8 +245,13 @@ static void *allocate(Range *range, size_t size) {
         range->list = list;
         range->capacity = capacity;
     }
-    if (address + whole > range->mapped && (code = map(range, address + whole, &what)))
-        return refuse(range, size, what, code);
+    if (address + whole > range->mapped) {
+        int mode = relax();
+        code = map(range, address + whole, &what);
+        restrain(mode);
+        clear_stack(SHALLOW);
+        if (code) return refuse(range, size, what, code);
+    }
     range->list[range->count++] = (Allocation){address, size};
     range->top = address + whole;
     return (void *)address;
@@ -260,10 +266,8 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
     if (range && range->arena->device != device)
         refuse(range, (size_t)size, "another device than the range's", 0);
     else if (range && size >= 0) {
-        int mode = relax();
         if ((result = allocate(range, (size_t)size))) range->arena->held++;
-        restrain(mode);
-        clear_stack(SHALLOW);
+        clear_stack(OURS);
     }
     pthread_mutex_unlock(&lock);
     return result;
@@ -382,10 +386,8 @@ static PyObject *py_take(PyObject *module, PyObject *args) {
     if (bytes < 0) return PyErr_Format(PyExc_ValueError, "take() wants bytes >= 0");
     pthread_mutex_lock(&lock);
     if ((range = range_of(id))) {
-        int mode = relax();
         address = allocate(range, (size_t)bytes);
-        restrain(mode);
-        clear_stack(SHALLOW);
+        clear_stack(OURS);
         memcpy(error, range->error, sizeof error);
     }
     pthread_mutex_unlock(&lock);

@@ -196,7 +196,8 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
 
 def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
     """Return the positions of the inputs that are integers on which no tensor's size or stride depends: those of the
-    graph, then those of each partition, which count from the end."""
+    graph, then those of each partition, which count from the end. Offsets don't matter here: where generated code makes
+    a view, its offset is computed from the number in sight, and an input's is in its address."""
     from torch import SymInt, Tensor
     from torch.fx.experimental.symbolic_shapes import free_symbols
     from torch.utils._pytree import tree_leaves
@@ -205,7 +206,8 @@ def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
     for module in gm.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
             tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-            in_shapes.update(str(symbol) for tensor in tensors for symbol in free_symbols(tensor))
+            for shape in [dims for tensor in tensors for dims in (tensor.size(), tensor.stride())]:
+                in_shapes.update(map(str, free_symbols(shape)))
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     names = [str(v.node.expr) if isinstance(v, SymInt) and v.node.expr.is_Symbol else None for v in values]
 

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import threading
 from types import MappingProxyType
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -35,17 +35,20 @@ from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.numbers.words import another, settled, slots_of
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
-from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
+from torch_overlay._inductor.relaunch.refusals import COMMUNICATION, log
+from torch_overlay._inductor.relaunch.sizes.functions import without
 from torch_overlay._inductor.streams.runtime import Spec
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
     from torch_overlay._inductor.relaunch.refusals import Code
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
+
+    Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"
 
 ATTEMPTS = 3
 # Reasons after which other addresses are tried: a number may equal an address of these captures by chance, or a library
@@ -84,7 +87,8 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     """Capture a region, and return its arrangement and a launcher for each of its stages. Raises Refusal, or what the
     region itself raises; Escaped if a launch can't compute with the numbers."""
     try:
-        return _make_graph(work)
+        with no_collection():  # which takes longer than a capture, once all that compiling has made is walked
+            return _make_graph(work)
     except (Escaped, torch.OutOfMemoryError):
         raise
     except Exception as error:  # for code that uses traced numbers where they are not expected
@@ -113,13 +117,15 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             first.recording.discard()
             first = take(record(1), with_uses=with_uses)
         graph, lives = device.read(first), first.lives
-        template = sizes.template_of(graph) if work.is_shared else None
-        if template is not None:
-            template = dataclasses.replace(template, numbers=slots_of(first.uses, first.numbers, graph))
+        known = _known(work, graph)
+        if not known[1]:
+            regions = 1 + max((segment.region for segment in first.segments), default=-1)
+            numbers = slots_of(first.uses, first.numbers, graph)
+            template = Template(regions, graph.nodes, tuple(known[0]), numbers)
         else:
             second = take(record(2), numbers=others)
             try:
-                template = _prove(work, (first, second), graph)
+                template = _prove(work, (first, second), graph, known)
             except Refusal as refusal:
                 if refusal.reason not in COINCIDENCES:
                     raise
@@ -129,19 +135,30 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
                 second.recording.discard()
                 first, second = take(elsewhere, with_uses=with_uses), take(record(5), numbers=others)
                 graph = device.read(first)
-                template = _prove(work, (first, second), graph)
+                known = _known(work, graph)
+                template = _prove(work, (first, second), graph, known)
             lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
             sizes.functions.learn(template)
-        with no_collection():
-            copies = memcpy_nodes.moving(template)
-            if template.numbers and copies:
-                raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
-            edges = device.relax(first, graph, template, work.namespace)
-            proven = _proven(first, lives, template, edges, work.inputs, work.plan.dying, code)
-            if work.is_shared and not copies:
-                return sizes.launchers(device, first, graph, proven, work.plan.drawn)
-            return device.instantiate(first, arrange(proven))
+        copies = memcpy_nodes.moving(template)
+        if template.numbers and copies:
+            raise Escaped(frozenset(work.numbers), "copies between memories are patched one by one")
+        edges = device.relax(first, graph, template, work.namespace)
+        proven = _proven(first, lives, template, edges, work.inputs, work.plan.dying, code)
+        if work.is_shared and not copies:
+            return sizes.launchers(device, first, graph, proven, work.plan.drawn)
+        return device.instantiate(first, arrange(proven))
+
+
+def _known(work: Work, graph: CapturedGraph) -> Known:
+    """Return the pointer slots of the nodes that need no second capture, and the nodes that need one."""
+    if not work.is_shared:
+        return [], range(len(graph.nodes))
+    slots, unknown = work.sizes.functions.slots_of(graph)
+    if unknown:
+        why = "; ".join(dict.fromkeys(unknown.values()))
+        log.info("a second capture is made for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
+    return slots, unknown
 
 
 def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
@@ -186,19 +203,22 @@ def _recordings(device: Any) -> Iterator[Callable[[int], Any]]:
             recording.close()
 
 
-def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph) -> Template:
+def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph, known: Known) -> Template:
     """Prove the first capture, of which this is the graph, against the second, and return its template."""
     first, second = captures
     if first.layout != second.layout or first.places != second.places:
         raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
-    with no_collection():
-        other = work.device.read(second)
-        numbers = slots_of(first.uses, first.numbers, graph)
-        if numbers != slots_of(second.uses, second.numbers, other):
-            raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
-        if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
-            other = settled(other, graph, numbers)
-        return dataclasses.replace(work.device.prove((graph, other), work.namespace), numbers=numbers)
+    other = work.device.read(second)
+    numbers = slots_of(first.uses, first.numbers, graph)
+    if numbers != slots_of(second.uses, second.numbers, other):
+        raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
+    if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
+        other = settled(other, graph, numbers)
+    slots, unknown = known
+    rest = {node.index for node in graph.nodes if node.index not in unknown}
+    template = work.device.prove((without(graph, rest), without(other, rest)), work.namespace)
+    nodes = tuple(graph.nodes[node.index] if node.index in rest else node for node in template.nodes)
+    return dataclasses.replace(template, nodes=nodes, slots=(*slots, *template.slots), numbers=numbers)
 
 
 def _proven(

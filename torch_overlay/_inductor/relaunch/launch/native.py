@@ -37,7 +37,8 @@ A launcher passes on what the unused fields of its structures hold: what lay on 
 leave the same there, with one exception, due to our own allocator: it maps a block of 12 MiB when the mapped part of a
 range is full, which happens at another allocation where the gaps are wider, and the driver's functions leave the
 addresses of the blocks on the stack. These are in the range and stand for different bytes in each capture. So the
-allocator clears the stack below an allocation; it is also cleared when a capture begins.
+allocator clears the stack below, as deep as the driver goes where it has mapped a block; it is also cleared when a
+capture begins.
 
 A range is mapped as it fills, a physical block of 12 MiB at a time, for the driver maps only whole blocks. Mapping
 costs the host the same for a block of any size (on a machine with an H200 36 us to map it and grant access, 22 us to

@@ -1,13 +1,14 @@
-"""Makes the template of a capture without a second one, from what earlier proofs have shown of its functions.
+"""Finds the pointer slots of a capture without a second one, from what earlier proofs have shown of its functions.
 
 A proof shows at which offsets of its parameters a function takes pointers. Another capture of the region, for another
-size, launches mostly the same functions, with other numbers and at other addresses. There, what lies at such an offset
-is a pointer, and nothing else is: an address at another place, or a function that no proof has seen, is `Unknown`, and
-the region is captured twice.
+size, launches many of the same functions, with other numbers and at other addresses. There, what lies at such an offset
+is a pointer, and nothing else is. Nothing is known of a function that no proof has seen, or that has an address at
+another place: a second capture proves the nodes that launch it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from torch_overlay._inductor.relaunch.proof.prove import AddressMap
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from torch_overlay._inductor.relaunch.proof.nodes import Node
 
@@ -32,7 +33,7 @@ POINTER = 8  # bytes
 
 
 class Unknown(Exception):
-    """A capture holds what no proof has explained."""
+    """A node holds what no proof has explained."""
 
 
 class Functions:
@@ -51,20 +52,33 @@ class Functions:
                 key = node.func, node.kern
                 self.places[key] = self.places.get(key, frozenset()) | found[node.index]
 
-    def template_of(self, graph: CapturedGraph) -> Template:
-        """Return the template of a captured graph. Raises `Unknown`."""
+    def slots_of(self, graph: CapturedGraph) -> tuple[list[PointerSlot], dict[int, str]]:
+        """Return the pointer slots of the nodes whose functions are known, and why the other nodes are unknown."""
         scan = _Scan(graph)
         slots: list[PointerSlot] = []
+        unknown: dict[int, str] = {}
         for node in graph.nodes:
-            if isinstance(node, KernelNode):
-                places = self.places.get((node.func, node.kern))
-                if places is None:
-                    raise Unknown(f"{node.name} is launched for the first time")
-                slots += scan.kernel(node, places)
-            elif not isinstance(node, EmptyNode):
-                slots += scan.addresses(node)
-        regions = 1 + max((s.region for s in graph.segments), default=-1)
-        return Template(regions, graph.nodes, tuple(slot for slot in slots if slot.region != FIXED))
+            try:
+                slots += [slot for slot in self._slots_of(node, scan) if slot.region != FIXED]
+            except Unknown as why:
+                unknown[node.index] = f"{node.name}: {why}"
+        return slots, unknown
+
+    def _slots_of(self, node: Node, scan: _Scan) -> Iterable[PointerSlot]:
+        if isinstance(node, EmptyNode):
+            return ()
+        if not isinstance(node, KernelNode):
+            return scan.addresses(node)
+        places = self.places.get((node.func, node.kern))
+        if places is None:
+            raise Unknown("it is launched for the first time")
+        return scan.kernel(node, places)
+
+
+def without(graph: CapturedGraph, indices: Container[int]) -> CapturedGraph:
+    """Return the graph with empty nodes in place of these, which a proof passes over."""
+    nodes = [EmptyNode(node.index, node.handle) if node.index in indices else node for node in graph.nodes]
+    return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
 class _Scan:
@@ -87,7 +101,7 @@ class _Scan:
                     if word:
                         yield self._slot(node, number, 0, word)
                 elif self._is_address(word):
-                    raise Unknown(f"{node.name}, parameter {number}: an address where there was none")
+                    raise Unknown(f"parameter {number}: an address where there was none")
             elif len(value) > POINTER:
                 yield from self._structure(node, number, value, places)
 
@@ -97,14 +111,14 @@ class _Scan:
         here = sorted(offset for parameter, offset in places if parameter == number)
         for offset in here:
             if offset + POINTER > len(value):
-                raise Unknown(f"{node.name}, parameter {number} is shorter than it was")
+                raise Unknown(f"parameter {number} is shorter than it was")
             if word := int.from_bytes(value[offset : offset + POINTER], "little"):
                 yield self._slot(node, number, offset, word)
         taken = {place for offset in here for place in (offset - 4, offset, offset + 4)}
         halves = struct.unpack_from(f"<{len(value) // 4}I", value)
         for i, half in enumerate(halves):
             if half in self.upper and i and 4 * (i - 1) not in taken and self._is_address(halves[i - 1] | half << 32):
-                raise Unknown(f"{node.name}, parameter {number}, offset {4 * (i - 1)}: an address where there was none")
+                raise Unknown(f"parameter {number}, offset {4 * (i - 1)}: an address where there was none")
 
     def _is_address(self, word: int) -> bool:
         return self.addresses_of.covers(word) or (word >> 32 in self.upper and bool(self.addresses_of.places(word)))
@@ -112,5 +126,5 @@ class _Scan:
     def _slot(self, node: Node, number: int, offset: int, word: int) -> PointerSlot:
         places = self.addresses_of.places(word)
         if len(places) != 1:
-            raise Unknown(f"{node.name}, parameter {number}: {self.addresses_of.describe(word)}")
+            raise Unknown(f"parameter {number}: {self.addresses_of.describe(word)}")
         return PointerSlot(node.index, number, offset, *places[0])

@@ -3,10 +3,10 @@
 Note [Sizes that share an executable]
 The first size of a region has an executable of its own, whose nodes may run side by side. From the second size on,
 sizes share executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the
-executable holds otherwise. Such a size takes memory of the host only. Its capture is one, not two (`functions`), and
-nothing is instantiated. A graph with other nodes or edges gets another executable; a region has at most
-`config.cudagraph_executables` shared ones, and drops the one that was made for a size or chosen for one the longest
-time ago.
+executable holds otherwise. Such a size takes memory of the host only. Nothing is instantiated, and a second capture is
+made only for functions that were not seen before (`functions`). A graph with other nodes or edges gets another
+executable; a region has at most `config.cudagraph_executables` shared ones, and drops the one that was made for a size
+or chosen for one the longest time ago.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
-from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
-from torch_overlay._inductor.relaunch.sizes.functions import Functions, Unknown
+from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
 if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
 
 
 class Sizes:
@@ -31,14 +30,6 @@ class Sizes:
         self.functions = Functions()
         self.executables: list[Executable] = []  # the latest first
         self.bound = config.cudagraph_executables
-
-    def template_of(self, graph: CapturedGraph) -> Template | None:
-        """Return the template of a capture if no second one is needed for it."""
-        try:
-            return self.functions.template_of(graph)
-        except Unknown as why:
-            log.info("a second capture is needed: %s", why)
-            return None
 
     def launchers(
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
