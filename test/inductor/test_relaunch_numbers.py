@@ -205,6 +205,13 @@ def region(args):
         )
         self.assertIn("__gt__", why)
 
+    def test_reason_is_told_where_no_number_comes_again(self):
+        fn = self.runner(self.source("torch.mul(x, n, out=out)"), numbers=[1])
+        fn.bound = 1
+        for n in range(2, 20):
+            fn([torch.ones(4, dtype=torch.float64), n])
+        self.assertIn("the number at input 1 is no parameter: TypeError", fn.refusals["first-calls"].message)
+
     def test_truth(self):
         self.assertIn("__bool__", self.run_in_key("out.copy_(x * 2 if n else x)", lambda n: 2))
 

@@ -365,6 +365,8 @@ class Runner:
         self.warm_ups += 1
         if self.warm_ups == self._most_captures:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
+            with self.lock:
+                message += "".join(f"; the number at input {k} is no parameter: {why}" for k, why in self.kept.items())
             self._refuse(None, "first-calls", f"{message}; a graph is made at the second call")
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
