@@ -44,7 +44,7 @@ activation_offload: Any = None
 cudagraphs: str = "relaunch"
 
 # A region keeps up to this many graphs for different sizes; the least recently used graph is dropped. Sizes that share
-# an executable graph take memory of the host only, and 16 times as many are kept.
+# an executable graph take memory of the host only, and 4 times as many are kept.
 cudagraph_templates: int = 64
 
 # Sizes of a region beyond the first share up to this many executable graphs, one for each set of nodes and edges. 0:

@@ -83,7 +83,7 @@ class TestSizes(SizesTestCase):
         for n in range(2, 40):
             self.call(run, n)
             self.call(run, n)
-        self.assertEqual(len(run.states), 32)
+        self.assertEqual(len(run.states), 8)
         self.assertEqual(len(self.device.launchers), 2)
 
     def test_without_sharing_each_size_has_its_own(self):
@@ -243,6 +243,16 @@ class TestSizesInC(Native, TestSizes):
                 run([torch.randn(4, 4), self.w, 4])
             for n in (5, 4, 5):
                 self.call(run, n)
+
+    def test_size_whose_nodes_the_driver_refuses_has_an_executable_of_its_own(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5):
+            self.call(run, n)
+        relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 1)
+        for n in (5, 5, 5, 4, 3, 5, 6, 6, 6):
+            self.call(run, n)
+        self.assertTrue(run.states[(5,)].alone)
+        self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3, 1))
 
     def test_shared_arguments(self):
         module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())

@@ -13,9 +13,9 @@ def scaled(x: Any, w: Any, n: Any) -> Any:
     return ((x @ w).sin() @ w).cos() * n
 
 
-@program(region="warm-up", inputs=lambda n: (n,), fixed=None, compiled_at_once=False, dynamic=True)
+@program(region="warm-up", inputs=lambda n: (n,), fixed=scaled, compiled_at_once=False, dynamic=True)
 def number_that_counts_up(x, w, n):
-    return ((x @ w).sin() @ w).cos() * n
+    return ((x @ w).sin() @ w).cos() * max(n, 3)  # code decides by it
 
 
 @program(inputs=lambda n: (torch.ones(128),), overlay={"cudagraph_rewrites": False}, compiled_at_once=False)
@@ -61,4 +61,4 @@ def nothing_is_split_off(x, w):
     compiled_at_once=False,
 )
 def more_numbers_than_graphs(x, w, n):
-    return ((x @ w).sin() @ w).cos() * n
+    return ((x @ w).sin() @ w).cos() * max(n, 3)

@@ -36,6 +36,7 @@ static void forget_holder(Blocks *self, size_t node) {
 static void blocks_dealloc(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (size_t i = 0; self->number && i < self->nodes; i++) forget_holder(self, i);
+    if (self->shared && self->shared->last == self) self->shared->last = NULL;
     Py_XDECREF((PyObject *)self->shared);
     PyMem_Free(self->number);
     for (size_t i = 0; self->node && i < self->nodes; i++) {
@@ -307,7 +308,8 @@ static int is_equal(const Node *a, const Node *b) {
 
 /* Puts the nodes on the list that the executable holds otherwise, since other graphs use it, too. */
 static size_t list_others(Blocks *self, size_t count) {
-    for (size_t i = 0; self->shared && i < self->nodes; i++) {
+    if (!self->shared || self->shared->last == self) return count;
+    for (size_t i = 0; i < self->nodes; i++) {
         const Node *holder = self->shared->holder[self->number[i]];
         if (holder != &self->node[i] && !(holder && is_equal(holder, &self->node[i])))
             count = list_node(self, i, count);
@@ -320,6 +322,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
     count = list_others(self, count);
     for (size_t i = 0; i < count; i++) forget_holder(self, self->dirty[i]); /* until it is set */
     self->stale = 1;
+    if (self->shared) self->shared->last = NULL;
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
         const char *what;
@@ -342,6 +345,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
         if (self->shared) self->shared->holder[self->number[self->dirty[i]]] = node;
     }
     self->stale = 0;
+    if (self->shared) self->shared->last = self;
     return (Py_ssize_t)count;
 }
 

@@ -74,11 +74,13 @@ typedef struct {
 } Node;
 
 /* What an executable holds that several graphs share: for each of its nodes the node of a `Blocks` whose block it was
-   set to, or NULL if that is unknown. The lock is for patching and launching as one step. */
+   set to, or NULL if that is unknown. `last`: the `Blocks` that was launched last, never read. The lock is for patching
+   and launching as one step. */
 typedef struct {
     PyObject_HEAD
     size_t nodes;
     const Node **holder;
+    const void *last;
     PyThread_type_lock lock;
 } Shared;
 

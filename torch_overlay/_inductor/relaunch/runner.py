@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.refusals import Code
 
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
-TABLES = 16  # so many times more sizes are kept if they share executables
+TABLES = 4  # so many times more sizes are kept if they share executables
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
 
 live_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
@@ -70,6 +70,7 @@ class State:
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Relaunch | Split | Verified | None = None
         self.shared: Any = None  # what its executable is shared by, if it is
+        self.alone = False  # the driver can't set the shared executable's nodes to this graph's
 
 
 class Runner:
@@ -279,6 +280,11 @@ class Runner:
                 inputs[:] = originals or inputs
                 return self._outside("number", inputs)
             except RuntimeError as error:
+                if state.shared is not None and not launches_of(relaunch) and "NodeSetParams" in str(error):
+                    refusals.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
+                    state.alone, state.relaunch, state.shared = True, None, None
+                    inputs[:] = originals or inputs
+                    return self._outside("busy", inputs)
                 if isinstance(error, torch.OutOfMemoryError) or not untried:
                     if untried:
                         state.relaunch = None  # the next one is the first launch
@@ -473,8 +479,10 @@ class Runner:
 
     def _is_shared(self, state: State) -> bool:
         """True if the state's graph is to use an executable of other sizes. Note [Sizes that share an executable]"""
-        return self.sizes.bound > 0 and any(
-            other is not state and other.relaunch is not None for other in self.states.values()
+        return (
+            self.sizes.bound > 0
+            and not state.alone
+            and any(other is not state and other.relaunch is not None for other in self.states.values())
         )
 
     def _blame(self, state: State, culprit: Culprit | None) -> None:

@@ -27,6 +27,7 @@ integer with a bit for each position in an order that the edges allow.
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
 from dataclasses import dataclass
@@ -69,9 +70,7 @@ class Order:
         self, nodes: int, edges: Iterable[tuple[int, int]], lives: Sequence[Life], slots: Iterable[tuple[int, int]]
     ) -> None:
         self.lives = lives
-        self.order = _topological(nodes, edges := list(edges))
-        self.position = {node: at for at, node in enumerate(self.order)}
-        self.earlier, self.later = self._closures(edges)  # by position: all nodes before it, all nodes after it
+        self.order, self.position, self.earlier, self.later = _ordered(nodes, tuple(edges))
         self.holders = [0] * len(lives)
         for node, allocation in slots:
             self.holders[allocation] |= 1 << self.position[node]
@@ -85,15 +84,6 @@ class Order:
                 after &= self.later[at]
                 touching &= ~(self.earlier[at] | 1 << at)  # a node after this one is also after the earlier ones
             self.after.append(after)
-
-    def _closures(self, edges: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        earlier, later = [0] * len(self.order), [0] * len(self.order)
-        pairs = sorted((self.position[u], self.position[v]) for u, v in edges)
-        for u, v in sorted(pairs, key=lambda pair: pair[1]):
-            earlier[v] |= earlier[u] | 1 << u
-        for u, v in reversed(pairs):
-            later[u] |= later[v] | 1 << v
-        return earlier, later
 
     def _reached(self, holders: int) -> int:
         """Return the nodes `holders`, and all nodes that come after any of them."""
@@ -154,6 +144,21 @@ class Order:
             slabs[number].put(a, at, size)
             places[a] = number, at
         return _with_least_behind_first(places, [slab.size for slab in slabs])
+
+
+@functools.lru_cache(16)  # sizes of a region have one graph
+def _ordered(nodes: int, edges: tuple[tuple[int, int], ...]) -> tuple[list[int], dict[int, int], list[int], list[int]]:
+    """Return an order that the edges allow, the position of each node in it, and by position the nodes before and the
+    nodes after each node."""
+    order = _topological(nodes, edges)
+    position = {node: at for at, node in enumerate(order)}
+    earlier, later = [0] * nodes, [0] * nodes
+    pairs = sorted((position[u], position[v]) for u, v in edges)
+    for u, v in sorted(pairs, key=lambda pair: pair[1]):
+        earlier[v] |= earlier[u] | 1 << u
+    for u, v in reversed(pairs):
+        later[u] |= later[v] | 1 << v
+    return order, position, earlier, later
 
 
 def _with_least_behind_first(

@@ -40,7 +40,8 @@ class Functions:
     """The places at which the functions of a region hold pointers: (parameter, offset) of each."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
+        # By handles and name: a handle is used again when a library has unloaded a function.
+        self.places: dict[tuple[int, int, str], frozenset[tuple[int, int]]] = {}
 
     def learn(self, template: Template) -> None:
         """Learn from a proven template."""
@@ -49,7 +50,7 @@ class Functions:
             found[slot.node].add((slot.parameter, slot.offset))
         for node in template.nodes:
             if isinstance(node, KernelNode):
-                key = node.func, node.kern
+                key = node.func, node.kern, node.name
                 self.places[key] = self.places.get(key, frozenset()) | found[node.index]
 
     def slots_of(self, graph: CapturedGraph) -> tuple[list[PointerSlot], dict[int, str]]:
@@ -69,7 +70,7 @@ class Functions:
             return ()
         if not isinstance(node, KernelNode):
             return scan.addresses(node)
-        places = self.places.get((node.func, node.kern))
+        places = self.places.get((node.func, node.kern, node.name))
         if places is None:
             raise Unknown("it is launched for the first time")
         return scan.kernel(node, places)
@@ -108,17 +109,20 @@ class _Scan:
     def _structure(
         self, node: KernelNode, number: int, value: bytes, places: frozenset[tuple[int, int]]
     ) -> Iterator[PointerSlot]:
-        here = sorted(offset for parameter, offset in places if parameter == number)
-        for offset in here:
-            if offset + POINTER > len(value):
+        rest = bytearray(value)
+        for offset in sorted(offset for parameter, offset in places if parameter == number):
+            end = offset + POINTER
+            if end > len(value):
                 raise Unknown(f"parameter {number} is shorter than it was")
-            if word := int.from_bytes(value[offset : offset + POINTER], "little"):
+            if word := int.from_bytes(value[offset:end], "little"):
                 yield self._slot(node, number, offset, word)
-        taken = {place for offset in here for place in (offset - 4, offset, offset + 4)}
-        halves = struct.unpack_from(f"<{len(value) // 4}I", value)
-        for i, half in enumerate(halves):
-            if half in self.upper and i and 4 * (i - 1) not in taken and self._is_address(halves[i - 1] | half << 32):
-                raise Unknown(f"parameter {number}, offset {4 * (i - 1)}: an address where there was none")
+            rest[offset:end] = bytes(POINTER)
+        halves = struct.unpack_from(f"<{len(rest) // 4}I", rest)
+        if self.upper.isdisjoint(halves):
+            return
+        for i, half in enumerate(halves[1:]):
+            if half in self.upper and self._is_address(halves[i] | half << 32):
+                raise Unknown(f"parameter {number}, offset {4 * i}: an address where there was none")
 
     def _is_address(self, word: int) -> bool:
         return self.addresses_of.covers(word) or (word >> 32 in self.upper and bool(self.addresses_of.places(word)))
