@@ -47,9 +47,9 @@ cudagraphs: str = "relaunch"
 # an executable graph take memory of the host only, and 4 times as many are kept.
 cudagraph_templates: int = 64
 
-# Sizes of a region beyond the first share up to this many executable graphs, one for each set of nodes and edges. 0:
-# each size has its own.
-cudagraph_executables: int = 4
+# Sizes of a region beyond the first share up to this many executable graphs, one for each set of nodes, edges and
+# clusters; with the least recently chosen one go the graphs of its sizes. 0: each size has its own.
+cudagraph_executables: int = 64
 
 # Every relaunch is compared with the compiled code, run on copies of the inputs. Slow; for tests and bug reports.
 cudagraph_verify: bool = False

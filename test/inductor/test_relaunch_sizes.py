@@ -127,6 +127,21 @@ class TestSizes(SizesTestCase):
         self.assertEqual(self.captures(), 6)
         self.assertEqual(len(self.device.launchers), 2, "another function is no other executable")
 
+    def test_after_many_sizes_a_further_one_waits_until_a_capture_pays(self):
+        run = self.sized()
+        with mock.patch.object(runner, "EAGER", 3):
+            for n in (3, 3, 4, 4, 5, 5, 6, 6):
+                self.call(run, n)
+            run.capture_takes = 1e9
+            for _ in range(4):
+                self.call(run, 7)
+            self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 4))
+            run.capture_takes = run.states[(7,)].spent / 2
+            self.call(run, 7)
+            self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 5))
+            for n in (7, 6, 3):
+                self.call(run, n)
+
     def test_verified(self):
         run = self.sized(verify=True)
         for n in (3, 3, 4, 4, 5, 5, 3, 4, 5):

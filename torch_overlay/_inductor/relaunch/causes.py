@@ -58,6 +58,7 @@ CAUSES: dict[str, Cause] = {
     "warm-up": Cause("the first call of a size, a number or a thread runs as compiled", ""),
     "callers-capture": Cause("calls inside of a capture of the caller's are captured as compiled", ""),
     "number": Cause("a number is larger than what a parameter of the graph holds", ""),
+    "size-waits": Cause("calls of a size that have not yet taken as long as its capture would", ""),
     "busy": Cause("another thread captures meanwhile", ""),
     "first-calls": Cause(
         "each call has a size or a number that no earlier one had, or runs in another thread",

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict
 from typing import Any, TYPE_CHECKING
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.staged import Split
     from torch_overlay._inductor.relaunch.refusals import Code
 
+EAGER = 64  # so many further sizes are captured at their second call
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
 TABLES = 4  # so many times more sizes are kept if they share executables
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
@@ -70,6 +72,7 @@ class State:
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Relaunch | Split | Verified | None = None
         self.shared: Any = None  # what its executable is shared by, if it is
+        self.spent = 0.0  # seconds of the host in calls that waited for a capture
         self.alone = False  # the driver can't set the shared executable's nodes to this graph's
 
 
@@ -92,6 +95,8 @@ class Runner:
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
         self.sizes = Sizes()
+        self.made = 0  # graphs of further sizes
+        self.capture_takes = 0.0  # seconds of the host, for the latest of them
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
         self.warm_ups = 0  # since the last capture
@@ -259,6 +264,11 @@ class Runner:
             return self._outside(state.refused if state is not None else "templates", inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
+        if state.relaunch is None and self._waits(state):
+            start = time.perf_counter()
+            result = self._outside("size-waits", inputs)
+            state.spent += time.perf_counter() - start
+            return result
         with self.device.guard():
             originals = list(inputs)
             clones = self._align(inputs, range(len(inputs)))
@@ -419,10 +429,12 @@ class Runner:
                 self._blame(state, find_culprit(work, blocking=True))
                 if state.refused:
                     return False
-            kept = len(self.sizes.executables)
+            start, kept = time.perf_counter(), len(self.sizes.executables)
             arrangement, launchers = make_graph(work)
-            if is_shared and len(self.sizes.executables) == kept:
-                self.captures -= 1  # the bound is for graphs that take memory of the device
+            if is_shared:
+                self.made, self.capture_takes = self.made + 1, time.perf_counter() - start
+                if len(self.sizes.executables) == kept:
+                    self.captures -= 1  # the bound is for graphs that take memory of the device
             static = self.code.static_inputs
             made = staged.launchable(self.device, arrangement, launchers, static, alignments)
             for launcher in launchers:
@@ -484,6 +496,11 @@ class Runner:
             and not state.alone
             and any(other is not state and other.relaunch is not None for other in self.states.values())
         )
+
+    def _waits(self, state: State) -> bool:
+        """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
+        than a capture takes. The first sizes are captured anyway."""
+        return self.made >= EAGER and state.spent < self.capture_takes and self._is_shared(state)
 
     def _blame(self, state: State, culprit: Culprit | None) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse. Note [Operators in which a
