@@ -263,7 +263,7 @@ def export(root: Path) -> dict[str, str]:
 
 def differences(folder: Path, wanted: dict[str, str]) -> list[str]:
     """Names of the files in which a folder differs from the series."""
-    found = {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
     there = {name: text.encode() for name, text in wanted.items()}
     return sorted(name for name in {*found, *there} if found.get(name) != there.get(name))
 

@@ -128,13 +128,14 @@ def broken(what: str, folder: Path) -> SeriesError:
     )
 
 
-def parse_patch(name: str, text: str) -> PatchFile:
+def parse_patch(name: str, text: str, roots: tuple[str, ...] = ("torch/",)) -> PatchFile:
+    """Read a patch. Raises SeriesError if it changes a file outside of the folders `roots`, or can't be read."""
     header, *diffs = re.split(r"(?m)^diff --git ", text)
     changes = []
     for diff in diffs:
         lines = diff.split("\n")
         match = re.fullmatch(r"a/(\S+) b/(\S+)", lines[0])
-        if match is None or match[1] != match[2] or not match[1].startswith("torch/") or ".." in match[1]:
+        if match is None or match[1] != match[2] or not match[1].startswith(roots) or ".." in match[1]:
             raise SeriesError(f"{name}: cannot read the diff of {lines[0]!r}")
         is_new = lines[1:2] == ["new file mode 100644"]
         changes.append(FileChange(match[1], is_new, tuple(parse_hunks(name, lines))))

@@ -1,0 +1,165 @@
+"""The landing stack: each patch applies to the base, its tests pass with it, and fail without its edits."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, TestCase
+
+import export_upstream
+import form
+import run_patched
+from export_upstream import PullRequest
+from series import apply_change, installed_root, parse_patch, SeriesError
+
+
+EVERY = export_upstream.declared()
+NAMES = [request.name for request in EVERY]
+
+
+@form.overlay_only
+class TestStack(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.copy = Path(tempfile.mkdtemp(prefix="upstream_torch_"))
+        cls.addClassCleanup(shutil.rmtree, cls.copy, ignore_errors=True)
+        run_patched.make_copy(installed_root(), cls.copy)
+
+    def test_it_is_what_the_declarations_say(self):
+        self.assertEqual(export_upstream.main(["--check"]), 0)
+
+    def test_patches_are_read_by_git(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            paths = {path for request in EVERY for path in request.edited({})}
+            for path in paths:
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(installed_root() / path, root / path)
+            git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
+            for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "base"]):
+                subprocess.run([*git, *command], check=True)
+            for request in EVERY:
+                patch = export_upstream.folder() / f"{request.name}.patch"
+                subprocess.run([*git, "am", "-q", "--keep-non-patch", str(patch)], check=True, capture_output=True)
+                said = subprocess.run([*git, "log", "-1", "--format=%B"], check=True, capture_output=True, text=True)
+                title, _, message = said.stdout.partition("\n")
+                self.assertEqual((title, message.strip()), (request.title, request.message))
+
+    def run_tests(self, request: PullRequest) -> tuple[int, str]:
+        run = ""
+        with tempfile.TemporaryDirectory() as folder:
+            for path, text in request.tests.items():
+                test = Path(folder, Path(path).name)
+                test.write_text(text)
+                env = run_patched.environment(self.copy) | {"TORCH_OVERLAY_DISABLE": "1", "PYTHONPATH": str(self.copy)}
+                done = subprocess.run(
+                    [sys.executable, str(test)], env=env, cwd=folder, capture_output=True, text=True, timeout=600
+                )
+                run += done.stderr + done.stdout
+                if done.returncode:
+                    return done.returncode, run
+        return 0, run
+
+    def replace(self, path: str, text: str) -> None:
+        """Files of the copy are links to those of the installed tree."""
+        target = self.copy / path
+        target.unlink()
+        target.write_text(text)
+
+    @parametrize("name", form.sampled(NAMES, 7))
+    def test_fails_without_its_edits_and_passes_with_them(self, name):
+        request = next(request for request in EVERY if request.name == name)
+        before = export_upstream.with_needs(request, EVERY)
+        after = request.edited(before)
+        for path, text in before.items():
+            self.replace(path, text)
+        status, said = self.run_tests(request)
+        self.assertRegex(said, r"FAILED \((failures|errors)=", "its tests pass without it")
+        self.assertNotEqual(status, 0)
+        for path, text in after.items():
+            self.replace(path, text)
+        status, said = self.run_tests(request)
+        self.assertEqual(status, 0, said)
+        for path in (*before, *after):
+            (self.copy / path).unlink()
+            run_patched.link(str(installed_root() / path), str(self.copy / path))
+        self.assertEqual(run_patched.differences(installed_root(), self.copy), [])
+
+
+@form.overlay_only
+class TestDeclarations(TestCase):
+    """What a declaration may not say."""
+
+    def declare(self, **changes: str) -> str:
+        """The error for a declaration in which texts are replaced."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "wrapped-numbers")
+            shutil.copytree(export_upstream.folder() / "wrapped-numbers", path)
+            for name, (old, new) in changes.items():
+                file = (
+                    path
+                    / {"toml": "pull_request.toml", "edits": "edits.patch", "test": "test_wrapped_numbers.py"}[name]
+                )
+                text = file.read_text()
+                self.assertIn(old, text)
+                file.write_text(text.replace(old, new))
+            with self.assertRaises(SeriesError) as caught:
+                export_upstream.read(path)
+            return str(caught.exception)
+
+    def test_what_is_refused(self):
+        self.assertIn("mentions the overlay", self.declare(edits=("A mode gets", "An overlay gets")))
+        self.assertIn("is no seam", self.declare(toml=("__torch_dispatch__", "__torch__")))
+        self.assertIn("is not declared", self.declare(toml=("upstream_fixes.wrapped_numbers", "upstream_fixes.other")))
+        self.assertIn("no declaration", self.declare(toml=('test_wrapped_numbers.py"\n', 'another.py"\n')))
+        self.assertIn("more than 72", self.declare(toml=("[aotautograd]", "[aotautograd]" + " very" * 10)))
+        self.assertIn(
+            "more than 80", self.declare(toml=("The number is a tensor", "The number is a tensor" + " x" * 30))
+        )
+
+    def test_edit_that_does_not_fit_the_base(self):
+        request = next(request for request in EVERY if request.name == "wrapped-numbers")
+        with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
+            request.edited({path: "nothing\n" for path in request.edited({})})
+
+    def test_patch_that_is_too_long(self):
+        request = next(request for request in EVERY if request.name == "wrapped-numbers")
+        with mock.patch.object(export_upstream, "MOST_LINES", 10), self.assertRaisesRegex(SeriesError, "at most 10"):
+            export_upstream.patch_of(request, {})
+
+    def test_needs(self):
+        other = EVERY[0]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(export_upstream, "folder", lambda: Path(folder)),
+        ):
+            for name, needs in (("a", '["b"]'), ("b", "[]")):
+                shutil.copytree(
+                    export_upstream.__dict__["series_folder"]() / "upstream" / other.name, Path(folder, name)
+                )
+                toml = Path(folder, name, "pull_request.toml")
+                toml.write_text(toml.read_text().replace("needs = []", f"needs = {needs}"))
+            self.assertEqual([request.name for request in export_upstream.declared()], ["b", "a"])
+            toml = Path(folder, "b", "pull_request.toml")
+            toml.write_text(toml.read_text().replace("needs = []", 'needs = ["a"]'))
+            with self.assertRaisesRegex(SeriesError, "a needs b needs a"):
+                export_upstream.declared()
+
+    def test_edits_are_what_the_patch_has(self):
+        for request in EVERY:
+            text = (export_upstream.folder() / f"{request.name}.patch").read_text()
+            body = text.partition("\n---\n\n")[2].removesuffix("--\n2.15.0\n")
+            changes = {change.path: change for change in parse_patch(request.name, body, ("torch/", "test/")).changes}
+            for path, wanted in request.edited({}).items():
+                before = (installed_root() / path).read_text()
+                self.assertEqual(apply_change(changes[path], before), wanted)
+            self.assertEqual(changes.keys(), request.edited({}).keys() | request.tests.keys())
+
+
+instantiate_parametrized_tests(TestStack)

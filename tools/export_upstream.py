@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Writes the landing stack: one patch a pull request, as edits of upstream's files with their tests.
+
+    python tools/export_upstream.py            write patches/v2.15.0/upstream/*.patch and the file series
+    python tools/export_upstream.py --check    status 1 if a file is not what would be written
+    python tools/export_upstream.py --list     the pull requests, with their sizes and what they need
+
+A pull request is declared by a folder beside its patch:
+
+    pull_request.toml    title, message, the pull requests that it needs (`needs`), the seams and modules of the overlay
+                         that it makes needless, and where its tests go in upstream's tree
+    edits.patch          the edits of upstream's files, made by hand: a condition in a function instead of a wrap
+    test_*.py            its tests, in upstream's style
+
+The tool applies the edits to the installed tree of the base, with what the pull request needs applied before, and
+writes the difference with its tests and its message, as `git am --keep-non-patch` reads it. It refuses edits that
+mention the overlay, a seam that is not in the seam table or whose module isn't declared, a test that is missing, lines
+that are longer than upstream's, and more than 800 lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from series import apply_change, installed_root, new_file_diff, parse_patch, series_folder, SeriesError  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+DECLARATION = "pull_request.toml"
+MOST_LINES = 800
+TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
+AUTHOR = "torch_overlay <torch-overlay@users.noreply.github.com>"
+DATE = "Thu, 1 Jan 2026 00:00:00 +0000"  # the same at each export
+ROOTS = ("torch/", "test/")
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    name: str
+    title: str
+    message: str
+    needs: tuple[str, ...]
+    seams: tuple[str, ...]
+    modules: tuple[str, ...]
+    edits: str
+    tests: Mapping[str, str]  # path in upstream's tree -> text
+
+    def edited(self, read: Mapping[str, str]) -> dict[str, str]:
+        """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
+        after = {}
+        for change in parse_patch(f"{self.name}/edits.patch", self.edits, ROOTS).changes:
+            before = read.get(change.path) or (installed_root() / change.path).read_text()
+            after[change.path] = apply_change(change, before) or ""
+        return after
+
+
+def folder() -> Path:
+    return series_folder() / "upstream"
+
+
+def read(path: Path) -> PullRequest:
+    """Read a declaration. Raises SeriesError if something is missing or not allowed."""
+    name = path.name
+    try:
+        found = tomllib.loads((path / DECLARATION).read_text())
+        tests = {target: (path / source).read_text() for target, source in found["tests"].items()}
+        edits = (path / "edits.patch").read_text()
+        made = PullRequest(
+            name,
+            found["title"],
+            found["message"].strip(),
+            tuple(found.get("needs", ())),
+            tuple(found["seams"]),
+            tuple(found["modules"]),
+            edits,
+            tests,
+        )
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise SeriesError(f"{path}: no declaration of a pull request: {error!r}") from None
+    problems = list(_problems(made))
+    if problems:
+        raise SeriesError(f"{path}: {'; '.join(problems)}")
+    return made
+
+
+def _problems(made: PullRequest) -> Iterator[str]:
+    from torch_overlay.seam_table import SEAMS
+
+    known = {seam.target: seam.impl.partition(":")[0] for seam in SEAMS}
+    if len(made.title) > TITLE:
+        yield f"the title has more than {TITLE} characters"
+    if long := [line for line in made.message.splitlines() if len(line) > LINE]:
+        yield f"a line of the message has more than {LINE} characters: {long[0]!r}"
+    if not made.tests:
+        yield "it has no test"
+    added = [line for line in made.edits.splitlines() if line.startswith("+")]
+    if long := [line for line in added if len(line) > 1 + CODE]:
+        yield f"a line of code has more than {CODE} characters: {long[0]!r}"
+    for text in (made.edits, *made.tests.values()):
+        if "overlay" in text:
+            yield "its text mentions the overlay"
+    for seam in made.seams:
+        if seam not in known:
+            yield f"{seam} is no seam"
+        elif known[seam] not in made.modules:
+            yield f"{known[seam]}, which {seam} calls, is not declared"
+    if undeclared := set(made.modules) - {known.get(seam) for seam in made.seams}:
+        yield f"no seam of its own calls {', '.join(sorted(undeclared))}"
+
+
+def declared() -> list[PullRequest]:
+    """Return the pull requests in an order in which each comes after what it needs. Raises SeriesError."""
+    every = {p.name: read(p) for p in sorted(folder().iterdir()) if (p / DECLARATION).is_file()}
+    ordered: dict[str, PullRequest] = {}
+
+    def add(name: str, path: tuple[str, ...]) -> None:
+        if name in path or name not in every:
+            raise SeriesError(f"{folder()}: {' needs '.join((*path, name))}, which is not there, or in a circle")
+        for other in every[name].needs:
+            add(other, (*path, name))
+        ordered.setdefault(name, every[name])
+
+    for name in every:
+        add(name, ())
+    return list(ordered.values())
+
+
+def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
+    """Return the patch as `git am` reads it. `before` has the text of files that others edit before."""
+    diffs = []
+    for path, after in sorted(request.edited(before).items()):
+        old = before.get(path) or (installed_root() / path).read_text()
+        lines = difflib.unified_diff(old.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
+        diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
+    diffs += [new_file_diff(path, text) for path, text in sorted(request.tests.items())]
+    needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
+    head = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {AUTHOR}\nDate: {DATE}\nSubject: [PATCH] {request.title}\n"
+    text = f"{head}\n{request.message}{needs}\n---\n\n{''.join(diffs)}--\n2.15.0\n"
+    if (count := text.count("\n")) > MOST_LINES:
+        raise SeriesError(f"{request.name}: {count} lines; a pull request has at most {MOST_LINES}")
+    return text
+
+
+def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
+    """Return the text of the files that are edited by what the request needs, and by what that needs."""
+    by_name = {other.name: other for other in every}
+    wanted: set[str] = set()
+    todo = list(request.needs)
+    while todo:
+        name = todo.pop()
+        wanted.add(name)
+        todo += by_name[name].needs
+    texts: dict[str, str] = {}
+    for other in every:  # in order
+        if other.name in wanted:
+            texts |= other.edited(texts)
+    return texts
+
+
+def export() -> dict[str, str]:
+    """Return name of the file -> text."""
+    every = declared()
+    files = {f"{request.name}.patch": patch_of(request, with_needs(request, every)) for request in every}
+    rows = [" ".join((request.name + ".patch", *request.needs)) + "\n" for request in every]
+    return files | {"series": "# A patch, and what it needs.\n" + "".join(rows)}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args(argv)
+    try:
+        wanted = export()
+        if options.list:
+            for request in declared():
+                size = wanted[f"{request.name}.patch"].count("\n")
+                print(f"{request.name}: {request.title} ({size} lines; needs {', '.join(request.needs) or 'nothing'})")
+            return 0
+    except SeriesError as error:
+        print(error, file=sys.stderr)
+        return 1
+    there = {p.name for p in folder().iterdir() if p.suffix == ".patch" or p.name == "series"}
+    changed = [n for n, text in wanted.items() if n not in there or (folder() / n).read_text() != text]
+    extra = sorted(there - wanted.keys())
+    if options.check:
+        for name in (*changed, *extra):
+            print(f"{folder() / name} is not what tools/export_upstream.py writes", file=sys.stderr)
+        print("up to date" if not changed and not extra else "run tools/export_upstream.py")
+        return 1 if changed or extra else 0
+    for name in changed:
+        (folder() / name).write_text(wanted[name])
+        print(f"wrote upstream/{name}")
+    for name in extra:
+        (folder() / name).unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
