@@ -1,0 +1,350 @@
+#!/usr/bin/env python3
+"""Reports what another PyTorch has changed under the overlay: each seam, each patch, each pull request.
+
+    python tools/drift.py PATH               a checkout, or a folder of packages with torch/ in it
+    python tools/drift.py --torch 2.14.1     a release, whose wheel is downloaded and read, not installed
+    python tools/drift.py --torch 2.14.1 --diff --out DIR     with the difference of each definition that changed
+
+A seam's definition is unchanged, moved (it is word for word in another module), changed, or gone. The hunks of a patch
+apply where they say, elsewhere in the file (their lines are there once), or not. The exit status is 1 if anything needs
+work. The installed torch has to be the base. Nothing is imported from the other PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import functools
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TYPE_CHECKING
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import export_upstream  # noqa: E402
+from series import base, installed_root, parse_patch, read_series, series_folder, SeriesError  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from series import FileChange, Hunk
+    from torch_overlay.seams import Seam
+
+UNCHANGED, MOVED, CHANGED, GONE = "unchanged", "moved", "changed", "gone"
+APPLIES, OFFSET, NEEDS_WORK = "applies", "applies with offset", "needs work"
+FOLDERS = ("torch/_dynamo/", "torch/_functorch/", "torch/_inductor/", "torch/_higher_order_ops/", "torch/fx/")
+CLOSE = 3  # names that are told where one is gone
+MOST_NAMES = 6  # of functions that a changed definition calls
+
+
+class Tree(Protocol):
+    """The Python files of a PyTorch."""
+
+    def read(self, path: str) -> str | None: ...
+
+    def files(self) -> list[str]: ...
+
+
+class Folder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @functools.cache  # noqa: B019  (one or two live as long as the process)
+    def read(self, path: str) -> str | None:
+        try:
+            return (self.root / path).read_bytes().decode()
+        except OSError:
+            return None
+
+    def files(self) -> list[str]:
+        return [p.relative_to(self.root).as_posix() for f in FOLDERS for p in (self.root / f).rglob("*.py")]
+
+
+class Wheel:
+    def __init__(self, path: Path) -> None:
+        self.archive = zipfile.ZipFile(path)
+        self.names = set(self.archive.namelist())
+
+    @functools.cache  # noqa: B019
+    def read(self, path: str) -> str | None:
+        return self.archive.read(path).decode() if path in self.names else None
+
+    def files(self) -> list[str]:
+        return [name for name in self.names if name.startswith(FOLDERS) and name.endswith(".py")]
+
+
+def download(version: str, folder: str) -> Path:
+    """Download the wheel of a release. Raises SeriesError with pip's words."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run([*command, "-d", folder, f"torch=={version}"], capture_output=True, text=True)
+    found = sorted(Path(folder).glob("torch-*.whl"))
+    if done.returncode or not found:
+        raise SeriesError(f"torch {version} can't be downloaded: {done.stderr.strip()[-500:]}")
+    return found[0]
+
+
+def tree_of(path: Path) -> Tree:
+    """Return the tree at a path: a wheel, a folder with torch/ in it, or torch/ itself."""
+    if path.suffix == ".whl" and path.is_file():
+        return Wheel(path)
+    for root in (path, path.parent if path.name == "torch" else path):
+        if (root / "torch" / "_inductor").is_dir():
+            return Folder(root)
+    raise SeriesError(f"{path} has no torch/_inductor: it takes a checkout, a folder of packages, or a wheel of torch")
+
+
+# ---- seams
+
+
+@dataclass
+class SeamReport:
+    target: str
+    patch: str
+    state: str
+    said: str = ""
+    diff: str = ""
+
+
+class Seams:
+    """Compares the definitions that seams stand for in two trees."""
+
+    def __init__(self, old: Tree, new: Tree) -> None:
+        self.old, self.new = old, new
+
+    @functools.cached_property
+    def _homes(self) -> dict[str, list[str]]:
+        """Name of a class or function at the top of a module -> the files of the new tree that define it."""
+        found: dict[str, list[str]] = {}
+        for path in self.new.files():
+            for node in _parsed(self.new.read(path) or "").body:
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                    found.setdefault(node.name, []).append(path)
+        return found
+
+    def report(self, seam: Seam) -> SeamReport:
+        path = file_of(self.new, seam.module) or ""
+        report = SeamReport(seam.target, seam.patch or "overlay only", UNCHANGED)
+        if seam.kind == "register":
+            report.state, report.said = (UNCHANGED, "") if path else (GONE, f"there is no module {seam.module}")
+            return report
+        before = _text(self.old, file_of(self.old, seam.module) or "", seam.qualname)
+        after = _text(self.new, path, seam.qualname)
+        if after is None:
+            return self._look_elsewhere(seam, report, path, before or "")
+        if after != before:
+            report.state = CHANGED
+            report.said, report.diff = _compared(before or "", after, path)
+        return report
+
+    def _look_elsewhere(self, seam: Seam, report: SeamReport, path: str, before: str) -> SeamReport:
+        top = seam.qualname.partition(".")[0]
+        report.state, report.said = (
+            GONE,
+            f"there is no module {seam.module}" if not path else f"{path} has no {seam.qualname}",
+        )
+        for other in self._homes.get(top, ()):
+            if other == path or (after := _text(self.new, other, seam.qualname)) is None:
+                continue
+            where = f"it is in {other}"
+            if after == before:
+                report.state, report.said = MOVED, where
+                return report
+            report.state = CHANGED
+            words, report.diff = _compared(before, after, other)
+            report.said = f"{where}, and {words}"
+        if report.state == GONE and path:
+            close = difflib.get_close_matches(seam.qualname, list(_names(_parsed(self.new.read(path) or ""))), CLOSE)
+            report.said += f"; names like it: {', '.join(close)}" if close else ""
+        return report
+
+
+def file_of(tree: Tree, module: str) -> str | None:
+    """Return the source file of a module, if there is one."""
+    stem = module.replace(".", "/")
+    return next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if tree.read(path) is not None), None)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError:  # of a newer Python
+        return ast.Module([], [])
+
+
+def _text(tree: Tree, path: str, qualname: str) -> str | None:
+    """Return the text of a definition; None if the file doesn't have it."""
+    from torch_overlay.seams import DefinitionNotFound, find_definition, segment
+
+    text = tree.read(path) if path else None
+    if text is None:
+        return None
+    try:
+        return segment(text, find_definition(_parsed(text), qualname))
+    except DefinitionNotFound:
+        return None
+
+
+def _compared(before: str, after: str, path: str) -> tuple[str, str]:
+    old, new = before.splitlines(True), after.splitlines(True)
+    diff = list(difflib.unified_diff(old, new, "base", path))
+    count = Counter(line[0] for line in diff[2:])
+    first, second = (next((line for line in t if line.startswith(("def ", "async def "))), "") for t in (old, new))
+    words = f"{count['-']} lines are gone, {count['+']} are new"
+    if first and second and _signature(before) != _signature(after):
+        words += ", and its parameters differ"
+    were, are = _called(before), _called(after)
+    words += "".join(
+        f"; {said} {', '.join(sorted(names)[:MOST_NAMES])}{' ...' if len(names) > MOST_NAMES else ''}"
+        for said, names in (("it calls no more", were - are), ("it calls newly", are - were))
+        if names
+    )
+    return words, "".join(diff)
+
+
+def _called(text: str) -> set[str]:
+    """Return the names of the functions and methods that a definition calls."""
+    calls = [node.func for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call)]
+    return {getattr(f, "attr", None) or getattr(f, "id", "") for f in calls} - {""}
+
+
+def _signature(text: str) -> str:
+    node = next((n for n in _parsed(text).body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))), None)
+    return ast.unparse(node.args) if node is not None else ""
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (
+                f"{node.name}.{n.name}" for n in node.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+            )
+
+
+# ---- patches
+
+
+@dataclass
+class PatchReport:
+    name: str
+    verdict: str = APPLIES
+    said: list[str] = field(default_factory=list)
+
+
+def check_patch(name: str, changes: Sequence[FileChange], texts: dict[str, str | None], tree: Tree) -> PatchReport:
+    """Apply a patch to `texts`, the files as the patches before it left them, where its lines are found."""
+    report = PatchReport(name)
+    for change in changes:
+        if change.path not in texts:
+            texts[change.path] = tree.read(change.path)
+        text = texts[change.path]
+        if change.is_new:
+            if text is not None:
+                _worsen(report, NEEDS_WORK, f"{change.path} is there already")
+            continue
+        if text is None:
+            _worsen(report, NEEDS_WORK, f"{change.path} is gone")
+            continue
+        lines, shift = text.split("\n"), 0
+        for hunk in change.hunks:
+            at = _find(lines, hunk, shift)
+            if at is None:
+                _worsen(report, NEEDS_WORK, f"{change.path}:{hunk.old_start}: its lines are not there once")
+                continue
+            if at != hunk.old_start - 1 + shift:
+                _worsen(report, OFFSET, "")
+            lines[at : at + len(hunk.side("-"))] = hunk.side("+")
+            shift = at - (hunk.old_start - 1) + len(hunk.side("+")) - len(hunk.side("-"))
+        texts[change.path] = "\n".join(lines)
+    return report
+
+
+def _worsen(report: PatchReport, verdict: str, said: str) -> None:
+    order = (APPLIES, OFFSET, NEEDS_WORK)
+    report.verdict = max(report.verdict, verdict, key=order.index)
+    if said:
+        report.said.append(said)
+
+
+def _find(lines: Sequence[str], hunk: Hunk, shift: int) -> int | None:
+    """Return where the hunk's old lines are: where it says, or at the only other place."""
+    old = hunk.side("-")
+    start = hunk.old_start - 1 + shift
+    if list(lines[start : start + len(old)]) == old:
+        return start
+    places = [
+        i for i in range(len(lines) - len(old) + 1) if lines[i] == old[0] and list(lines[i : i + len(old)]) == old
+    ]
+    return places[0] if len(places) == 1 else None
+
+
+# ---- the report
+
+
+def report(new: Tree, name: str, with_diffs: bool) -> tuple[str, bool]:
+    """Return the text of the report, and whether anything needs work."""
+    from torch_overlay.seam_table import SEAMS
+
+    compare = Seams(Folder(installed_root()), new)
+    seams = [compare.report(seam) for seam in SEAMS]
+    texts: dict[str, str | None] = {}
+    queue = [check_patch(patch.name, patch.changes, texts, new) for patch in read_series(series_folder())]
+    stack = []
+    for request in export_upstream.declared():
+        changes = parse_patch(request.name, request.edits, ("torch/", "test/")).changes
+        stack.append(check_patch(request.name, changes, {}, new))
+    counts = Counter(found.state for found in seams)
+    lines = [f"{name}, against the base {base()['tag']}", ""]
+    lines += [
+        f"{len(seams)} seams: " + ", ".join(f"{counts[state]} {state}" for state in (UNCHANGED, MOVED, CHANGED, GONE))
+    ]
+    for found in seams:
+        if found.state != UNCHANGED:
+            lines += [f"  {found.state:9} {found.target}  [{found.patch}]", f"            {found.said}"]
+            lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
+    for title, patches in (("patches of the series, one after the other", queue), ("pull requests, each alone", stack)):
+        lines += ["", f"{title}:"]
+        for patch in patches:
+            lines += [f"  {patch.verdict:19} {patch.name}", *[f"                      {said}" for said in patch.said]]
+    work = any(found.state != UNCHANGED for found in seams) or any(p.verdict == NEEDS_WORK for p in (*queue, *stack))
+    return "\n".join(lines), work
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path)
+    parser.add_argument("--torch", metavar="VERSION")
+    parser.add_argument("--diff", action="store_true", help="show what changed in each definition")
+    parser.add_argument("--out", type=Path, help="folder for the report with all differences")
+    options = parser.parse_args(argv)
+    if (options.path is None) == (options.torch is None):
+        parser.error("it takes a path, or --torch VERSION")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = download(options.torch, folder) if options.torch else options.path
+            name = f"torch {options.torch}" if options.torch else str(options.path)
+            tree = tree_of(path)
+            text, work = report(tree, name, options.diff)
+            if options.out:
+                options.out.mkdir(parents=True, exist_ok=True)
+                (options.out / "drift.txt").write_text(report(tree, name, True)[0] + "\n")
+    except SeriesError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    return 1 if work else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
