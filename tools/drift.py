@@ -57,13 +57,13 @@ class Tree(Protocol):
 class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.texts: dict[str, str | None] = {}
 
-    @functools.cache  # noqa: B019  (one or two live as long as the process)
     def read(self, path: str) -> str | None:
-        try:
-            return (self.root / path).read_bytes().decode()
-        except OSError:
-            return None
+        if path not in self.texts:
+            file = self.root / path
+            self.texts[path] = file.read_bytes().decode() if file.is_file() else None
+        return self.texts[path]
 
     def files(self) -> list[str]:
         return [p.relative_to(self.root).as_posix() for f in FOLDERS for p in (self.root / f).rglob("*.py")]
@@ -73,10 +73,12 @@ class Wheel:
     def __init__(self, path: Path) -> None:
         self.archive = zipfile.ZipFile(path)
         self.names = set(self.archive.namelist())
+        self.texts: dict[str, str] = {}
 
-    @functools.cache  # noqa: B019
     def read(self, path: str) -> str | None:
-        return self.archive.read(path).decode() if path in self.names else None
+        if path in self.names and path not in self.texts:
+            self.texts[path] = self.archive.read(path).decode()
+        return self.texts.get(path)
 
     def files(self) -> list[str]:
         return [name for name in self.names if name.startswith(FOLDERS) and name.endswith(".py")]

@@ -12,10 +12,13 @@ from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase
 
-import drift
 import form
-from series import installed_root, parse_hunks, SeriesError
-from torch_overlay.seams import fingerprint, Seam
+
+
+if not form.PATCHED:
+    import drift
+    from series import installed_root, parse_hunks, SeriesError
+    from torch_overlay.seams import fingerprint, Seam
 
 
 OLD = """
