@@ -32,6 +32,7 @@ from series import (
     base,
     insertion_diff,
     installed_root,
+    mail,
     new_file_diff,
     ROOT,
     series_folder,
@@ -221,16 +222,15 @@ class UpstreamFile:
 
 
 def header(patch: Patch, seams: list[Seam]) -> str:
-    """Fields in the manner of Debian's DEP-3."""
-    lines = [f"Subject: {patch.subject}"]
-    lines += textwrap.wrap(f"Description: {patch.description}", 98, subsequent_indent=" ")
+    """Return a message for `git am`, with fields in the manner of Debian's DEP-3."""
+    lines = textwrap.wrap(f"Description: {patch.description}", 98, subsequent_indent=" ")
     lines += [f"Origin: torch_overlay, patch {patch.slug}", f"Forwarded: {patch.upstream}", f"Base: {base()['tag']}"]
     for seam in seams:
         lines += [f"Seam: {seam.target} ({seam.kind})"]
         for field, text in (("Why", seam.why), ("Upstream", seam.upstream), ("Ends-When", seam.ends)):
             if text:
                 lines += textwrap.wrap(f" {field}: {text}", 98, subsequent_indent="  ")
-    return "\n".join(lines) + "\n---\n\n"
+    return mail(patch.subject, "\n".join(lines))
 
 
 def export(root: Path) -> dict[str, str]:

@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from series import apply_change, installed_root, new_file_diff, parse_patch, series_folder, SeriesError  # noqa: E402
+from series import (  # noqa: E402
+    apply_change,
+    installed_root,
+    mail,
+    new_file_diff,
+    parse_patch,
+    series_folder,
+    SeriesError,
+)
 
 
 if TYPE_CHECKING:
@@ -41,8 +49,6 @@ if TYPE_CHECKING:
 DECLARATION = "pull_request.toml"
 MOST_LINES = 800
 TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
-AUTHOR = "torch_overlay <torch-overlay@users.noreply.github.com>"
-DATE = "Thu, 1 Jan 2026 00:00:00 +0000"  # the same at each export
 ROOTS = ("torch/", "test/")
 
 
@@ -146,8 +152,7 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
     diffs += [new_file_diff(path, text) for path, text in sorted(request.tests.items())]
     needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
-    head = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {AUTHOR}\nDate: {DATE}\nSubject: [PATCH] {request.title}\n"
-    text = f"{head}\n{request.message}{needs}\n---\n\n{''.join(diffs)}--\n2.15.0\n"
+    text = f"{mail(request.title, request.message + needs)}{''.join(diffs)}--\n2.15.0\n"
     if (count := text.count("\n")) > MOST_LINES:
         raise SeriesError(f"{request.name}: {count} lines; a pull request has at most {MOST_LINES}")
     return text

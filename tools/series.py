@@ -27,6 +27,8 @@ BASE = ROOT / "torch_overlay" / "base.json"
 SUMS = "SHA256SUMS"
 CONTEXT = 3
 RESTORE = "restore it from version control, or write it with tools/fingerprint.py --write"
+AUTHOR = "torch_overlay <torch-overlay@users.noreply.github.com>"
+DATE = "Thu, 1 Jan 2026 00:00:00 +0000"  # the same at each export
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
@@ -190,6 +192,12 @@ def apply_change(change: FileChange, content: str | None, reverse: bool = False)
 def file_of(change: FileChange) -> str:
     """The text of a file that a change creates."""
     return "".join(line + "\n" for hunk in change.hunks for line in hunk.side("+"))
+
+
+def mail(title: str, message: str) -> str:
+    """Return the beginning of a patch that `git am --keep-non-patch` makes a commit of."""
+    head = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: {AUTHOR}\nDate: {DATE}\nSubject: [PATCH] {title}\n"
+    return f"{head}\n{message}\n---\n\n"
 
 
 def new_file_diff(path: str, content: str) -> str:

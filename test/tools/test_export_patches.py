@@ -144,7 +144,7 @@ class TestExport(unittest.TestCase):
     def test_headers_say_why_which_seam_its_status_and_what_ends_it(self) -> None:
         for patch in self.patches:
             with self.subTest(patch.name):
-                for field in ("Subject: ", "Description: ", "Forwarded: ", "Base: "):
+                for field in (r"Subject: \[PATCH\] ", "Description: ", "Forwarded: ", "Base: "):
                     self.assertRegex(patch.header, f"(?m)^{field}.+")
                 for seam in SEAMS:
                     if f"{seam.patch}.patch" == patch.name:

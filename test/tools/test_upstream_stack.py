@@ -36,23 +36,6 @@ class TestStack(TestCase):
     def test_it_is_what_the_declarations_say(self):
         self.assertEqual(export_upstream.main(["--check"]), 0)
 
-    def test_patches_are_read_by_git(self):
-        with tempfile.TemporaryDirectory() as folder:
-            root = Path(folder)
-            paths = {path for request in EVERY for path in request.edited({})}
-            for path in paths:
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(installed_root() / path, root / path)
-            git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b"]
-            for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "base"]):
-                subprocess.run([*git, *command], check=True)
-            for request in EVERY:
-                patch = export_upstream.folder() / f"{request.name}.patch"
-                subprocess.run([*git, "am", "-q", "--keep-non-patch", str(patch)], check=True, capture_output=True)
-                said = subprocess.run([*git, "log", "-1", "--format=%B"], check=True, capture_output=True, text=True)
-                title, _, message = said.stdout.partition("\n")
-                self.assertEqual((title, message.strip()), (request.title, request.message))
-
     def run_tests(self, request: PullRequest) -> tuple[int, str]:
         run = ""
         with tempfile.TemporaryDirectory() as folder:

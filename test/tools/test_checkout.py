@@ -1,0 +1,86 @@
+"""A git checkout: the series and the pull requests become commits, and the series is taken away again."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.testing._internal.common_utils import TestCase
+
+import form
+
+
+if not form.PATCHED:
+    import export_upstream
+    from series import base, installed_root, read_series, series_folder
+
+
+class Checkout:
+    """A repository with the files of the installed tree that the series and the stack change, at upstream's paths."""
+
+    def __init__(self, folder: str) -> None:
+        self.root = Path(folder)
+        files = base()["files"]
+        assert isinstance(files, dict)
+        edited = {path for request in export_upstream.declared() for path in request.edited({})}
+        for path in sorted({*files, *edited, "torch/version.py", "torch/__init__.py"}):
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(installed_root() / path, self.root / path)
+        self.git("init", "-q")
+        self.git("add", "-A")
+        self.git("commit", "-qm", "base")
+        self.git("tag", "base")
+
+    def git(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self.root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise AssertionError(f"{' '.join(arguments[:3])}: {done.stderr}")
+        return done.stdout
+
+    def apply(self, patch: Path) -> tuple[str, str]:
+        """Make a commit of a patch, and return its title and its message."""
+        self.git("am", "-q", "--keep-non-patch", str(patch))
+        title, _, message = self.git("log", "-1", "--format=%B").partition("\n")
+        return title, message.strip()
+
+
+@form.overlay_only
+class TestCheckout(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.checkout = Checkout(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def test_pull_requests(self) -> None:
+        for request in export_upstream.declared():
+            said = self.checkout.apply(export_upstream.folder() / f"{request.name}.patch")
+            self.assertEqual(said, (request.title, request.message))
+            for path in request.tests:
+                self.assertTrue((self.checkout.root / path).is_file())
+
+    def test_each_pull_request_alone(self) -> None:
+        for request in export_upstream.declared():
+            if not request.needs:
+                self.checkout.apply(export_upstream.folder() / f"{request.name}.patch")
+                self.checkout.git("reset", "-q", "--hard", "base")
+
+    def test_series(self) -> None:
+        patches = read_series(series_folder())
+        for patch in patches:
+            title, message = self.checkout.apply(series_folder() / patch.name)
+            self.assertIn(f"Subject: [PATCH] {title}\n", patch.header)
+            self.assertIn(f"\n{message}\n---\n", patch.header)
+            self.assertIn("Description: ", message)
+        log = self.checkout.git("log", "--format=%s", "base..HEAD").splitlines()
+        self.assertEqual(len(log), len(patches))
+        tool = [sys.executable, str(form.ROOT / "tools" / "apply_patches.py")]
+        done = subprocess.run([*tool, "--check", "--reverse", str(self.checkout.root)], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
+        subprocess.run([*tool, "--reverse", str(self.checkout.root)], check=True, capture_output=True)
+        self.assertEqual(self.checkout.git("status", "--porcelain", "--untracked-files=all").count("??"), 0)
+        self.assertEqual(self.checkout.git("diff", "--stat", "base"), "")
+        subprocess.run([*tool, str(self.checkout.root)], check=True, capture_output=True)
+        self.assertEqual(self.checkout.git("diff", "--stat", "HEAD"), "")
