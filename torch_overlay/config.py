@@ -47,7 +47,7 @@ cudagraphs: str = "relaunch"
 # an executable graph take memory of the host only, and 4 times as many are kept.
 cudagraph_templates: int = 64
 
-# Sizes of a region beyond the first share up to this many executable graphs, one for each set of nodes, edges and
+# Sizes of a region beyond the first four share up to this many executable graphs, one for each set of nodes, edges and
 # clusters; with the least recently chosen one go the graphs of its sizes. 0: each size has its own.
 cudagraph_executables: int = 64
 

@@ -267,7 +267,7 @@ def region(args):
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
 
     def test_least_recently_used_goes(self):
-        with config.patch(cudagraph_templates=2, cudagraph_executables=0):
+        with config.patch(cudagraph_templates=2):
             run = self.runner(self.SIZED)
         for n in (3, 3, 5, 5, 3, 7, 7):
             run([torch.randn(n), n])

@@ -42,6 +42,12 @@ def expected(x, w, n):
 
 
 class SizesTestCase(RelaunchTestCase):
+    """Sizes share executables from the second one on."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(runner, "OWN", 1))
+
     def sized(self, source=SIZED, **options):
         run = self.runner(source, **options)
         self.w = torch.randn(4, 4)
@@ -70,6 +76,13 @@ class TestSizes(SizesTestCase):
         self.assertEqual(len(self.device.launchers), 2)
         self.assertEqual((self.counted("captures"), self.captures()), (17, 2 + 16), "one capture for each further size")
         self.assertEqual(self.executables(run), 2)
+
+    def test_the_first_few_sizes_have_executables_of_their_own(self):
+        run = self.sized()
+        with mock.patch.object(runner, "OWN", 4):
+            for n in (3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 3, 5, 7, 9):
+                self.call(run, n)
+        self.assertEqual((len(self.device.launchers), self.executables(run)), (5, 5))
 
     def test_a_new_size_is_not_observed(self):
         run = self.sized()

@@ -24,7 +24,7 @@ def in_turn(k: Kit, sizes: tuple[int, ...], rounds: int = 4) -> Iterator[int]:
         yield n
 
 
-SIZES = (5, 12, 7, 33, 16, 20)
+SIZES = (5, 12, 7, 33, 16, 20, 9, 40, 6, 27)  # more than have executables of their own
 
 
 @program("products and pointwise of many sizes", launches=20)
@@ -39,7 +39,7 @@ def products(k: Kit) -> None:
 def products_small_and_large(k: Kit) -> None:
     w = k.randn(256, 256) / 16
     f = k.compile(lambda x: torch.tanh(torch.tanh(x @ w) @ w), dynamic=True)
-    for n in in_turn(k, (3, 2048, 17, 512, 130, 64), 3):
+    for n in in_turn(k, (3, 2048, 17, 512, 130, 64, 9, 1000, 256), 3):
         k.see(f"{n}", f(k.randn(n, 256)))
 
 
@@ -47,7 +47,7 @@ def products_small_and_large(k: Kit) -> None:
 def half_precision(k: Kit) -> None:
     w, v = (k.randn(128, 128, dtype=torch.bfloat16) / 11 for _ in range(2))
     f = k.compile(lambda x: nn.functional.gelu(x @ w) @ v + x, dynamic=True)
-    for n in in_turn(k, (8, 24, 9, 200, 64)):
+    for n in in_turn(k, (8, 24, 9, 200, 64, 48, 136, 56)):
         k.see(f"{n}", f(k.randn(n, 128, dtype=torch.bfloat16)))
 
 
@@ -69,7 +69,7 @@ def attention_training(k: Kit) -> None:
         return nn.functional.scaled_dot_product_attention(q, key, v, is_causal=True).float().square().mean()
 
     f = k.compile(loss, dynamic=True)
-    for n in in_turn(k, (8, 24, 16, 40), 3):
+    for n in in_turn(k, (8, 24, 16, 40, 56, 32, 64), 3):
         value = f(k.randn(2, n, 64, dtype=torch.bfloat16))
         value.backward()
         k.see(f"{n}", (value, w.grad))
@@ -92,7 +92,7 @@ def backwards_of_sizes(k: Kit) -> None:
     w = k.randn(32, 32, grad=True)
     f = k.compile(lambda x: (torch.tanh(x @ w) @ w).sin().sum(), dynamic=True)
     for round in range(6):
-        values = [f(k.randn(n, 32)) for n in SIZES[:4]]
+        values = [f(k.randn(n, 32)) for n in SIZES]
         for value in values if round % 2 else reversed(values):
             value.backward()
         k.see(f"round {round}", w.grad)
@@ -135,9 +135,9 @@ def growing_cache(k: Kit) -> None:
         return grown, (grown @ x).softmax(0) @ grown
 
     f = k.compile(fn, dynamic=True)
-    for _ in range(3):
+    for _ in range(4):
         cache = k.randn(2, 16)
-        for _ in range(10):
+        for _ in range(12):
             k.churn()
             cache, out = f(cache, k.randn(16))
             k.see(f"{len(cache)}", (cache, out))
@@ -163,7 +163,7 @@ def dropout_sizes(k: Kit) -> None:
 def library_random_sizes(k: Kit) -> None:
     with torch._inductor.config.patch(fallback_random=True):
         f = k.compile(lambda x: torch.rand_like(x) + x @ x.t(), dynamic=True)
-        for i, n in enumerate(in_turn(k, (64, 512, 65, 100))):
+        for i, n in enumerate(in_turn(k, (64, 512, 65, 100, 128, 70, 300, 600))):
             k.seed(i)
             k.see(f"{n}", f(k.randn(n, n)))
             k.see(f"after {n}", torch.rand(3, device=k.device))
@@ -174,7 +174,7 @@ def convolutions(k: Kit) -> None:
     model = k.module(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2)))
     f = k.compile(lambda x: model(x), dynamic=True)
     with torch.no_grad():
-        for n in in_turn(k, (16, 24, 20, 33), 3):
+        for n in in_turn(k, (16, 24, 20, 33, 18, 28, 40), 3):
             k.see(f"{n}", f(k.randn(2, 3, n, n + 2)))
 
 
@@ -194,7 +194,7 @@ def algorithms(k: Kit) -> None:
         return x.sort(0).values, x.cumsum(0), x.argmax(0), x.topk(3, 0).indices, x.sum()
 
     f = k.compile(fn, dynamic=True)
-    for n in in_turn(k, (5, 40, 300, 3000, 1500), 3):
+    for n in in_turn(k, (5, 40, 300, 3000, 1500, 50, 400, 2000), 3):
         k.see(f"{n}", f(k.randn(n, 8)))
 
 
@@ -238,7 +238,7 @@ def two_functions(k: Kit) -> None:
 @program("more sets of nodes than executables are kept", launches=4, config={"cudagraph_executables": 2})
 def few_executables(k: Kit) -> None:
     f = k.compile(lambda x: (x.sort(0).values, (x @ x.t()).sum(0)), dynamic=True)
-    for n in in_turn(k, (4, 600, 2100, 70, 5000, 1200), 3):
+    for n in in_turn(k, (4, 600, 2100, 70, 5000, 1200, 50, 700, 2500), 3):
         k.see(f"{n}", f(k.randn(n, 8)))
 
 
@@ -277,7 +277,7 @@ def autocast_sizes(k: Kit) -> None:
 def sizes_after_reset(k: Kit) -> None:
     f = k.compile(lambda x: (x @ x.t()).sin(), dynamic=True)
     for _ in range(2):
-        for n in in_turn(k, SIZES[:3], 2):
+        for n in in_turn(k, SIZES[:7], 2):
             k.see(f"{n}", f(k.randn(n, 16)))
         torch._dynamo.reset()
 
@@ -286,5 +286,5 @@ def sizes_after_reset(k: Kit) -> None:
 def gathered(k: Kit) -> None:
     table = k.randn(40, 16)
     f = k.compile(lambda i, x: torch.bmm(table[i].view(2, -1, 16), x).sum(1), dynamic=True)
-    for n in in_turn(k, (4, 10, 6, 18), 3):
+    for n in in_turn(k, (4, 10, 6, 18, 14, 22, 8), 3):
         k.see(f"{n}", f(k.randint(40, n), k.randn(2, 16, n)))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.staged import Split
     from torch_overlay._inductor.relaunch.refusals import Code
 
+OWN = 4  # so many sizes have executables of their own
 EAGER = 64  # so many further sizes are captured at their second call
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
 TABLES = 4  # so many times more sizes are kept if they share executables
@@ -490,12 +491,9 @@ class Runner:
                     state.relaunch = state.shared = None
 
     def _is_shared(self, state: State) -> bool:
-        """True if the state's graph is to use an executable of other sizes. Note [Sizes that share an executable]"""
-        return (
-            self.sizes.bound > 0
-            and not state.alone
-            and any(other is not state and other.relaunch is not None for other in self.states.values())
-        )
+        """True if the state's graph is to share an executable. Note [Sizes that share an executable] of `sizes`"""
+        others = sum(other is not state and other.relaunch is not None for other in self.states.values())
+        return self.sizes.bound > 0 and not state.alone and others >= OWN
 
     def _waits(self, state: State) -> bool:
         """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time

@@ -1,12 +1,12 @@
 """Keeps what a region has learned from its sizes: `Sizes`.
 
 Note [Sizes that share an executable]
-The first size of a region has an executable of its own, whose nodes may run side by side. From the second size on,
-sizes share executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the
-executable holds otherwise. Such a size takes memory of the host only. Nothing is instantiated, and a second capture is
-made only for functions that were not seen before (`functions`). A graph with other nodes or edges gets another
+The first few sizes of a region have executables of their own, whose nodes may run side by side. Further sizes share
+executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the executable
+holds otherwise. Such a size takes memory of the host only. Nothing is instantiated, and a second capture is made only
+for functions that were not seen before (`functions`). A graph with other nodes, edges or clusters gets another
 executable; a region has at most `config.cudagraph_executables` shared ones, and drops the one that was made for a size
-or chosen for one the longest time ago.
+or chosen for one the longest time ago, with the graphs of its sizes.
 """
 
 from __future__ import annotations
