@@ -201,7 +201,8 @@ class Runner:
             self.key_of = keys.key_of(numbers, scalars)
 
     def _keep_in_key(self, positions: Collection[int], why: str) -> None:
-        """Put numbers into the key. What there is was made without them, so all of it is dropped."""
+        """Put numbers into the key, all of them if it is not known which. All that was made without them is dropped."""
+        positions = positions or self.free
         for k in positions:
             message = "%s: each value of the number at input %d gets a graph of its own: %s"
             refusals.log.info(message, self.code.name, k, why)
@@ -368,12 +369,14 @@ class Runner:
         return result
 
     def _repeat(self, plan: Plan, state: State, inputs: list[Any]) -> Any:
-        """Run the region as compiled for the first time with these sizes. Its allocations are those of another size."""
+        """Run the region as compiled for the first time with these sizes, or in this thread. Its allocations are the
+        same as with other sizes."""
         generators = self.device.generators(inputs)
         before = [g.get_offset() for g in generators]
         result = self._outside("warm-up", inputs)
         advance = tuple([g.get_offset() - b for g, b in zip(generators, before)])
-        state.plan = dataclasses.replace(plan, asked={}, **_random(advance))
+        known = state.plan if state.warm_in else dataclasses.replace(plan, asked={})
+        state.plan = dataclasses.replace(known, **_random(advance))
         state.warm_in.add(threading.get_ident())
         self._count_warm_up()
         return result
