@@ -306,6 +306,9 @@ def report(new: Tree, name: str, with_diffs: bool) -> tuple[str, bool]:
     for request in export_upstream.declared():
         changes = parse_patch(request.name, request.edits, ("torch/", "test/")).changes
         stack.append(check_patch(request.name, changes, {}, new))
+        for path in request.files:
+            if new.read(path) is not None:
+                _worsen(stack[-1], NEEDS_WORK, f"{path} is there already")
     counts = Counter(found.state for found in seams)
     lines = [f"{name}, against the base {base()['tag']}", ""]
     lines += [

@@ -12,16 +12,21 @@ A pull request is declared by a folder beside its patch:
     edits.patch          the edits of upstream's files, made by hand: a condition in a function instead of a wrap
     test_*.py            its tests, in upstream's style
 
+New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
+module. Their imports of one another are renamed, and the text is formatted as upstream's.
+
 The tool applies the edits to the installed tree of the base, with what the pull request needs applied before, and
 writes the difference with its tests and its message, as `git am --keep-non-patch` reads it. It refuses edits that
-mention the overlay, a seam that is not in the seam table or whose module isn't declared, a test that is missing, lines
-that are longer than upstream's, and more than 800 lines.
+mention the overlay, new files that import a module which isn't listed, a seam that is not in the seam table or whose
+module isn't declared, a test that is missing, lines that are longer than upstream's, and more than 800 lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -46,7 +51,7 @@ from series import (  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-DECLARATION = "pull_request.toml"
+DECLARATION, EDITS = "pull_request.toml", "edits.patch"
 MOST_LINES = 800
 TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
 ROOTS = ("torch/", "test/")
@@ -61,7 +66,8 @@ class PullRequest:
     seams: tuple[str, ...]
     modules: tuple[str, ...]
     edits: str
-    tests: Mapping[str, str]  # path in upstream's tree -> text
+    files: Mapping[str, str]  # path in upstream's tree -> text, of new files
+    tests: Mapping[str, str]  # the same, of tests
 
     def edited(self, read: Mapping[str, str]) -> dict[str, str]:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
@@ -82,7 +88,8 @@ def read(path: Path) -> PullRequest:
     try:
         found = tomllib.loads((path / DECLARATION).read_text())
         tests = {target: (path / source).read_text() for target, source in found["tests"].items()}
-        edits = (path / "edits.patch").read_text()
+        edits = (path / EDITS).read_text() if (path / EDITS).is_file() else ""
+        files = found.get("files", {})
         made = PullRequest(
             name,
             found["title"],
@@ -91,6 +98,7 @@ def read(path: Path) -> PullRequest:
             tuple(found["seams"]),
             tuple(found["modules"]),
             edits,
+            {target: _travelled(module, files) for target, module in files.items()},
             tests,
         )
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
@@ -99,6 +107,21 @@ def read(path: Path) -> PullRequest:
     if problems:
         raise SeriesError(f"{path}: {'; '.join(problems)}")
     return made
+
+
+def _travelled(module: str, files: Mapping[str, str]) -> str:
+    """Return the text of a module as a new file of upstream's."""
+    stem = ROOT / module.replace(".", "/")
+    source = stem.with_suffix(".py") if stem.with_suffix(".py").is_file() else stem / "__init__.py"
+    text = source.read_text()
+    for target, other in sorted(files.items(), key=lambda item: -len(item[1])):  # a module before its package
+        name = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", name, text)
+    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--line-length", str(CODE), "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise SeriesError(f"{module} can't be formatted: {done.stderr.strip()}; tools/setup lint installs ruff")
+    return done.stdout
 
 
 def _problems(made: PullRequest) -> Iterator[str]:
@@ -114,7 +137,10 @@ def _problems(made: PullRequest) -> Iterator[str]:
     added = [line for line in made.edits.splitlines() if line.startswith("+")]
     if long := [line for line in added if len(line) > 1 + CODE]:
         yield f"a line of code has more than {CODE} characters: {long[0]!r}"
-    for text in (made.edits, *made.tests.values()):
+    for text in made.files.values():
+        for module in sorted(set(re.findall(r"torch_overlay[\w.]*", text))):
+            yield f"{module} would be pulled in"
+    for text in (made.edits, *made.tests.values(), *made.files.values()):
         if "overlay" in text:
             yield "its text mentions the overlay"
     for seam in made.seams:
@@ -150,7 +176,7 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
         old = before.get(path) or (installed_root() / path).read_text()
         lines = difflib.unified_diff(old.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
-    diffs += [new_file_diff(path, text) for path, text in sorted(request.tests.items())]
+    diffs += [new_file_diff(path, text) for path, text in sorted({**request.files, **request.tests}.items())]
     needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
     text = f"{mail(request.title, request.message + needs)}{''.join(diffs)}--\n2.15.0\n"
     if (count := text.count("\n")) > MOST_LINES:

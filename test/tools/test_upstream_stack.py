@@ -54,7 +54,8 @@ class TestStack(TestCase):
     def replace(self, path: str, text: str) -> None:
         """Files of the copy are links to those of the installed tree."""
         target = self.copy / path
-        target.unlink()
+        target.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
     @parametrize("name", form.sampled(NAMES, 7))
@@ -65,15 +66,18 @@ class TestStack(TestCase):
         for path, text in before.items():
             self.replace(path, text)
         status, said = self.run_tests(request)
-        self.assertRegex(said, r"FAILED \((failures|errors)=", "its tests pass without it")
+        without = r"FAILED \((failures|errors)=" if after else "No module named"
+        self.assertRegex(said, without, "its tests pass without it")
         self.assertNotEqual(status, 0)
-        for path, text in after.items():
+        for path, text in (*after.items(), *request.files.items()):
             self.replace(path, text)
         status, said = self.run_tests(request)
         self.assertEqual(status, 0, said)
         for path in (*before, *after):
             (self.copy / path).unlink()
             run_patched.link(str(installed_root() / path), str(self.copy / path))
+        for path in request.files:
+            (self.copy / path).unlink()
         self.assertEqual(run_patched.differences(installed_root(), self.copy), [])
 
 
@@ -107,6 +111,16 @@ class TestDeclarations(TestCase):
         self.assertIn(
             "more than 80", self.declare(toml=("The number is a tensor", "The number is a tensor" + " x" * 30))
         )
+
+    def test_module_that_is_not_listed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "relaunch-proof")
+            shutil.copytree(export_upstream.folder() / "relaunch-proof", path)
+            toml = path / "pull_request.toml"
+            lines = [line for line in toml.read_text().splitlines() if "proof.nodes" not in line]
+            toml.write_text("\n".join(lines))
+            with self.assertRaisesRegex(SeriesError, r"torch_overlay\S*proof\.nodes would be pulled in"):
+                export_upstream.read(path)
 
     def test_edit_that_does_not_fit_the_base(self):
         request = next(request for request in EVERY if request.name == "wrapped-numbers")
@@ -144,7 +158,8 @@ class TestDeclarations(TestCase):
             for path, wanted in request.edited({}).items():
                 before = (installed_root() / path).read_text()
                 self.assertEqual(apply_change(changes[path], before), wanted)
-            self.assertEqual(changes.keys(), request.edited({}).keys() | request.tests.keys())
+            new = request.tests.keys() | request.files.keys()
+            self.assertEqual(changes.keys(), request.edited({}).keys() | new)
 
 
 instantiate_parametrized_tests(TestStack)
