@@ -66,7 +66,7 @@ class PullRequest:
     seams: tuple[str, ...]
     modules: tuple[str, ...]
     edits: str
-    files: Mapping[str, str]  # path in upstream's tree -> text, of new files
+    files: Mapping[str, str]  # path in upstream's tree -> text, of new files; not formatted yet
     tests: Mapping[str, str]  # the same, of tests
 
     def edited(self, read: Mapping[str, str]) -> dict[str, str]:
@@ -117,10 +117,15 @@ def _travelled(module: str, files: Mapping[str, str]) -> str:
     for target, other in sorted(files.items(), key=lambda item: -len(item[1])):  # a module before its package
         name = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", name, text)
+    return text
+
+
+def _formatted(path: str, text: str) -> str:
+    """Return the text of a new file, formatted as upstream's. Raises SeriesError if there is no ruff."""
     command = [sys.executable, "-m", "ruff", "format", "--quiet", "--line-length", str(CODE), "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        raise SeriesError(f"{module} can't be formatted: {done.stderr.strip()}; tools/setup lint installs ruff")
+        raise SeriesError(f"{path} can't be formatted: {done.stderr.strip()}; tools/setup lint installs ruff")
     return done.stdout
 
 
@@ -176,7 +181,8 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
         old = before.get(path) or (installed_root() / path).read_text()
         lines = difflib.unified_diff(old.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
-    diffs += [new_file_diff(path, text) for path, text in sorted({**request.files, **request.tests}.items())]
+    files = {path: _formatted(path, text) for path, text in request.files.items()}
+    diffs += [new_file_diff(path, text) for path, text in sorted({**files, **request.tests}.items())]
     needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
     text = f"{mail(request.title, request.message + needs)}{''.join(diffs)}--\n2.15.0\n"
     if (count := text.count("\n")) > MOST_LINES:
