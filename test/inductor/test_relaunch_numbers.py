@@ -301,7 +301,7 @@ FLOAT = st.sampled_from([0.0, -0.0, 0.5, 1e300, -1e-300, math.inf]) | st.floats(
 
 
 class TestExpressions(RelaunchTestCase):
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(text=expressions(INTEGER | FLOAT), n=INTEGER | FLOAT, m=INTEGER, others=st.tuples(INTEGER, INTEGER))
     def test_an_expression_is_worth_what_the_code_computes(self, text, n, m, others):
         traced = {"n": Traced.input(0, n), "m": Traced.input(1, m)}

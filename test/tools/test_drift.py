@@ -173,6 +173,7 @@ class TestTool(TestCase):
         self.assertIn(" 0 moved, 0 changed, 0 gone", out)
         self.assertNotIn("needs work", out)
 
+    @form.slow
     def test_another_tree_as_a_folder_and_as_a_wheel(self):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder, "other")

@@ -23,7 +23,8 @@ if not form.PATCHED:
     from series import apply_change, installed_root, parse_patch, SeriesError
 
 EVERY = [] if form.PATCHED else export_upstream.declared()
-NAMES = [request.name for request in EVERY] or ["none"]
+QUICK = "wrapped-numbers"  # compiles nothing
+NAMES = [QUICK, *[request.name for request in EVERY if request.name != QUICK]]
 
 
 @form.overlay_only
@@ -61,7 +62,7 @@ class TestStack(TestCase):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
-    @parametrize("name", form.sampled(NAMES, 7))
+    @parametrize("name", form.sampled(NAMES, len(NAMES)))
     def test_fails_without_its_edits_and_passes_with_them(self, name):
         request = next(request for request in EVERY if request.name == name)
         before = export_upstream.with_needs(request, EVERY)
