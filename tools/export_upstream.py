@@ -73,9 +73,13 @@ class PullRequest:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
         after = {}
         for change in parse_patch(f"{self.name}/edits.patch", self.edits, ROOTS).changes:
-            before = read.get(change.path) or (installed_root() / change.path).read_text()
-            after[change.path] = apply_change(change, before) or ""
+            after[change.path] = apply_change(change, _text(change.path, read)) or ""
         return after
+
+
+def _text(path: str, edited: Mapping[str, str]) -> str:
+    """Return the text of an upstream file: edited, or as installed."""
+    return edited.get(path) or (installed_root() / path).read_text()
 
 
 def folder() -> Path:
@@ -178,7 +182,7 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
     """Return the patch as `git am` reads it. `before` has the text of files that others edit before."""
     diffs = []
     for path, after in sorted(request.edited(before).items()):
-        old = before.get(path) or (installed_root() / path).read_text()
+        old = _text(path, before)
         lines = difflib.unified_diff(old.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
     files = {path: _formatted(path, text) for path, text in request.files.items()}
@@ -206,9 +210,8 @@ def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, 
     return texts
 
 
-def export() -> dict[str, str]:
-    """Return name of the file -> text."""
-    every = declared()
+def export(every: Sequence[PullRequest]) -> dict[str, str]:
+    """Return name of the file -> text, for the declared pull requests."""
     files = {f"{request.name}.patch": patch_of(request, with_needs(request, every)) for request in every}
     rows = [" ".join((request.name + ".patch", *request.needs)) + "\n" for request in every]
     return files | {"series": "# A patch, and what it needs.\n" + "".join(rows)}
@@ -220,9 +223,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(argv)
     try:
-        wanted = export()
+        every = declared()
+        wanted = export(every)
         if options.list:
-            for request in declared():
+            for request in every:
                 size = wanted[f"{request.name}.patch"].count("\n")
                 print(f"{request.name}: {request.title} ({size} lines; needs {', '.join(request.needs) or 'nothing'})")
             return 0

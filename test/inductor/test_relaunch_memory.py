@@ -300,12 +300,7 @@ class TestScratchNative(TestScratch):
 class TestStages(RelaunchTestCase):
     def setUp(self):
         super().setUp()
-        # One gradient is as much as a stage must save.
-        small = {(arrange, "GAIN"): 64 * 64 * 4, (arrange, "STEP"): 64 * 64 * 4, (arrange, "SMALL"): 0}
-        for (module, name), value in {**small, (runner, "LARGE"): 1, (outputs, "LITTLE"): 0}.items():
-            patch = mock.patch.object(module, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.cut_into_stages(64 * 64 * 4)  # one gradient is as much as a stage must save
 
     def backward(self, source=BACKWARD, *, verify=False, static=(), mutated=(9,), **namespace):
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty, **namespace}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import struct
-from unittest import mock
 
 import torch
 from hypothesis import given, settings, strategies as st
@@ -15,8 +14,6 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import runner
-from torch_overlay._inductor.relaunch.memory import arrange, outputs
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -149,9 +146,7 @@ def region(args):
         self.check(self.region("n + 1", verify=True), range(5), lambda n: n + 1)
 
     def test_backward_in_stages(self):
-        patches = ((arrange, "GAIN", 1), (arrange, "STEP", 1), (arrange, "SMALL", 0))
-        for module, name, value in (*patches, (runner, "LARGE", 1), (outputs, "LITTLE", 0)):
-            self.enterContext(mock.patch.object(module, name, value))
+        self.cut_into_stages()
         source = """
 def region(args):
     *saved, n = args

@@ -15,7 +15,6 @@ from torch._dynamo.test_case import run_tests
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import runner
-from torch_overlay._inductor.relaunch.memory import arrange, outputs
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
@@ -171,9 +170,7 @@ class TestSizes(SizesTestCase):
             self.call(run, n)
 
     def test_backward_in_stages(self):
-        patches = ((arrange, "GAIN", 1), (arrange, "STEP", 1), (arrange, "SMALL", 0))
-        for module, name, value in (*patches, (runner, "LARGE", 1), (outputs, "LITTLE", 0)):
-            self.enterContext(mock.patch.object(module, name, value))
+        self.cut_into_stages()
         source = """
 def region(args):
     *saved, n = args

@@ -45,7 +45,7 @@ import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 GEOMEAN = 0.85  # limit of the ratios' geometric mean
 WARM_UP = 6  # steps before the first measurement
@@ -56,11 +56,12 @@ SOME = 64  # values of a tensor that are compared where bits differ
 # ---- a process of one row and side
 
 
-def serve(row: str, side: str) -> None:
-    """Answer each line of standard input by a JSON line: "warm" compiles and captures, "measure" measures."""
+def serve(make: Callable[[], Any]) -> None:
+    """Answer each line of standard input, the name of a method of what `make` returns, by a JSON line: "warm" compiles
+    and captures, "measure" measures."""
     with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
         try:
-            work = _Served(row, side)
+            work = make()
             for line in sys.stdin:
                 answer = getattr(work, line.strip())()
                 print(json.dumps(answer), file=out, flush=True)
@@ -268,7 +269,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     args = parser.parse_args()
     if args.serve:
-        serve(*args.serve)
+        serve(lambda: _Served(*args.serve))
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
     results = measure(args.rows, args.sides, args.jobs, time.monotonic() + args.limit, args.compare_only)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Sizes and numbers that change from call to call: what a new one costs, what a known one costs, and the memory.
 
-    python tools/bench/shapes.py --out DIR [--rows distilbert,numbers] [--sides off,trees,relaunch,pad,replay]
+    python tools/bench/shapes.py --out DIR [--rows distilbert,int] [--sides off,trees,relaunch,pad,replay]
 
 Each row and side is a process of its own. Processes compile together; then each measures alone, one after another, and
 a second process of the first and of relaunch's side measures last.
@@ -18,13 +18,10 @@ with its inputs copied in: the floor. The rows are in `shape_rows`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -38,40 +35,20 @@ import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MIB = 1 << 20
 LATER = 4  # rounds over all sizes
-SIDES = {
-    "off": {"TORCH_OVERLAY_CUDAGRAPHS": "off"},
-    "trees": {"TORCH_OVERLAY_CUDAGRAPHS": "trees"},
-    "pad": {"TORCH_OVERLAY_CUDAGRAPHS": "trees"},
-    "relaunch": {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"},
-    "replay": {"TORCH_OVERLAY_CUDAGRAPHS": "off"},
-}
-GRAPHS = ("trees", "pad", "relaunch")
-
-
-def serve(row: str, side: str) -> None:
-    """Answer each line of standard input by a JSON line."""
-    with os.fdopen(os.dup(1), "w") as out, contextlib.redirect_stdout(sys.stderr):
-        try:
-            work = _Served(row, side)
-            for line in sys.stdin:
-                print(json.dumps(getattr(work, line.strip())()), file=out, flush=True)
-        except Exception as error:
-            traceback.print_exc()
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"[:300]}), file=out, flush=True)
-    os._exit(0)
+SIDES = {"off": "off", "trees": "trees", "pad": "trees", "relaunch": "relaunch", "replay": "replay"}  # -> of processes
 
 
 class _Served:
     def __init__(self, row: str, side: str) -> None:
         import torch
+        from relaunch_process import SIDES as KINDS  # pyrefly: ignore[missing-import]
         from shape_rows import ROWS  # pyrefly: ignore[missing-import]
 
         import torch_overlay  # noqa: F401
 
         torch.manual_seed(0)
-        mode = "reduce-overhead" if side in GRAPHS else None
+        mode = "reduce-overhead" if KINDS[SIDES[side]][1] else None
         self.row = ROWS[row](lambda fn: torch.compile(fn, mode=mode, dynamic=side != "pad"), side == "pad")
         self.by_hand: dict[Any, tuple[Any, list[Any]]] | None = {} if side == "replay" else None
 
@@ -155,9 +132,9 @@ class _Served:
 
     def _memory(self) -> tuple[float, float]:
         import torch
+        from relaunch_process import device_used, MIB  # pyrefly: ignore[missing-import]
 
-        free, total = torch.cuda.mem_get_info()
-        return (total - free) / MIB, torch.cuda.memory_reserved() / MIB
+        return device_used() / MIB, torch.cuda.memory_reserved() / MIB
 
     def _kept(self) -> dict[str, Any]:
         from torch_overlay._inductor.relaunch import refusals, runner
@@ -167,13 +144,12 @@ class _Served:
 
 def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dict[str, Any]]:
     from models import Process  # pyrefly: ignore[missing-import]
+    from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
 
     deadline, results = time.monotonic() + limit, []
     order = [*sides, *[side for side in (sides[0], "relaunch") if len(sides) > 1]]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_OVERLAY_")}
-    processes = [
-        (row, side, Process(row, side, kept | SIDES[side], __file__)) for row in rows for side in order if side
-    ]
+    made = [(row, side, environment_of(SIDES[side])) for row in rows for side in order]
+    processes = [(row, side, Process(row, side, environment, __file__)) for row, side, environment in made]
     for _, _, process in processes:
         process.tell("warm")
     warm = [process.answer(deadline - time.monotonic()) for *_, process in processes]
@@ -227,6 +203,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
+    from models import serve  # pyrefly: ignore[missing-import]
     from shape_rows import ROWS  # pyrefly: ignore[missing-import]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,7 +214,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     args = parser.parse_args()
     if args.serve:
-        serve(*args.serve)
+        serve(lambda: _Served(*args.serve))
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
     results = measure(args.rows, args.sides, args.limit)

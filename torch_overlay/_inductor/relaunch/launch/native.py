@@ -162,7 +162,9 @@ def _make_exec(
     places = tuple(
         [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
     )
-    words = tuple([(position[slot.node], _word(by_index[slot.node], slot), letter_number(slot)) for slot in numbers])
+    words = tuple(
+        [(position[slot.node], _word(by_index[slot.node], slot), LETTERS.index(slot.letter)) for slot in numbers]
+    )
     others = None if shared is None else (shared, tuple(by_index))
     return module.Blocks(exec_handle, blocks, places, regions, words, others)
 
@@ -170,11 +172,6 @@ def _make_exec(
 def shared(template: Template) -> Any:
     """Return the `Shared` for an executable of the template's graph."""
     return implementation().Shared(1 + max((node.index for node in template.nodes), default=-1))
-
-
-def letter_number(slot: NumberSlot) -> int:
-    """Return the number that the C source has for the type of a number slot."""
-    return LETTERS.index(slot.letter)
 
 
 def _word(node: Node, slot: NumberSlot) -> int:

@@ -1,9 +1,9 @@
 """Notes which parameters of Triton kernels are expressions of a capture's traced numbers.
 
 Generated code launches a kernel by `kernel.run(*arguments, stream=...)`, where the kernel is a global of its module.
-While a capture traces numbers, these globals are replaced (`noted`). A launch with traced numbers first runs the
-kernel's launcher, whose Python code computes the grid, with a function in place of the one that launches: it gets what
-the kernel gets. Then the kernel is launched with the plain values.
+While a capture traces numbers, these globals are replaced (`noted`). A launch with traced numbers launches the kernel
+with the plain values. Then it runs the kernel's launcher, whose Python code computes the grid, once more with the
+traced numbers and with a function in place of the one that launches: it gets what the kernel gets.
 """
 
 from __future__ import annotations
@@ -93,12 +93,10 @@ class _Noted:
 @contextlib.contextmanager
 def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None]:
     """Note what this thread launches by the kernels of the generated module with these globals."""
-    kernels = {name: v for name, v in (namespace or {}).items() if hasattr(v, "launchers") and hasattr(v, "run")}
-    assert namespace is not None or not kernels
+    scope = {} if namespace is None else namespace
+    kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
     try:
-        for name, kernel in kernels.items():
-            namespace[name] = _Noted(kernel, launches)  # type: ignore[index]
+        scope.update({name: _Noted(kernel, launches) for name, kernel in kernels.items()})
         yield
     finally:
-        if namespace is not None:
-            namespace.update(kernels)
+        scope.update(kernels)

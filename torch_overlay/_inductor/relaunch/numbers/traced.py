@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.numbers.expressions import (
-    constant,
-    Expression,
-    inputs_of,
-    LARGEST,
-    OPERATIONS,
-    Unfit,
-)
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, Expression, inputs_of, LARGEST, OPERATIONS
 
 
 if TYPE_CHECKING:
@@ -92,7 +85,7 @@ def _operation(name: str, *operands: Traced) -> Traced:
         raise Escaped(every, f"{name} of it")
     try:
         value = OPERATIONS[name](*[v.value for v in operands])
-    except (ZeroDivisionError, OverflowError, Unfit) as error:
+    except (ZeroDivisionError, OverflowError) as error:
         raise Escaped(every, str(error)) from None
     expression = (name, *[v.expression for v in operands])
     return Traced(value, expression, 1 + sum(v.size for v in operands))
