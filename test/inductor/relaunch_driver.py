@@ -209,13 +209,15 @@ static void bytes_of(char *out, const unsigned char *bytes, size_t size) {
 }
 int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kernel) {
     char values[3000] = "-", *at = values;
-    int code;
+    int code = 0;
     if (delivering) {
         uint64_t *words = node;
         pthread_mutex_lock(&lock);
-        if (!(code = fails("cuGraphExecKernelNodeSetParams")))
-            for (uint64_t i = 0; i < (words[0] = kernel->shape[3]); i++) memcpy(&words[i + 2], kernel->arguments[i], 8);
-        if (!code) words[1] = kernel->shape[0];
+        for (int i = 0; i < 3; i++) if (!kernel->shape[i]) code = 1;
+        if (!code && !(code = fails("cuGraphExecKernelNodeSetParams")))
+            for (uint64_t i = 0; i < (words[0] = kernel->shape[3]); i++) memcpy(&words[i + 5], kernel->arguments[i], 8);
+        if (!code) words[1] = kernel->shape[4];
+        for (int i = 0; !code && i < 3; i++) words[i + 2] = kernel->shape[i];
         pthread_mutex_unlock(&lock);
         return code;
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import mmap
 import struct
 import threading
@@ -129,6 +130,51 @@ class Kernel:
         self.function(*args)
 
 
+class Launched(list[Any]):
+    """The results of a kernel that gets its grid: it has none."""
+
+    def __init__(self, grid: tuple[int, ...]) -> None:
+        super().__init__([None])
+        self.grid = grid
+
+
+class Address:
+    """Stands for a tensor of which a kernel gets the address alone."""
+
+    def read(self, word: int) -> int:
+        return word
+
+
+class SizedKernel(Kernel):
+    """A kernel that gets what Triton's get: `function(grid, *arguments)` has addresses in place of tensors, and knows
+    no more of their sizes than its numbers and its grid say. `grid` has three expressions of its parameters."""
+
+    def __init__(self, device: FakeDevice, function: Any, names: str, letters: str, grid: str) -> None:
+        super().__init__(device, function, names, letters, grid)
+        text = f"def launcher({names}, stream):\n    runner({grid}, stream, {names})"
+        scope: dict[str, Any] = {"runner": self.launch}
+        exec(text, scope)
+        scope["launcher"]._is_static = True
+        self.launchers = [scope["launcher"]]
+
+    def launch(self, x: int, y: int, z: int, stream: Any, *args: Any) -> None:
+        assert all(type(v) is int for v in (x, y, z))
+        recording = getattr(self.device.thread, "recording", None)
+        given = [(a.data_ptr() if is_tensor(a) else a) for a in args]
+        if recording is None:
+            with _disable_current_modes():  # a kernel is no operator
+                if x and y and z:
+                    self.function((x, y, z), *given)
+            return
+        words = [
+            value if is_tensor(a) else int.from_bytes(pack(letter, a), "little")
+            for a, value, letter in zip(args, given, self.arg_tys, strict=True)
+        ]
+        arguments = [Address() if is_tensor(a) else Number(letter) for a, letter in zip(args, self.arg_tys)]
+        flat, spec = tree_flatten((tuple(arguments), {}))
+        recording.operations.append((self.function, spec, flat, Launched((x, y, z)), words))
+
+
 class IsolatedAllocations:
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
@@ -232,8 +278,8 @@ class Recording:
         self.operations.append((func, spec, arguments, results, addresses))
 
     def graph(self, segments: Any) -> CapturedGraph:
-        """An operation has a function by its operator, a grid that says which operation it is, sizes included, and as
-        many threads as parameters."""
+        """An operation has a function by its operator, a block that says how many parameters it has, and which
+        operation it is, sizes included, and a grid if it is a kernel's."""
         nodes = tuple(
             KernelNode(
                 index=i,
@@ -242,8 +288,8 @@ class Recording:
                 func=self.owner.function_of(operation),
                 kern=0,
                 ctx=0,
-                grid=(self.owner.number_of(operation[:4]), 1, 1),
-                block=(len(operation[4]), 1, 1),
+                grid=getattr(operation[3], "grid", (1, 1, 1)),
+                block=(len(operation[4]), self.owner.number_of(operation[:4]), 1),
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
             )
@@ -304,21 +350,23 @@ class Launcher:
         for slot, value in zip(self.template.numbers, values, strict=True):
             self.words[self.place[slot.node]][slot.parameter] = int.from_bytes(value, "little")
 
-    def held(self, i: int) -> tuple[int, list[int]]:
-        """The number of the operation of node i, and its words."""
-        return self.nodes_of[i].grid[0], self.words[i]
+    def held(self, i: int) -> tuple[int, tuple[int, ...], list[int]]:
+        """The number of the operation of node i, its grid, and its words."""
+        return self.nodes_of[i].block[1], self.nodes_of[i].grid, self.words[i]
 
     def replay(self) -> None:
         for i in range(self.nodes):
-            number, words = self.held(i)
+            number, grid, words = self.held(i)
             func, spec, arguments, results = self.device.numbered[number]
+            if isinstance(results, Launched):
+                func = functools.partial(func, grid)
             at = iter(words)
             flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
             flat = [
                 tensor_at(next(at), *a.like)
                 if isinstance(a, Slot)
                 else a.read(next(at))
-                if isinstance(a, Number)
+                if isinstance(a, (Number, Address))
                 else a
                 for a in flat
             ]
@@ -334,7 +382,7 @@ class Launcher:
 
 class NativeLauncher(Launcher):
     """Its nodes are patched by the C module, over the driver of `relaunch_driver`, which delivers them here; and it is
-    launched by that driver. A place for a node has the number of its words, its operation, and the words."""
+    launched by that driver. A place for a node has the number of its words, its operation, its grid, and the words."""
 
     direct = True
     MOST = 64
@@ -343,7 +391,7 @@ class NativeLauncher(Launcher):
         super().__init__(device, template)
         if of is None:
             self.places = [
-                (ctypes.c_uint64 * (2 + self.MOST))(len(words), node.grid[0], *words)
+                (ctypes.c_uint64 * (5 + self.MOST))(len(words), node.block[1], *node.grid, *words)
                 for node, words in zip(self.nodes_of, self.words)
             ]
             me = weakref.ref(self)
@@ -364,9 +412,9 @@ class NativeLauncher(Launcher):
             self.replay()
         return 0
 
-    def held(self, i: int) -> tuple[int, list[int]]:
+    def held(self, i: int) -> tuple[int, tuple[int, ...], list[int]]:
         place = self.places[i]
-        return place[1], list(place[2 : 2 + place[0]])
+        return place[1], tuple(place[2:5]), list(place[5 : 5 + place[0]])
 
 
 class Generator:
@@ -445,12 +493,11 @@ class FakeDevice:
         recording = getattr(self.thread, "recording", None)
         if recording is not None:
             return recording.allocate(size, stride, dtype)
-        made = torch.empty_strided(size, stride, dtype=dtype)
-        return (
-            made.view(torch.uint8).fill_(0xA5).view(dtype)
-            if made.is_contiguous() and made.numel() and made.dim()
-            else made
-        )
+        with _disable_current_modes():  # generated code allocates without an operator
+            made = torch.empty_strided(size, stride, dtype=dtype)
+            if made.numel():
+                torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xA5)
+        return made
 
     def record(self, gap: int) -> Recording:
         return Recording(self, gap)
@@ -468,7 +515,9 @@ class FakeDevice:
         torch.set_rng_state(state)
 
     def read(self, captured: Any) -> CapturedGraph:
-        return captured.recording.graph(captured.segments)
+        graph = captured.recording.graph(captured.segments)
+        self.edges = graph.edges
+        return graph
 
     def prove(self, graphs: Any, namespace: Any) -> Any:
         return prove(*graphs)
@@ -504,8 +553,8 @@ def describe(part: Any) -> Any:
         return [describe(each) for each in part]
     if isinstance(part, (Slot, StorageSlot)):
         return type(part).__name__, part.like
-    if isinstance(part, Number):
-        return "Number", part.letter
+    if isinstance(part, (Number, Address)):
+        return type(part).__name__, getattr(part, "letter", "")
     return repr(exact(part))  # two NaNs may differ
 
 

@@ -27,6 +27,7 @@ from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
 from torch_overlay._inductor.relaunch.launch import native, native_call
+from torch_overlay._inductor.relaunch.numbers.expressions import Result
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
 
 
@@ -792,12 +793,12 @@ class TestArguments(TestCase):
 
     NODE = (0, 0x1000, 0, "a node", bytes(72), ())
 
-    def call(self, **arguments):
+    def call(self, words=(), **arguments):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
         defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
         defaults |= {"numbers": ((),) * 4, "direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
-        return modules["native"].Exec(0, (), (), 0).call(**defaults | arguments)
+        return modules["native"].Blocks(0, (self.NODE,), (), 0, words).call(**defaults | arguments)
 
     def check(self, kind, message, make, *args, **kwargs):
         with self.assertRaisesRegex(kind, message):
@@ -823,11 +824,30 @@ class TestArguments(TestCase):
             self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
 
+    def test_sizes(self):
+        result, size = native_call.NUMBER, ((Result(0),), (1,), torch.uint8)
+        numbers = {"numbers": (((0, 0),), (), (), (0,))}
+        self.call(**numbers, allocations=(size,), order=(0,), derived=((0, 0), (2, 0)), scratch_result=0)
+        self.call(**numbers, recipes=((result, 0, *[None] * 4),))
+        absent = "a size names a result that the program doesn't have"
+        self.check(ValueError, absent, self.call, allocations=(size,), order=(0,))
+        part = (native_call.PART, 0, None, (1,), (1,), Result(1))
+        self.check(ValueError, absent, self.call, **numbers, allocations=(size,), order=(0,), recipes=(part,))
+        absent = "a recipe of an output names what isn't there"
+        self.check(ValueError, absent, self.call, recipes=((result, 0, *[None] * 4),))
+        for derived in ((3, 0), (-1, 0), (0, 1), (0, -1)):
+            message = "a derived region lies in none, or begins at no result"
+            self.check(ValueError, message, self.call, **numbers, allocations=(size,), order=(0,), derived=(derived,))
+        self.check(TypeError, "derived region 0 must be a tuple", self.call, derived=(3,))
+        self.check(TypeError, r"a derived region is \(region, result\)", self.call, derived=((3,),))
+        self.check(ValueError, "the scratch is as large as no result", self.call, scratch_result=0)
+        self.check(ValueError, "a size that is a float", self.call, numbers=((), ((1, 0.5),), (), (0,)))
+
     def test_numbers(self):
         def run(inputs=(), constants=(), steps=(), results=()):
             self.call(numbers=(inputs, constants, steps, results))
 
-        run(((0, 0),), ((1, 0.5),), ((11, 0, 0), (6, 1, 2)))
+        run(((0, 0),), ((1, 0.5),), ((11, 0, 0), (6, 1, 2), (12, 0, 0), (15, 0, 0)))
         self.check(TypeError, "the numbers must be a tuple, not int", self.call, numbers=3)
         self.check(TypeError, r"numbers are \(inputs, constants", self.call, numbers=((), ()))
         self.check(TypeError, "number 0 must be a tuple, not int", run, (3,))
@@ -836,11 +856,11 @@ class TestArguments(TestCase):
         self.check(OverflowError, "", run, (), ((0, 1 << 63),))
         self.check(TypeError, "step 0 must be a tuple", run, (), (), (None,))
         wrong = "a step of numbers takes what isn't there, or has another type"
-        for step in ((0, 0, 1), (12, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
+        for step in ((0, 0, 1), (16, 0, 0), (-1, 0, 0), (6, 0, 0), (0, 0, -1)):
             self.check(ValueError, wrong, run, ((0, 0),), (), (step,))
         self.check(ValueError, wrong, run, ((0, 0),), ((1, 0.5),), ((0, 0, 1),))
         self.check(ValueError, "a result of numbers that nothing computes", run, ((0, 0),), (), (), (1,))
-        self.check(ValueError, "so many number slots have no numbers", run, ((0, 0),), (), (), (0,))
+        self.check(ValueError, "so many number slots have no numbers", self.call, words=((0, 8, 2),))
 
     def test_number_slots(self):
         make = modules["native"].Blocks

@@ -4,7 +4,7 @@
 
 #include <structmember.h>
 
-enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY };
+enum { GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, NUMBER };
 
 typedef struct {
     int kind;
@@ -17,18 +17,27 @@ typedef struct {
     uint64_t mask;
 } Input;
 
-/* A graph bound to a layout. Its regions are, in order: inputs, storages of outputs, slab of saved outputs, scratch. */
+/* A region that begins at a result's bytes in another one. */
+typedef struct {
+    Py_ssize_t parent, result;
+} Derived;
+
+/* A graph bound to a layout. Its regions are, in order: inputs, storages of outputs, slab of saved outputs, scratch,
+   derived regions. */
 typedef struct {
     PyObject_HEAD
     Blocks *blocks;
     Py_ssize_t inputs, least, recipes, memories;
     Input *input;
     Recipe *recipe;
-    Py_ssize_t *order;                       /* of allocations: regions after the inputs */
+    Py_ssize_t *order; /* of allocations: regions after the inputs */
+    Derived *derived;
+    Py_ssize_t deriveds, scratch_result;     /* scratch_result: the result with the scratch's bytes, or -1 */
     PyObject *allocations;                   /* arguments of `empty`, for each storage */
     PyObject *slab, *types, *scratch;        /* arguments of `empty`, or None; dtypes of the slab's views */
     PyObject *empty, *reinterpret, *outputs; /* outputs: makes all outputs if a recipe can't, or None */
     Program numbers;
+    int is_sized;     /* results stand in sizes */
     PyObject *replay; /* keeps the executable; not called if the driver launches */
     int direct;
     long device;
@@ -59,6 +68,7 @@ static void call_dealloc(Call *self) {
     PyMem_Free(self->recipe);
     PyMem_Free(self->input);
     PyMem_Free(self->order);
+    PyMem_Free(self->derived);
     Py_XDECREF(self->blocks);
     Py_XDECREF(self->allocations);
     Py_XDECREF(self->slab);
@@ -81,11 +91,67 @@ static void call_dealloc(Call *self) {
     Py_DECREF(type);
 }
 
+static int is_result(PyObject *object) { return PyLong_Check(object) && !PyLong_CheckExact(object); }
+
+/* 1: each result that a tuple names is one of the program's. 0: an error. */
+static int has_results(Call *self, PyObject *object) {
+    Py_ssize_t number;
+    if (PyTuple_Check(object)) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++)
+            if (!has_results(self, PyTuple_GET_ITEM(object, i))) return 0;
+        return 1;
+    }
+    if (!is_result(object)) return 1;
+    number = PyLong_AsSsize_t(object);
+    if (number >= 0 && number < self->numbers.results) return 1;
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a size names a result that the program doesn't have");
+    return 0;
+}
+
+/* Returns a new reference to the object with the values of the results in place of these. */
+static PyObject *with_values(PyObject *object, const uint64_t *values) {
+    PyObject *made;
+    if (is_result(object)) return PyLong_FromLongLong((int64_t)values[PyLong_AsSsize_t(object)]);
+    if (!PyTuple_Check(object)) return Py_NewRef(object);
+    made = PyTuple_New(PyTuple_GET_SIZE(object));
+    for (Py_ssize_t i = 0; made && i < PyTuple_GET_SIZE(made); i++) {
+        PyObject *item = with_values(PyTuple_GET_ITEM(object, i), values);
+        if (!item)
+            Py_CLEAR(made);
+        else
+            PyTuple_SET_ITEM(made, i, item);
+    }
+    return made;
+}
+
+static int read_derived(Call *self, PyObject *derived) {
+    Py_ssize_t regions = self->inputs + PyTuple_GET_SIZE(self->allocations) + 2;
+    self->deriveds = derived ? PyTuple_GET_SIZE(derived) : 0;
+    if (!(self->derived = PyMem_Calloc(self->deriveds + 1, sizeof *self->derived))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < self->deriveds; i++) {
+        Derived *each = &self->derived[i];
+        if (!is_tuple(PyTuple_GET_ITEM(derived, i), "derived region", i)
+            || !PyArg_ParseTuple(PyTuple_GET_ITEM(derived, i), "nn;a derived region is (region, result)", &each->parent,
+                                 &each->result))
+            return -1;
+        if (each->parent < 0 || each->parent >= regions || each->result < 0 || each->result >= self->numbers.results) {
+            PyErr_SetString(PyExc_ValueError, "a derived region lies in none, or begins at no result");
+            return -1;
+        }
+    }
+    if (self->scratch_result < self->numbers.results) return 0;
+    PyErr_SetString(PyExc_ValueError, "the scratch is as large as no result");
+    return -1;
+}
+
 static int read_recipes(Call *self, PyObject *recipes) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->allocations), types = PyTuple_GET_SIZE(self->types);
     for (Py_ssize_t i = 0; i < self->recipes; i++) {
         Recipe *each = &self->recipe[i];
-        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, made, made, types, 1};
+        Py_ssize_t n, ends[] = {1, i, PY_SSIZE_T_MAX, made, made, types, 1, self->numbers.results};
         if (!is_tuple(PyTuple_GET_ITEM(recipes, i), "recipe", i)
             || !PyArg_ParseTuple(PyTuple_GET_ITEM(recipes, i),
                                  "inOOOO;a recipe is (kind, number, object, size, stride, offset)", &each->kind, &n,
@@ -98,11 +164,13 @@ static int read_recipes(Call *self, PyObject *recipes) {
         Py_INCREF(each->size);
         Py_INCREF(each->stride);
         Py_INCREF(each->offset);
-        if (each->kind < GIVEN || each->kind > EMPTY || n < 0 || n >= ends[each->kind]
+        if (each->kind < GIVEN || each->kind > NUMBER || n < 0 || n >= ends[each->kind]
             || (each->kind == SAVED && self->slab == Py_None)) {
             PyErr_SetString(PyExc_ValueError, "a recipe of an output names what isn't there");
             return -1;
         }
+        if (!has_results(self, each->size) || !has_results(self, each->stride) || !has_results(self, each->offset))
+            return -1;
         if (each->kind == EMPTY && !is_tuple(each->object, "what is allocated for recipe", i)) return -1;
         if (each->kind == SAME && n >= self->least) self->least = n + 1; /* inputs that are no region may come last */
     }
@@ -131,24 +199,26 @@ static int read_order(Call *self, PyObject *order) {
 }
 
 PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"positions",    "masks",      "allocations", "slab",    "types",       "scratch",
-                            "numbers",      "order",      "recipes",     "empty",   "reinterpret", "outputs",
-                            "replay",       "direct",     "raw",         "current", "index",       "stream_of",
-                            "is_capturing", "misaligned", "counters",    "group",   "counter",     NULL};
+    static char *names[] = {"positions",      "masks",      "allocations", "slab",    "types",       "scratch",
+                            "numbers",        "order",      "recipes",     "empty",   "reinterpret", "outputs",
+                            "replay",         "direct",     "raw",         "current", "index",       "stream_of",
+                            "is_capturing",   "misaligned", "counters",    "group",   "counter",     "derived",
+                            "scratch_result", NULL};
     Scratch *raw;
-    PyObject *positions, *masks, *numbers, *order, *recipes;
+    PyObject *positions, *masks, *numbers, *order, *recipes, *derived = NULL;
     unsigned long long stream, alloc, release;
     Py_ssize_t size;
     Call *self = (Call *)call_type->tp_alloc(call_type, 0);
     if (!self) return NULL;
     raw = &self->raw;
+    self->scratch_result = -1;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO", names, &PyTuple_Type, &positions, &PyTuple_Type,
+            args, kwargs, "O!O!O!OO!OOO!O!OOOOp(OOn(KKK))OOOOOOOO|O!n", names, &PyTuple_Type, &positions, &PyTuple_Type,
             &masks, &PyTuple_Type, &self->allocations, &self->slab, &PyTuple_Type, &self->types, &self->scratch,
             &numbers, &PyTuple_Type, &order, &PyTuple_Type, &recipes, &self->empty, &self->reinterpret, &self->outputs,
             &self->replay, &self->direct, &raw->raw_alloc, &raw->raw_delete, &size, &stream, &alloc, &release,
             &self->current, &self->index, &self->stream_of, &self->is_capturing, &self->misaligned, &self->counters,
-            &self->group, &self->counter)) {
+            &self->group, &self->counter, &PyTuple_Type, &derived, &self->scratch_result)) {
         /* The references that were parsed are borrowed: drop them. */
         memset((char *)self + sizeof(PyObject), 0, sizeof *self - sizeof(PyObject));
         Py_DECREF(self);
@@ -174,7 +244,12 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     Py_INCREF(raw->raw_alloc);
     Py_INCREF(raw->raw_delete);
     if (program_init(&self->numbers, numbers)) goto failed;
-    if ((size_t)self->numbers.results != blocks->words) {
+    for (Py_ssize_t i = (Py_ssize_t)blocks->words; i < self->numbers.results; i++)
+        if (self->numbers.is_float[self->numbers.result[i]]) {
+            PyErr_SetString(PyExc_ValueError, "a size that is a float");
+            goto failed;
+        }
+    if ((size_t)self->numbers.results < blocks->words) {
         PyErr_SetString(PyExc_ValueError, "so many number slots have no numbers");
         goto failed;
     }
@@ -206,11 +281,13 @@ PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
         goto failed;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->allocations); i++)
         if (!is_tuple(PyTuple_GET_ITEM(self->allocations, i), "allocation", i)) goto failed;
+    if (!has_results(self, self->allocations) || read_derived(self, derived)) goto failed;
     self->device = PyLong_AsLong(self->index);
     raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
     raw->torch.alloc = (int (*)(uint64_t, Handle *))(uintptr_t)alloc;
     raw->torch.release = (int (*)(Handle))(uintptr_t)release;
     raw->size = (size_t)size;
+    self->is_sized = (size_t)self->numbers.results > blocks->words;
     if (PyErr_Occurred() || read_order(self, order) || read_recipes(self, recipes)) goto failed;
     return (PyObject *)self;
 failed:
@@ -276,19 +353,31 @@ typedef struct {
     Handle raw;
 } Memory; /* the scratch is in `scratch` if it is a tensor, else at `raw` */
 
-static int allocate_scratch(Call *self, Handle stream, Memory *memory, uint64_t *base) {
+/* Returns a new tensor, whose size and stride may name results. */
+static PyObject *allocate(Call *self, PyObject *arguments, const uint64_t *values) {
+    PyObject *made, *plain;
+    if (!self->is_sized) return PyObject_Call(self->empty, arguments, NULL);
+    if (!(plain = with_values(arguments, values))) return NULL;
+    made = PyObject_Call(self->empty, plain, NULL);
+    Py_DECREF(plain);
+    return made;
+}
+
+static int allocate_scratch(Call *self, Handle stream, Memory *memory, const uint64_t *values, uint64_t *base) {
+    size_t size = self->scratch_result < 0 ? self->raw.size : (size_t)values[self->scratch_result];
     if (self->raw.raw_alloc == Py_None) {
-        memory->scratch = PyObject_Call(self->empty, self->scratch, NULL);
+        memory->scratch = allocate(self, self->scratch, values);
         return memory->scratch && !address_of(memory->scratch, base) ? 0 : -1;
     }
-    if (take_scratch(&self->raw, stream, &memory->raw)) return -1;
+    if (take_scratch(&self->raw, size, stream, &memory->raw)) return -1;
     *base = (uint64_t)(uintptr_t)memory->raw;
     return 0;
 }
 
 /* What is allocated when it fails is in `memory`. */
-static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *base) {
+static int allocate_memory(Call *self, Handle stream, Memory *memory, const uint64_t *values, uint64_t *base) {
     Py_ssize_t count = PyTuple_GET_SIZE(self->allocations);
+    uint64_t *all = base;
     base += self->inputs;
     base[count] = base[count + 1] = 0;
     if (!(memory->made = PyTuple_New(count))) return -1;
@@ -296,10 +385,10 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
         Py_ssize_t k = self->order[i];
         PyObject *made;
         if (k == count + 1) {
-            if (allocate_scratch(self, stream, memory, base + k)) return -1;
+            if (allocate_scratch(self, stream, memory, values, base + k)) return -1;
             continue;
         }
-        made = PyObject_Call(self->empty, k == count ? self->slab : PyTuple_GET_ITEM(self->allocations, k), NULL);
+        made = allocate(self, k == count ? self->slab : PyTuple_GET_ITEM(self->allocations, k), values);
         if (!made) return -1;
         if (k == count)
             memory->slab = made;
@@ -307,6 +396,8 @@ static int allocate_memory(Call *self, Handle stream, Memory *memory, uint64_t *
             PyTuple_SET_ITEM(memory->made, k, made);
         if (address_of(made, base + k)) return -1;
     }
+    for (Py_ssize_t i = 0; i < self->deriveds; i++)
+        base[count + 2 + i] = all[self->derived[i].parent] + values[self->derived[i].result];
     return 0;
 }
 
@@ -323,7 +414,8 @@ static void free_memory(Call *self, Memory *memory) {
 
 static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
     Blocks *blocks = self->blocks;
-    size_t regions = (size_t)self->inputs;
+    size_t slab = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations));
+    size_t regions = slab + 2 + (size_t)self->deriveds;
     Py_ssize_t set = -1;
     int code = 0;
     PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : self->lock;
@@ -332,25 +424,24 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         Py_END_ALLOW_THREADS
     }
     launching = 1;
-    regions += (size_t)PyTuple_GET_SIZE(self->allocations);
     if (blocks->busy)
         PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
     else {
         blocks->busy = 1;
         memcpy(blocks->value, values, blocks->words * sizeof *values);
         if (self->bound && !blocks->stale)
-            set = set_moved(blocks, base, regions + 2);
+            set = set_moved(blocks, base, regions);
         else {
             memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
             memcpy(blocks->given, blocks->known, blocks->regions);
-            for (size_t r = 0; r < regions + 2 && r < blocks->regions; r++) {
-                if (r == regions && self->slab == Py_None) continue;
-                if (r == regions + 1 && self->scratch == Py_None) continue;
+            for (size_t r = 0; r < regions && r < blocks->regions; r++) {
+                if (r == slab && self->slab == Py_None) continue;
+                if (r == slab + 1 && self->scratch == Py_None) continue;
                 blocks->fresh[r] = base[r];
                 blocks->given[r] = 1;
             }
             set = set_nodes(blocks);
-            self->bound = set >= 0 && regions + 2 == blocks->regions;
+            self->bound = set >= 0 && regions == blocks->regions;
         }
         if (set >= 0) {
             self->patched += (unsigned long long)set;
@@ -374,9 +465,15 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
     return set < 0 ? -1 : 0;
 }
 
-static PyObject *view_of(Call *self, PyObject *of, const Recipe *recipe) {
-    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset};
-    return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
+static PyObject *view_of(Call *self, PyObject *of, const Recipe *recipe, const uint64_t *values) {
+    PyObject *args[] = {of, recipe->size, recipe->stride, recipe->offset}, *made = NULL;
+    if (!self->is_sized) return PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
+    args[1] = with_values(recipe->size, values);
+    args[2] = with_values(recipe->stride, values);
+    args[3] = with_values(recipe->offset, values);
+    if (args[1] && args[2] && args[3]) made = PyObject_Vectorcall(self->reinterpret, args, 4, NULL);
+    for (int i = 1; i < 4; i++) Py_XDECREF(args[i]);
+    return made;
 }
 
 /* Returns a new tuple of the slab as a tensor of each dtype. */
@@ -393,7 +490,7 @@ static PyObject *typed_slabs(Call *self, PyObject *slab) {
     return typed;
 }
 
-static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
+static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory, const uint64_t *values) {
     PyObject *result, *typed;
     if (self->outputs != Py_None) {
         PyObject *args[] = {source, memory->made, memory->slab ? memory->slab : Py_None};
@@ -412,8 +509,9 @@ static PyObject *make_outputs(Call *self, PyObject *source, Memory *memory) {
         case REPEATED: out = Py_NewRef(PyTuple_GET_ITEM(result, each->number)); break;
         case SAME: out = PySequence_GetItem(source, each->number); break;
         case WHOLE: out = Py_NewRef(PyTuple_GET_ITEM(memory->made, each->number)); break;
-        case PART: out = view_of(self, PyTuple_GET_ITEM(memory->made, each->number), each); break;
-        case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each); break;
+        case PART: out = view_of(self, PyTuple_GET_ITEM(memory->made, each->number), each, values); break;
+        case SAVED: out = view_of(self, PyTuple_GET_ITEM(typed, each->number), each, values); break;
+        case NUMBER: out = PyLong_FromLongLong((int64_t)values[each->number]); break;
         case EMPTY: out = PyObject_Call(self->empty, each->object, NULL); break;
         }
         if (!out) {
@@ -474,7 +572,7 @@ static PyObject *py_launching(PyObject *module, PyObject *unused) { return PyBoo
 /* Launches. With `careful` it returns None if the graph can't be launched now, or an input is misaligned. */
 static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int careful) {
     uint64_t few[512], *base = few;
-    size_t regions = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations)) + 2;
+    size_t regions = (size_t)(self->inputs + PyTuple_GET_SIZE(self->allocations) + 2 + self->deriveds);
     size_t count = regions + (size_t)self->numbers.results;
     Memory memory = {NULL, NULL, NULL, NULL};
     PyObject *result = NULL;
@@ -498,7 +596,7 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
     if ((code = read_inputs(self, inputs, base)) > 0 && self->numbers.results)
-        code = program_run(&self->numbers, inputs, self->blocks->word, base + regions);
+        code = program_run(&self->numbers, inputs, self->blocks->word, self->blocks->words, base + regions);
     if (code <= 0) {
         if (!code && careful)
             result = Py_NewRef(Py_None);
@@ -506,9 +604,10 @@ static PyObject *run(Call *self, PyObject *inputs, PyObject *originals, int care
             PyErr_SetNone(self->misaligned);
         goto done;
     }
-    if (!allocate_memory(self, stream, &memory, base) && !patch_and_launch(self, stream, base, base + regions)
-        && !free_after_launch(self, &memory)
-        && (result = make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory))
+    if (!allocate_memory(self, stream, &memory, base + regions, base)
+        && !patch_and_launch(self, stream, base, base + regions) && !free_after_launch(self, &memory)
+        && (result =
+                make_outputs(self, originals && originals != Py_None ? originals : inputs, &memory, base + regions))
         && (count_launch(self) || PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), NULL)))
         Py_CLEAR(result);
 done:

@@ -4,7 +4,25 @@
 
 #include "relaunch.h"
 
-enum { ADD, SUB, MUL, FLOORDIV, MOD, NEG, FADD, FSUB, FMUL, FDIV, FNEG, FLOAT, OPERATIONS };
+enum {
+    ADD,
+    SUB,
+    MUL,
+    FLOORDIV,
+    MOD,
+    NEG,
+    FADD,
+    FSUB,
+    FMUL,
+    FDIV,
+    FNEG,
+    FLOAT,
+    MAX,
+    POSITIVE,
+    NONZERO,
+    ZERO,
+    OPERATIONS
+};
 
 enum { I8, I16, I32, I64, U8, U16, U32, U64, F32, F64, TYPES };
 
@@ -134,6 +152,10 @@ static int compute(const Step *step, const Number *from, Number *to) {
     case FDIV: to->d = b.d == 0 ? 0 : a.d / b.d; return b.d != 0;
     case FNEG: to->d = -a.d; return 1;
     case FLOAT: to->d = (double)a.i; return a.i >= -(1LL << 53) && a.i <= 1LL << 53;
+    case MAX: to->i = a.i > b.i ? a.i : b.i; return 1;
+    case POSITIVE: to->i = a.i; return a.i > 0;
+    case NONZERO: to->i = a.i; return a.i != 0;
+    case ZERO: to->i = a.i; return a.i == 0;
     }
     return 0;
 }
@@ -155,7 +177,7 @@ static int convert(int type, int is_float, Number from, uint64_t *to) {
     return 1;
 }
 
-int program_run(const Program *self, PyObject *inputs, const Word *words, uint64_t *value) {
+int program_run(const Program *self, PyObject *inputs, const Word *words, size_t count, uint64_t *value) {
     Number few[128], *at = few;
     Py_ssize_t known = self->inputs + self->constants, registers = known + self->steps;
     int code = 0;
@@ -178,7 +200,10 @@ int program_run(const Program *self, PyObject *inputs, const Word *words, uint64
         if (!compute(&self->step[i], at, &at[known + i])) goto done;
     for (Py_ssize_t i = 0; i < self->results; i++) {
         int from = self->result[i];
-        if (!convert(words[i].type, self->is_float[from], at[from], &value[i])) goto done;
+        if ((size_t)i >= count)
+            value[i] = (uint64_t)at[from].i;
+        else if (!convert(words[i].type, self->is_float[from], at[from], &value[i]))
+            goto done;
     }
     code = 1;
 done:

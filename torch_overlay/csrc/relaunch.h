@@ -147,8 +147,9 @@ typedef struct {
 size_t size_of_word(int type);
 int program_init(Program *self, PyObject *numbers);
 void program_clear(Program *self);
-/* 1: done, in `value`. 0: the numbers are unfit. -1: an error. */
-int program_run(const Program *self, PyObject *inputs, const Word *words, uint64_t *value);
+/* Makes the values of `count` words, then the results after these as integers of 64 bits, in `value`. 1: done. 0: the
+   numbers are unfit. -1: an error. */
+int program_run(const Program *self, PyObject *inputs, const Word *words, size_t count, uint64_t *value);
 
 /* ---- scratch.c ---- */
 
@@ -165,7 +166,7 @@ typedef struct {
 } Scratch;
 
 void scratch_clear(Scratch *self);
-int take_scratch(Scratch *self, Handle stream, Handle *address);
+int take_scratch(Scratch *self, size_t size, Handle stream, Handle *address);
 int free_scratch(Scratch *self, Handle *address);
 
 /* ---- call.c ---- */

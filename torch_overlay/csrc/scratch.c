@@ -8,13 +8,12 @@ void scratch_clear(Scratch *self) {
     Py_CLEAR(self->raw_delete);
 }
 
-/* Allocates on the stream. Returns 0, or -1 and an error. */
-int take_scratch(Scratch *self, Handle stream, Handle *address) {
+/* Allocates so many bytes on the stream. Returns 0, or -1 and an error. */
+int take_scratch(Scratch *self, size_t size, Handle stream, Handle *address) {
     PyObject *made;
-    if (self->torch.alloc && !self->torch.alloc(self->size, address)) return 0;
+    if (self->torch.alloc && !self->torch.alloc(size, address)) return 0;
     *address = NULL;
-    if (!(made = PyObject_CallFunction(self->raw_alloc, "nN", (Py_ssize_t)self->size, PyLong_FromVoidPtr(stream))))
-        return -1;
+    if (!(made = PyObject_CallFunction(self->raw_alloc, "nN", (Py_ssize_t)size, PyLong_FromVoidPtr(stream)))) return -1;
     *address = PyLong_AsVoidPtr(made);
     Py_DECREF(made);
     return PyErr_Occurred() ? -1 : 0;

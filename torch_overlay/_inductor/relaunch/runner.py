@@ -4,6 +4,8 @@
     call 2   the region is captured (`capture`), and the graph is launched
     call n   the graph is launched (`relaunch`)
 
+A region whose kernels are all Triton's gets a graph for any size at the first call with a second size (`sizes`).
+
 The key of a call is made of the inputs that are not tensors on the device (`keys`). Each key has its own `State`; the
 least recently used state is dropped when there are too many. Seeds of attention are in no key, whether they are on the
 host or on the device: Note [Seeds of attention] of `attention_seeds`.
@@ -23,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
@@ -35,13 +37,20 @@ from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of,
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
+from torch_overlay._inductor.relaunch.capture.make_graph import (
+    capturing,
+    find_culprit,
+    find_launcher,
+    make_graph,
+    Work,
+)
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.sizes.any_size_graphs import AnySize
 from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -52,6 +61,8 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
     from torch_overlay._inductor.relaunch.refusals import Code
+
+    Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
 OWN = 4  # so many sizes have executables of their own
 EAGER = 64  # so many further sizes are captured at their second call
@@ -96,6 +107,7 @@ class Runner:
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
         self.sizes = Sizes()
+        self.any_size = AnySize()
         self.made = 0  # graphs of further sizes
         self.capture_takes = 0.0  # seconds of the host, for the latest of them
         self.plan: Plan | None = None  # that of the latest size that was observed
@@ -123,10 +135,12 @@ class Runner:
         key_of = self.key_of
         if key_of is None:
             key_of = self.key_of = self._make_key(inputs)
-        state = self.states.get(key := key_of(inputs))
+        state = self.states.get(found := (key := key_of(inputs)))
+        if state is None and (key_of := self.any_size.key_of) is not None:
+            state = self.states.get(found := key_of(inputs))
         if state is not None and (relaunch := state.relaunch) is not None:
             if len(self.states) > 1:
-                self._touch(key)
+                self._touch(found)
             if (attempt := relaunch.attempt) is not None:
                 if (result := attempt(inputs)) is not None:
                     return result
@@ -147,13 +161,13 @@ class Runner:
     def plain(self, inputs: list[Any]) -> Any:
         """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are
         aligned here."""
-        clones = self._align(inputs, self.code.mutated_inputs)
+        clones = self.align(inputs, self.code.mutated_inputs)
         result = self.model(inputs)
         for _, original, clone in clones:
             copy_back(original, clone)
         return result
 
-    def _align(self, inputs: list[Any], positions: Sequence[int]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    def align(self, inputs: list[Any], positions: Sequence[int]) -> Clones:
         """Replace each input at `positions` that isn't aligned to 16 bytes by a copy, since compiled code can't use it.
         Static inputs stay: the region was compiled for their alignment. Return (position, original, copy) of each."""
         clones = []
@@ -216,7 +230,7 @@ class Runner:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = self.plan = None
-            self.sizes = Sizes()
+            self.sizes, self.any_size = Sizes(), AnySize()
             self.captures = 0
         states.clear()
 
@@ -257,6 +271,8 @@ class Runner:
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
         if self.device.is_capturing() or launching():
             return self._outside("callers-capture", inputs)  # or in a finalizer that runs during a launch
+        if (result := self.any_size.run(self, key, inputs)) is not None:
+            return result
         if self._comes_for_the_first_time(key):
             return self._outside("first-calls", inputs)
         state = self._state(key)
@@ -273,7 +289,7 @@ class Runner:
             return result
         with self.device.guard():
             originals = list(inputs)
-            clones = self._align(inputs, range(len(inputs)))
+            clones = self.align(inputs, range(len(inputs)))
             try:
                 ready = self._is_ready(state, inputs) or self._capture(key, state, inputs)
             except Escaped as escaped:
@@ -287,7 +303,7 @@ class Runner:
             if not clones and not untried:
                 originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
             try:
-                result = relaunch.launch(inputs, originals or None)
+                return self.launch(relaunch, inputs, originals, clones)
             except Misaligned:  # what is aligned above, so a number is unfit
                 inputs[:] = originals or inputs
                 return self._outside("number", inputs)
@@ -304,10 +320,13 @@ class Runner:
                 self._refuse(state, "host-memory", f"its copies to or from the host can't be patched: {error}")
                 inputs[:] = originals
                 return self._outside(state.refused, inputs)
-            for k, original, clone in clones:
-                if k in self.code.mutated_inputs:
-                    copy_back(original, clone)
-            return result
+
+    def launch(self, relaunch: Any, inputs: list[Any], originals: Sequence[Any], clones: Clones) -> tuple[Any, ...]:
+        result = relaunch.launch(inputs, originals or None)
+        for k, original, clone in clones:
+            if k in self.code.mutated_inputs:
+                copy_back(original, clone)
+        return result
 
     def _refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
         """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
@@ -340,6 +359,7 @@ class Runner:
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
         self.device.prepare()
+        self.any_size.note(self, inputs)
         if self.plan is not None and not self.code.is_backward:
             return self._repeat(self.plan, state, inputs)
         given, generators = storages(inputs), self.device.generators(inputs)
@@ -356,6 +376,7 @@ class Runner:
         watch = Watch(observer, self._counted(asked), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
             result = self._outside("warm-up", inputs)
+        self.any_size.note_operators(watch.count)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
@@ -387,6 +408,7 @@ class Runner:
             message = f"each of {self.warm_ups} calls had sizes or numbers, or a thread, that none of the latest had"
             with self.lock:
                 message += "".join(f"; the number at input {k} is no parameter: {why}" for k, why in self.kept.items())
+                message += f"; no graph serves any size: {self.any_size.why_not}" if self.any_size.why_not else ""
             self._refuse(None, "first-calls", f"{message}; a graph is made at the second call")
 
     def _counted(self, asked: dict[int, tuple[int, int]]) -> Callable[[int, Callable[[], Any], bool], Any]:
@@ -465,16 +487,15 @@ class Runner:
             return False
         finally:
             capturing.release()
-        counters["torch_overlay"]["cudagraph_captures"] += 1
         nodes = sum(launcher.nodes for launcher in launchers)
-        counters["torch_overlay"]["cudagraph_nodes"] += nodes
+        count_capture(nodes)
         if refusals.log.isEnabledFor(logging.INFO):
             message = "%s: a graph of %d nodes in %d launches, which allocate %s; %s"
             what = arrangement.describe(), arrangement.layout.names()
             refusals.log.info(message, self.code.name, nodes, len(launchers), *what)
         with self.lock:
             self._launched_before += launches_of(state.relaunch)
-        state.relaunch = Verified(made, self.plain, self.code, clone_flat) if self.verify else made
+        state.relaunch = self.verified(made)
         state.shared = launchers[0].shared
         self._drop_unkept()
         with self.lock:
@@ -484,6 +505,24 @@ class Runner:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
             self._refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
         return True
+
+    def add_graph(self, key: Any, made: Relaunch, nodes: int) -> State:
+        """Keep a graph that serves calls whose own keys have no state. States that wait for a graph are dropped."""
+        count_capture(nodes)
+        state = State()
+        state.relaunch = self.verified(made)
+        with self.lock:
+            self.states = OrderedDict({k: s for k, s in self.states.items() if s.relaunch is not None or s.refused})
+            self.states[key] = state
+            self.captures, self.warm_ups = self.captures + 1, 0
+        return state
+
+    def drop(self, key: Any) -> None:
+        with self.lock:
+            self._launched_before += launches_of(self.states.pop(key).relaunch)
+
+    def verified(self, made: Relaunch | Split) -> Relaunch | Split | Verified:
+        return Verified(made, self.plain, self.code, clone_flat) if self.verify else made
 
     def _drop_unkept(self) -> None:
         """Drop the graphs whose shared executable is kept no longer."""
@@ -517,6 +556,11 @@ class Runner:
             refusals.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
         else:
             self._refuse(state, "operator", message, culprit.operator, culprit.line)
+
+
+def count_capture(nodes: int) -> None:
+    counters["torch_overlay"]["cudagraph_captures"] += 1
+    counters["torch_overlay"]["cudagraph_nodes"] += nodes
 
 
 def _random(advance: tuple[int, ...]) -> dict[str, Any]:

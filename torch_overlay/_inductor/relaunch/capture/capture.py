@@ -55,6 +55,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
+from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators, plain
 from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.numbers.launches import Use
+    from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
     from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library checks for more
@@ -81,16 +82,18 @@ class Captured:
     products: list[Product] | None  # None: the uses of memory were not noted
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
-    uses: Sequence[Use]  # of these numbers
+    launches: Launches  # with the uses of these numbers
 
 
 class _Placing(Observer):
     """An observer that gives each allocation of generated code an address range of its own in a capture. Allocations of
     the plan are outputs, all others are scratch."""
 
-    def __init__(self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool) -> None:
+    def __init__(
+        self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
+    ) -> None:
         super().__init__()
-        self.plan_, self.recording, self.placed = plan, recording, placed
+        self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
         self.lives = Lives()
         self.scratch: dict[int, int] = {}
         self.products: list[Product] | None = [] if with_uses else None
@@ -112,10 +115,15 @@ class _Placing(Observer):
 
     def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         self.lives.tick()
+        asked = args
+        if self.shapes is not None:
+            args = plain(args)
         if len(args) != 3 or 0 in args[0]:
             return super().allocate(original, *args)
         view = View(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)
+        if self.shapes is not None:
+            self.shapes.allocated(made, asked[0], asked[1])
         address = made.data_ptr()
         if self.count in self.plan_.allocations:
             self.placed[address] = view.extent
@@ -137,7 +145,8 @@ class _Group:
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
     of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
-    `numbers`: values of the inputs that are traced, by position."""
+    `numbers`: values of the inputs that are traced, by position. `shapes`: notes sizes that are computed from them.
+    `views`: how tensors lie that stand for those of the inputs, by position."""
 
     def __init__(
         self,
@@ -149,14 +158,17 @@ class Capture:
         holes: Sequence[int] = (),
         with_uses: bool = False,
         numbers: Mapping[int, Any] = MappingProxyType({}),
+        shapes: Shapes | None = None,
+        views: Mapping[int, View] = MappingProxyType({}),
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
-        self.launches = Launches(recording.nodes)
+        self.shapes, self.views = shapes, views
+        self.launches = Launches(recording.nodes, shapes)
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = _Placing(plan, recording, self.placed, with_uses)
+        self.observer = _Placing(plan, recording, self.placed, with_uses, shapes)
         self.group = _Group()
 
     def run(self, code: Code) -> Captured:
@@ -167,6 +179,8 @@ class Capture:
             run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
             watching = self.with_uses or run is not _run
             watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
+            if self.shapes is not None:
+                watch = NoOperators()
             with self.recording.capturing(self.inputs, self.plan.random):
                 self.recording.clear_stack()
                 namespace = namespace_of(self.model)
@@ -179,6 +193,8 @@ class Capture:
                 self._end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
+            if self.shapes is not None:
+                self.shapes.note_outputs(outputs)
             del outputs
             self._check_kept()
         lives = self.observer.lives
@@ -202,7 +218,7 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches.uses
+        proven = observer.products, observer.results, self.numbers, self.launches
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
@@ -226,7 +242,8 @@ class Capture:
             raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Refusal("device", f"input {position} is on {value.device}")
-        made = self.recording.place(view_of(value), self.alignments[position])
+        view = self.views.get(position) or view_of(value)
+        made = self.recording.place(view, self.alignments[position])
         if made.data_ptr():
             self.input_at[made.data_ptr()] = position
             self.observer.lives.begin(made)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from types import MappingProxyType
 from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
@@ -32,10 +33,12 @@ from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
+from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.numbers.words import another, settled, slots_of
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import COMMUNICATION, log
+from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 from torch_overlay._inductor.relaunch.sizes.functions import without
 from torch_overlay._inductor.streams.runtime import Spec
 
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
     from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.sizes.any_size import Seen, Sized
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
     Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"
@@ -120,7 +124,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
         known = _known(work, graph)
         if not known[1]:
             regions = 1 + max((segment.region for segment in first.segments), default=-1)
-            numbers = slots_of(first.uses, first.numbers, graph)
+            numbers = slots_of(first.launches.uses, first.numbers, graph)
             template = Template(regions, graph.nodes, tuple(known[0]), numbers)
         else:
             second = take(record(2), numbers=others)
@@ -148,6 +152,23 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
         if work.is_shared and not copies:
             return sizes.launchers(device, first, graph, proven, work.plan.drawn)
         return device.instantiate(first, arrange(proven))
+
+
+def make_graph_for_any_size(work: Work, seen: Seen) -> tuple[Arrangement, list[Any], Sized]:
+    """Capture a region with the sizes of this call and with those of one that it has seen, and return the arrangement
+    of a graph for all sizes, its launcher, and what a launch computes. Raises what `arrange_any_size` raises, or what
+    the region itself raises. Note [Graphs for any size] of `sizes.any_size`"""
+    device = work.device
+    check_streams(work.model)
+    check_collectives(work.model)
+    with no_collection(), _recordings(device) as record:
+        first = work.capture(record(1), shapes=Shapes())
+        second = work.capture(record(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
+        graphs = device.read(first), device.read(second)
+        prove = functools.partial(device.prove, namespace=work.namespace)
+        arrangement, sized = arrange_any_size(first, second, graphs, prove)
+        second.recording.discard()
+        return *device.instantiate(first, arrangement), sized
 
 
 def _known(work: Work, graph: CapturedGraph) -> Known:
@@ -209,8 +230,8 @@ def _prove(work: Work, captures: tuple[Captured, Captured], graph: CapturedGraph
     if first.layout != second.layout or first.places != second.places:
         raise Refusal("layout", "two captures of the region differ in their outputs or in their scratch memory")
     other = work.device.read(second)
-    numbers = slots_of(first.uses, first.numbers, graph)
-    if numbers != slots_of(second.uses, second.numbers, other):
+    numbers = slots_of(first.launches.uses, first.numbers, graph)
+    if numbers != slots_of(second.launches.uses, second.numbers, other):
         raise Escaped(frozenset(work.numbers), "two captures compute other parameters from it")
     if len(graph.nodes) == len(other.nodes):  # otherwise the proof says so
         other = settled(other, graph, numbers)

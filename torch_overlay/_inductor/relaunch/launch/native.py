@@ -123,7 +123,7 @@ def launching() -> bool:
 
 KERNEL, FILL, COPY = range(3)
 # A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap requires.
-PARAMETERS_AT = 128
+GRID_AT, PARAMETERS_AT = 8, 128
 DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
 ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 
@@ -176,6 +176,8 @@ def shared(template: Template) -> Any:
 
 def _word(node: Node, slot: NumberSlot) -> int:
     """Return the offset of the number slot in the node's block."""
+    if slot.parameter < 0:
+        return GRID_AT + 4 * (-1 - slot.parameter)
     return PARAMETERS_AT + node.parameters[slot.parameter][0]
 
 

@@ -11,6 +11,9 @@ data from the CPU's caches. So the layout is stored in arrays, the address of ea
 in the executable, and outputs are made from a list of recipes. The call enters Python only for torch's own functions:
 allocation, views, the current device and stream.
 
+A graph for any size has results of the program of numbers (`Result`) in sizes, strides and offsets, and `derived`
+regions, which begin at a result's bytes in another region: Note [Graphs for any size] of `sizes.any_size`.
+
 Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
 random numbers is launched by the driver (`launcher.direct`); other graphs by torch's `replay`, which advances the
 generators first.
@@ -23,7 +26,15 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.relaunch.memory.outputs import Empty, Given, OfStorage, Recipe, Repeated, SameInput
+from torch_overlay._inductor.relaunch.memory.outputs import (
+    Computed,
+    Empty,
+    Given,
+    OfStorage,
+    Recipe,
+    Repeated,
+    SameInput,
+)
 from torch_overlay._inductor.relaunch.numbers.expressions import Program
 
 
@@ -35,7 +46,7 @@ if TYPE_CHECKING:
 reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 # As in the C source.
-GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY = range(7)
+GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, NUMBER = range(8)
 
 
 class Misaligned(Exception):
@@ -52,20 +63,25 @@ def bind(relaunch: Relaunch) -> Any:
     make = getattr(getattr(relaunch.launcher, "exec", None), "call", None)
     if make is None:
         return None
-    layout, device, launcher = relaunch.layout, relaunch.device, relaunch.launcher
+    layout, device, launcher, sized = relaunch.layout, relaunch.device, relaunch.launcher, relaunch.sized
     types: dict[torch.dtype, int] = {}
     own = {number: i for i, number in enumerate(layout.own)}
     recipes = [_recipe(relaunch, own, i, recipe, types) for i, recipe in enumerate(layout.recipes)]
     simple = None not in recipes
     size = layout.scratch_size
-    program = Program.of([slot.expression for slot in relaunch.template.numbers])
+    allocations, scratch = tuple(map(relaunch.allocation, layout.own)), raw(size) if size else None
+    expressions = [slot.expression for slot in relaunch.template.numbers]
+    if sized is not None:
+        allocations, scratch = sized.allocations, raw(sized.scratch) if sized.scratch is not None else scratch
+        expressions += sized.expressions
+    program = Program.of(expressions)
     return make(
         positions=layout.inputs,
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),
-        allocations=tuple(map(relaunch.allocation, layout.own)),
+        allocations=allocations,
         slab=raw(layout.saved_size) if layout.saved_size else None,
         types=tuple(types) if simple else (),
-        scratch=raw(size) if size else None,
+        scratch=scratch,
         numbers=(program.inputs, program.constants, program.code, program.results),
         order=layout.order,
         recipes=tuple(recipes) if simple else (),
@@ -88,6 +104,8 @@ def bind(relaunch: Relaunch) -> Any:
         counters=counters,
         group="torch_overlay",
         counter="cudagraph_relaunches",
+        derived=() if sized is None else sized.derived,
+        scratch_result=-1 if sized is None or sized.scratch is None else int(sized.scratch),
     )
 
 
@@ -95,8 +113,16 @@ def _recipe(
     relaunch: Relaunch, own: Mapping[int, int], output: int, recipe: Recipe, types: dict[torch.dtype, int]
 ) -> tuple[Any, ...] | None:
     """Return (kind, number, object, size, stride, offset) for the C module; None if it can't make this output."""
-    layout = relaunch.layout
+    layout, sized = relaunch.layout, relaunch.sized
     match recipe:
+        case Computed(_) if sized is not None:
+            return NUMBER, int(sized.outputs[output]), None, None, None, None
+        case OfStorage(number, view) if sized is not None:
+            size, stride, offset = sized.outputs[output]
+            is_first = layout.outputs_of(number)[0] == output
+            if is_first and not offset and (size, stride) == sized.allocations[own[number]][:2]:
+                return WHOLE, own[number], None, None, None, None
+            return PART, own[number], None, size, stride, offset
         case Given(value):
             return GIVEN, 0, value, None, None, None
         case Repeated(first):

@@ -41,6 +41,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     View,
 )
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.numbers.words import values_of
 
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch_overlay._inductor.relaunch.proof.nodes import Template
+    from torch_overlay._inductor.relaunch.sizes.any_size import Sized
 
 MOVES = 2  # an input that moved so often is not static
 NOWHERE = 1  # the address of no tensor
@@ -87,8 +89,12 @@ class Relaunch:
         launcher: Any,
         static: Sequence[int],
         alignments: Sequence[int],
+        sized: Sized | None = None,
     ) -> None:
+        """`sized`: what a launch computes from the region's sizes; then only the C module can launch the graph, and
+        `Escaped` is raised if it doesn't."""
         self.device, self.layout, self.launcher, self.alignments = device, layout, launcher, alignments
+        self.sized = sized
         self.region = {position: region for region, position in enumerate(layout.inputs)}
         self.static = [k for k in static if k in self.region]
         self.addresses: list[int] = []  # of static inputs, by position
@@ -96,6 +102,8 @@ class Relaunch:
         self.lock = threading.Lock()
         self.counts = [0, 0]
         self.call = native_call.bind(self)
+        if self.call is None and sized is not None:
+            raise Escaped(frozenset(), "the graph is not launched by the C module")
         if self.call is None:
             self.bind()
         else:

@@ -39,6 +39,7 @@ def launchable(
 
 class Split:
     attempt = None
+    sized = None
 
     def __init__(
         self,

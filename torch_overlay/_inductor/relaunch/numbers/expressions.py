@@ -6,6 +6,8 @@ are expressions:
     add sub mul floordiv mod neg        of integers, as Python computes them
     fadd fsub fmul fdiv fneg            of floats
     float                               an integer as a float
+    max                                 of two integers
+    positive nonzero zero               an integer itself; it is unfit if it is anything else
 
 `Program` is the form that the C module runs (`csrc/numbers.c`). There, integers have 64 bits, and an integer that
 becomes a float has at most 53. Numbers for which that is not enough are unfit: the region then runs as compiled.
@@ -14,6 +16,7 @@ becomes a float has at most 53. Numbers for which that is not enough are unfit: 
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
@@ -26,6 +29,17 @@ Expression: TypeAlias = "tuple[Any, ...]"
 
 BITS_OF_FLOAT = 53
 LARGEST = 64  # operations in one expression
+
+
+class Unfit(Exception):
+    """A number is too large for the program or a parameter, has another type, or is not what code was chosen for."""
+
+
+def _checked(name: str, value: int) -> int:
+    if not SAID[name](value):
+        raise Unfit(f"{value} is not {name}")
+    return value
+
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -41,6 +55,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "fneg": operator.neg,
     "float": float,
 }
+SAID = {"positive": lambda v: v > 0, "nonzero": lambda v: v != 0, "zero": lambda v: v == 0}
+OPERATIONS |= {"max": max, **{name: functools.partial(_checked, name) for name in SAID}}
 CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C source
 
 # Types of kernel parameters by the letter of torch's static launcher.
@@ -58,10 +74,6 @@ TYPES: dict[str, Any] = {
 }
 LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 FLOATS = "fd"
-
-
-class Unfit(Exception):
-    """A number is too large for the program or for a parameter, or has another type."""
 
 
 def constant(value: Any) -> Expression:
@@ -115,6 +127,19 @@ def pack(letter: str, value: Any) -> bytes:
     if type(value) is not int or kind(value).value != value:
         raise Unfit(f"{value!r} does not fit into a parameter of type {kind.__name__}")
     return bytes(kind(value))
+
+
+class Result(int):
+    """The number of a program's result, in a place where a launch takes the result: in a size, a stride, an offset."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Result and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return hash((Result, int(self)))
+
+    def __repr__(self) -> str:
+        return f"Result({int(self)})"
 
 
 @dataclass(frozen=True)

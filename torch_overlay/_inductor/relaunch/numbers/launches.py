@@ -4,25 +4,36 @@ Generated code launches a kernel by `kernel.run(*arguments, stream=...)`, where 
 While a capture traces numbers, these globals are replaced (`noted`). A launch with traced numbers launches the kernel
 with the plain values. Then it runs the kernel's launcher, whose Python code computes the grid, once more with the
 traced numbers and with a function in place of the one that launches: it gets what the kernel gets.
+
+With `shapes`, numbers may be sizes: all launches are noted, with the grid and with the offsets of the tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import Any, NamedTuple, NoReturn, TYPE_CHECKING
 
+import torch
+
 from torch_overlay._inductor.relaunch.numbers.expressions import Expression, inputs_of, TYPES
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.shapes import plain
+from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
 from torch_overlay._inductor.relaunch.proof.signatures import binary_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
+
+MOST_IN_A_ROW = (1 << 16) - 1  # blocks in the second and in the third dimension of a grid
+
 
 class Use(NamedTuple):
-    """A parameter of a node that is an expression of numbers. `letter` has the parameter's type."""
+    """A parameter of a node that is an expression of numbers, or a dimension of its grid, with the numbers and letters
+    of a `NumberSlot`."""
 
     handle: int
     parameter: int
@@ -30,20 +41,30 @@ class Use(NamedTuple):
     expression: Expression
 
 
+class Offset(NamedTuple):
+    """How many bytes from the start of its region a parameter of a node points to."""
+
+    handle: int
+    parameter: int
+    expression: Expression
+
+
 class Launches:
-    def __init__(self, nodes: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, nodes: Callable[[], Sequence[int]], shapes: Shapes | None = None) -> None:
         """`nodes()` returns the handles of the nodes that the captured graph has so far."""
-        self.nodes = nodes
+        self.nodes, self.shapes = nodes, shapes
         self.uses: list[Use] = []
+        self.offsets: list[Offset] = []
+        self.handles: set[int] = set()  # of the nodes that were noted
         self.thread = threading.get_ident()
 
     def launch(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, Traced)]
-        if not given:
+        if not given and self.shapes is None:
             return kernel.run(*args, **kwargs)
         before = set(self.nodes())
-        plain = {name: _plain(value) for name, value in kwargs.items()}
-        result = kernel.run(*map(_plain, args), **plain)  # before its launcher is asked: this may choose the launcher
+        named = {name: plain(value) for name, value in kwargs.items()}
+        result = kernel.run(*map(plain, args), **named)  # before its launcher is asked: this may choose the launcher
         made = [node for node in self.nodes() if node not in before]
         launchers = getattr(kernel, "launchers", ())
         if len(made) != 1 or len(launchers) != 1:
@@ -54,9 +75,10 @@ class Launches:
         letters = binary_of(launcher).arg_tys
 
         def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
-            if grid := [v for v in (x, y, z) if isinstance(v, Traced)]:
-                _escape(grid, "the grid of a kernel is computed from it")
+            self._note_grid(made[0], (x, y, z))
             for number, value in enumerate(arguments):
+                if isinstance(value, torch.Tensor) and self.shapes is not None:
+                    self._note_offset(made[0], number, self.shapes.offset(value))
                 if isinstance(value, Traced):
                     if number >= len(letters) or letters[number] not in TYPES:
                         _escape([value], "a kernel takes it as a type that launches do not convert")
@@ -64,11 +86,23 @@ class Launches:
 
         called = type(launcher)(launcher.__code__, {**launcher.__globals__, "runner": note})
         called(*args, **kwargs)
+        self.handles.add(made[0])
         return result
 
+    def _note_offset(self, handle: int, parameter: int, offset: Any) -> None:
+        if isinstance(offset, Traced):
+            self.offsets.append(Offset(handle, parameter, offset.expression))
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Traced) else value
+    def _note_grid(self, handle: int, grid: Sequence[Any]) -> None:
+        for axis, blocks in enumerate(grid):
+            if not isinstance(blocks, Traced):
+                continue
+            if self.shapes is None:
+                _escape([blocks], "the grid of a kernel is computed from it")
+            decide("positive", blocks)
+            if axis:
+                decide("positive", MOST_IN_A_ROW + 1 - blocks)
+            self.uses.append(Use(handle, -1 - axis, "i", blocks.expression))
 
 
 def _escape(values: Sequence[Traced], how: str) -> NoReturn:
@@ -95,8 +129,18 @@ def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None
     """Note what this thread launches by the kernels of the generated module with these globals."""
     scope = {} if namespace is None else namespace
     kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
+    shapes = launches.shapes
+    functions = {} if shapes is None else shapes.replaced(scope)
+    originals = {name: scope[name] for name in (*kernels, *functions)}
     try:
         scope.update({name: _Noted(kernel, launches) for name, kernel in kernels.items()})
-        yield
+        for name, function in functions.items():
+            scope[name] = functools.partial(_in_thread, launches.thread, function, originals[name])
+        with contextlib.nullcontext() if shapes is None else deciding(shapes.decisions):
+            yield
     finally:
-        scope.update(kernels)
+        scope.update(originals)
+
+
+def _in_thread(thread: int, function: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:
+    return (function if threading.get_ident() == thread else original)(*args)

@@ -3,17 +3,23 @@
 A traced number is no int and no float. Where code needs the plain value, to decide, to index, to call a library, it
 asks for it by one of Python's special methods, and `Escaped` is raised: what happens then is no expression of the
 number. So nothing uses a traced number unnoticed.
+
+Where decisions are noted (`deciding`), an integer may be compared: the outcome becomes an expression that is unfit for
+numbers with another outcome.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import threading
 from typing import Any, NoReturn, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, Expression, inputs_of, LARGEST, OPERATIONS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 NUMBERS = (int, float)
 
@@ -24,6 +30,23 @@ class Escaped(Exception):
     def __init__(self, positions: frozenset[int], how: str) -> None:
         super().__init__(how)
         self.positions = positions
+
+
+class _Thread(threading.local):
+    decisions: dict[Expression, None] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def deciding(decisions: dict[Expression, None]) -> Iterator[None]:
+    """Let this thread's code compare traced integers, and note the outcomes."""
+    before, _thread.decisions = _thread.decisions, decisions
+    try:
+        yield
+    finally:
+        _thread.decisions = before
 
 
 class Traced:
@@ -65,6 +88,7 @@ class Traced:
     if TYPE_CHECKING:
 
         def __mul__(self, other: Any) -> Traced: ...
+        def __rsub__(self, other: Any) -> Traced: ...
 
 
 def _apply(name: str, *operands: Any) -> Traced:
@@ -98,6 +122,31 @@ def _operator(name: str, is_reflected: bool) -> Callable[..., Traced]:
     return method
 
 
+def decide(name: str, number: Any) -> None:
+    """Note that launches are for numbers with which this one is `name`: positive, nonzero or zero."""
+    if isinstance(number, Traced):
+        assert _thread.decisions is not None
+        _thread.decisions[name, number.expression] = None
+
+
+def _compare(asked: str, compare: Callable[[int, int], bool], self: Traced, other: Any = 0) -> bool:
+    value = other.value if isinstance(other, Traced) else other
+    if _thread.decisions is None or type(self.value) is not int or type(value) is not int:
+        self.escape(f"its value is asked for ({asked})")
+    outcome, difference = compare(self.value, value), self - other
+    if compare in (operator.eq, operator.ne):
+        decide("zero" if self.value == value else "nonzero", difference)
+    elif compare in (operator.gt, operator.le):
+        decide("positive", difference if self.value > value else -difference + 1)
+    else:
+        decide("positive", -difference if self.value < value else difference + 1)
+    return outcome
+
+
+def _comparing(asked: str, compare: Callable[[int, int], bool]) -> Callable[..., bool]:
+    return lambda *operands: _compare(asked, compare, *operands)
+
+
 def _escaping(name: str) -> Callable[..., Any]:
     def method(self: Traced, *_: Any) -> Any:
         self.escape(f"its value is asked for ({name})")
@@ -111,7 +160,11 @@ for _method, _name in _OPERATORS.items():
     setattr(Traced, f"__r{_method}__", _operator(_name, True))
 Traced.__neg__ = _operator("neg", False)  # type: ignore[attr-defined]
 
-_ASKED = "bool int index float complex hash eq ne lt le gt ge str format round abs len iter getitem contains invert"
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Traced, f"__{_name}__", _comparing(f"__{_name}__", getattr(operator, _name)))
+Traced.__bool__ = _comparing("__bool__", operator.ne)  # type: ignore[attr-defined]
+
+_ASKED = "int index float complex hash str format round abs len iter getitem contains invert"
 _ASKED += " and rand or ror xor rxor lshift rlshift rshift rrshift divmod rdivmod rpow"
 for _method in _ASKED.split():
     setattr(Traced, f"__{_method}__", _escaping(f"__{_method}__"))

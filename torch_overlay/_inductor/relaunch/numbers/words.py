@@ -39,25 +39,37 @@ def slots_of(uses: Sequence[Use], numbers: Mapping[int, Any], graph: CapturedGra
             raise Escaped(inputs_of([use.expression]), "a kernel that gets it is not in the graph")
         slot = NumberSlot(index, *use[1:])
         node = graph.nodes[index]
-        parameters = node.parameters if isinstance(node, KernelNode) else ()
         try:
             expected = pack(slot.letter, evaluate(slot.expression, numbers))
         except Unfit as error:
             raise Escaped(inputs_of([slot.expression]), str(error)) from None
-        if slot.parameter >= len(parameters) or parameters[slot.parameter][1] != expected:
+        if not isinstance(node, KernelNode) or _held(node, slot) != expected:
             raise Escaped(inputs_of([slot.expression]), f"a parameter of {node.name} is not what was computed")
         found.append(slot)
     return tuple(found)
+
+
+def _held(node: KernelNode, slot: NumberSlot) -> bytes | None:
+    if slot.parameter < 0:
+        return pack(slot.letter, node.grid[-1 - slot.parameter])
+    return node.parameters[slot.parameter][1] if slot.parameter < len(node.parameters) else None
 
 
 def settled(graph: CapturedGraph, like: CapturedGraph, slots: Sequence[NumberSlot]) -> CapturedGraph:
     """Return the graph with the parameters of another one where number slots are: for the proof, they are equal."""
     nodes = list(graph.nodes)
     for slot in slots:
-        node = nodes[slot.node]
-        assert isinstance(node, KernelNode)
+        node, other = nodes[slot.node], like.nodes[slot.node]
+        assert isinstance(node, KernelNode) and isinstance(other, KernelNode)
+        if slot.parameter < 0:
+            x, y, z = (
+                theirs if axis == -1 - slot.parameter else ours
+                for axis, (ours, theirs) in enumerate(zip(node.grid, other.grid))
+            )
+            nodes[slot.node] = dataclasses.replace(node, grid=(x, y, z))
+            continue
         values = list(node.parameters)
-        values[slot.parameter] = like.nodes[slot.node].parameters[slot.parameter]
+        values[slot.parameter] = other.parameters[slot.parameter]
         nodes[slot.node] = dataclasses.replace(node, parameters=tuple(values))
     return dataclasses.replace(graph, nodes=tuple(nodes))
 

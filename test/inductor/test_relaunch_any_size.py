@@ -1,0 +1,431 @@
+"""Tests of graphs for any size: after two sizes, a region of Triton kernels alone is never captured again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from unittest import mock
+
+import relaunch_driver
+import torch
+from hypothesis import given, settings, strategies as st
+from relaunch_case import Native, RelaunchTestCase
+from relaunch_fakes import SizedKernel, tensor_at
+from torch._dynamo.test_case import run_tests
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Result, Unfit
+from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
+
+
+BLOCK = 4
+DOUBLE = torch.float64
+
+
+def flat(address, count):
+    return tensor_at(address, (count,), (1,), DOUBLE)
+
+
+def scale(grid, x, out, k, n):
+    """out[i] = k * x[i] for i < n, as far as the grid reaches."""
+    n = min(n, BLOCK * grid[0])
+    if n > 0:
+        flat(out, n).copy_(flat(x, n) * k)
+
+
+def add(grid, x, y, out, n):
+    n = min(n, BLOCK * grid[0])
+    flat(out, n).copy_(flat(x, n) + flat(y, n))
+
+
+def transpose(grid, x, out, rows, cols):
+    """A grid of blocks of columns and of rows."""
+    m, n = min(cols, BLOCK * grid[0]), min(rows, BLOCK * grid[1])
+    tensor_at(out, (m, n), (rows, 1), DOUBLE).copy_(tensor_at(x, (n, m), (cols, 1), DOUBLE).t())
+
+
+CEIL = "-(({}) // -4)"
+
+# sin's place is taken by products: what is checked is where kernels read and write, and how much.
+REGION = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    assert_size_stride(x, (n, m), (m, 1))
+    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    xnumel = n * m
+    scale.run(x, buf0, 2, xnumel, stream=0)
+    buf1 = empty_strided_cuda((1 + 2 * n, m), (m, 1), torch.float64)
+    buf2 = reinterpret_tensor(buf1, (n, m), (m, 1), 0)
+    scale.run(buf0, buf2, 3, xnumel, stream=0)
+    buf3 = reinterpret_tensor(buf1, (n, m), (m, 1), m * n)
+    add.run(x, buf0, buf3, xnumel, stream=0)
+    del x
+    buf4 = reinterpret_tensor(buf1, (1, m), (m, 1), 2 * m * n)
+    scale.run(buf0, buf4, 5, m, stream=0)
+    del buf2, buf3, buf4
+    buf5 = empty_strided_cuda((m, n), (n, 1), torch.float64)
+    transpose.run(buf0, buf5, n, m, stream=0)
+    del buf0
+    buf6 = empty_strided_cuda((m, n), (n, 1), torch.float64)
+    scale.run(buf5, buf6, 7, xnumel, stream=0)
+    return (buf6, buf1, reinterpret_tensor(buf1, (n + 1, m), (m, 1), n * m), n + m, buf6, None, n)
+"""
+
+
+def expected(x, n, m):
+    a = 2 * x
+    whole = torch.cat([3 * a, x + a, 5 * a[:1]])
+    c = 7 * a.t().contiguous()
+    return c, whole, whole[n:], n + m, c, None, n
+
+
+class AnySizeTestCase(Native):
+    def kernels(self):
+        one, two = f"{CEIL.format('n')}, 1, 1", f"{CEIL.format('cols')}, {CEIL.format('rows')}, 1"
+        return {
+            "scale": SizedKernel(self.device, scale, "x, out, k, n", "OOll", one),
+            "add": SizedKernel(self.device, add, "x, y, out, n", "OOOl", one),
+            "transpose": SizedKernel(self.device, transpose, "x, out, rows, cols", "OOll", two),
+            "reinterpret_tensor": torch._C._dynamo.guards._reinterpret_tensor,
+            "assert_size_stride": torch._C._dynamo.guards.assert_size_stride,
+        }
+
+    def region(self, source=REGION, **options):
+        return self.runner(source, **self.kernels(), **options)
+
+    def call(self, run, n, m, want=expected):
+        x = torch.randn(n, m, dtype=DOUBLE)
+        got = run([x, n, m])
+        for k, (have, wanted) in enumerate(zip(got, want(x, n, m), strict=True)):
+            self.assertEqual(have, wanted, f"output {k} for {n} x {m}")
+            if isinstance(wanted, torch.Tensor) and n > 1 and m > 1:
+                self.assertEqual((have.stride(), have.dtype), (wanted.stride(), wanted.dtype))
+        return got
+
+    def captures(self):
+        return len(self.device.random)
+
+
+class TestAnySize(AnySizeTestCase, RelaunchTestCase):
+    SIZES = [(3, 5), (7, 2), (1, 1), (2, 9), (16, 16), (1, 30), (30, 1), (3, 5), (5, 5), (64, 3)]
+
+    def test_no_capture_after_the_second_size(self):
+        run = self.region()
+        for n, m in self.SIZES:
+            self.call(run, n, m)
+        self.assertEqual((self.captures(), self.counted("captures")), (2, 1))
+        self.assertEqual(run.outside, {"warm-up": 1})
+        self.assertEqual(len(self.device.launchers), 1)
+        self.assertEqual(run.launched(), len(self.SIZES) - 1)
+        self.assertEqual([graph.nodes for graph in run.graphs()], [6])
+
+    def test_a_size_that_has_a_graph_keeps_it(self):
+        run = self.region()
+        for n, m in ((3, 5), (3, 5), (7, 2), (3, 5), (8, 8), (3, 5)):
+            self.call(run, n, m)
+        self.assertEqual(self.counted("captures"), 2)
+        self.assertEqual(run.states[3, 5].relaunch.totals[0], 3)
+
+    def test_repeated_outputs_are_one_object(self):
+        run = self.region()
+        for n, m in ((3, 5), (7, 2), (4, 4)):
+            got = self.call(run, n, m)
+            self.assertIs(got[0], got[4])
+
+    def test_only_one_size_varies_at_first(self):
+        """Then the other one, too: what stayed the same is in the key until a call shows another."""
+        run = self.region()
+        for n, m in ((3, 5), (4, 5), (9, 5), (3, 8), (4, 8), (2, 3)):
+            self.call(run, n, m)
+        self.assertEqual(self.captures(), 4)
+        self.assertEqual(run.any_size.varied, {1, 2})
+        self.assertEqual(run.outside, {"warm-up": 1})
+
+    def test_numbers_that_are_no_sizes_are_parameters_as_well(self):
+        source = REGION.replace("x, n, m = args", "x, n, m, k = args").replace("buf0, 2,", "buf0, k,")
+        run = self.region(source, numbers=[3])
+        for n, m, k in ((3, 5, 2), (4, 6, 7), (5, 2, 2), (5, 2, -3)):
+            x = torch.ones(n, m, dtype=DOUBLE)
+            self.assertEqual(run([x, n, m, k])[0], torch.full((m, n), 7.0 * k, dtype=DOUBLE))
+        self.assertEqual((self.captures(), run.outside), (2, {"warm-up": 1}))
+
+    def test_verified(self):
+        run = self.region(verify=True)
+        for n, m in self.SIZES:
+            self.call(run, n, m)
+        self.assertEqual(self.captures(), 2)
+
+    def test_misaligned_inputs(self):
+        run = self.region()
+        for n, m in ((3, 5), (7, 2), (4, 4)):
+            self.call(run, n, m)
+        x = torch.randn(1 + 15, dtype=DOUBLE)[1:].view(5, 3)
+        self.assertEqual(run([x, 5, 3])[1], expected(x, 5, 3)[1])
+        self.assertEqual(self.captures(), 2)
+
+    def test_mutated_input(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    scale.run(x, x, 2, n * m, stream=0)
+    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, buf0, 3, n * m, stream=0)
+    return (x, buf0)
+"""
+        run = self.region(source, mutated=[0])
+        for n, m in self.SIZES:
+            for skew in (0, 1):
+                x = torch.ones(n * m + skew, dtype=DOUBLE)[skew:].view(n, m)
+                got = run([x, n, m])
+                self.assertEqual(x, torch.full((n, m), 2.0, dtype=DOUBLE))
+                self.assertEqual(got[1], 3 * x)
+                self.assertIs(got[0], x)
+        self.assertEqual(
+            self.counted("captures"), 2, "that of the first size, which came twice, and one for all others"
+        )
+
+    def test_saved_outputs_of_a_forward_have_memory_of_their_own(self):
+        run = self.region(saved=[1, 2])
+        for n, m in self.SIZES:
+            got = self.call(run, n, m)
+            self.assertEqual(got[1].untyped_storage().nbytes(), (1 + 2 * n) * m * 8)
+
+    def test_scratch_is_shared_by_what_is_not_used_at_once(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    for i in range(6):
+        buf = empty_strided_cuda((n + i, m), (m, 1), torch.float64)
+        scale.run(x, buf, 2, n * m, stream=0)
+        x = buf
+        del buf
+    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, out, 2, n * m, stream=0)
+    return (out,)
+"""
+        taken = []
+        run = self.region(source)
+        self.device.raw_alloc = lambda size, stream: taken.append(size) or self.keep(size)
+        self.device.raw_delete = lambda address: None
+        self.device.stream_of = lambda device: 0
+        self.device.functions = (0, 0, 0)
+        for n, m in ((32, 16), (64, 16), (128, 32)):
+            self.call(run, n, m, lambda x, n, m: (128 * x,))
+        need = [(n + 5) * m * 8 + (n + 4) * m * 8 for n, m in ((64, 16), (128, 32))]
+        for size, least in zip(taken, need, strict=True):
+            self.assertLessEqual(least, size)
+            self.assertLess(size, least + 2048)
+
+    def keep(self, size):
+        self.kept = torch.full((size + 64,), 0x5A, dtype=torch.uint8)
+        return -(-self.kept.data_ptr() // 64) * 64
+
+    def test_threads(self):
+        run = self.region()
+        for n, m in ((3, 5), (7, 2)):
+            self.call(run, n, m)
+        errors = []
+
+        def work(n):
+            try:
+                for m in range(1, 20):
+                    self.call(run, n, m)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in (2, 3, 5, 6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual((errors, self.captures()), ([], 2))
+
+    def test_forgotten(self):
+        run = self.region()
+        for n, m in ((3, 5), (7, 2)):
+            self.call(run, n, m)
+        run.forget()
+        gc.collect()
+        for n, m in ((3, 5), (7, 2), (4, 4)):
+            self.call(run, n, m)
+        self.assertEqual(self.captures(), 4)
+
+    def test_globals_are_back_after_a_capture(self):
+        run = self.region()
+        before = dict(run.model.__globals__)
+        for n, m in ((3, 5), (7, 2)):
+            self.call(run, n, m)
+        self.assertEqual({k: v for k, v in run.model.__globals__.items() if before.get(k) is not v}, {})
+
+    def test_without_shared_executables_each_size_has_its_own(self):
+        with config.patch(cudagraph_executables=0):
+            run = self.region()
+        for n, m in ((3, 5), (7, 2), (3, 5), (7, 2)):
+            self.call(run, n, m)
+        self.assertEqual((self.counted("captures"), run.outside["warm-up"]), (2, 2))
+
+
+DECIDING = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    buf0 = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    k = {}
+    scale.run(x, buf0, k, n * m, stream=0)
+    return (buf0,)
+"""
+
+
+class TestDecisions(AnySizeTestCase, RelaunchTestCase):
+    """Code may compare sizes: the graph is for those with the same outcomes."""
+
+    def check(self, text, sizes, captures):
+        run = self.region(DECIDING.format(text))
+        for n in sizes:
+            self.call(run, n, 3 + n, lambda x, n, m: (x * eval(text, {}, {"n": n, "m": m}),))
+        self.assertEqual(self.counted("captures"), captures, run.any_size.why_not)
+        return run
+
+    def test_largest(self):
+        self.check("max(n, 4)", (5, 6, 9, 7), 1)
+
+    def test_other_outcome_runs_as_compiled_and_gets_its_own(self):
+        run = self.check("max(n, 4)", (5, 6, 9, 3, 7, 3, 3, 2, 8), 2)
+        self.assertEqual(run.outside["warm-up"], 3)
+
+    def test_two_outcomes_in_the_two_captures(self):
+        run = self.check("5 if n > 6 else 6", (5, 8, 5, 8), 2)
+        self.assertIn("do not compute the same", run.any_size.why_not)
+
+    def test_every_comparison(self):
+        for text, sizes in (
+            ("7 if n == 5 else n", (3, 4, 9)), ("7 if n != 5 else n", (3, 4, 9)), ("n if n < 20 else 1", (3, 4, 19)),
+            ("n if n <= 9 else 1", (3, 9, 5)), ("1 if n > 9 else n", (3, 9, 5)), ("1 if n >= 9 else n", (3, 8, 5)),
+            ("n if n else 3", (3, 4, 1)), ("n if m == n + 3 else 1", (3, 4, 1)), ("1 if 20 < n else n", (3, 20, 5)),
+        ):  # fmt: skip
+            with self.subTest(text):
+                torch._dynamo.utils.counters.clear()
+                self.check(text, sizes, 1)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        name=st.sampled_from(["__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"]),
+        first=st.integers(-3, 3),
+        bound=st.integers(-3, 3),
+        other=st.integers(-3, 3),
+    )
+    def test_a_decision_holds_for_the_numbers_with_the_same_outcome(self, name, first, bound, other):
+        decisions = {}
+        with deciding(decisions):
+            outcome = getattr(Traced.input(0, first), name)(bound)
+        self.assertIs(outcome, getattr(first, name)(bound))
+        ((check,),) = [list(decisions)]
+        if getattr(other, name)(bound) is outcome:
+            evaluate(check, [other])
+        else:
+            with self.assertRaises(Unfit):
+                evaluate(check, [other])
+
+    def test_only_where_decisions_are_noted(self):
+        with self.assertRaises(Escaped):
+            bool(Traced.input(0, 3))
+        with deciding({}), self.assertRaises(Escaped):
+            bool(Traced.input(0, 0.5))
+        decide("positive", 3)  # plain numbers need no check
+
+
+class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
+    """Regions whose sizes get graphs one by one, and the reasons."""
+
+    SIZES = ((3, 5), (7, 2), (3, 5), (7, 2), (4, 4))
+
+    def check(self, source, why, want=expected, captures=2, **options):
+        run = self.region(source, **options)
+        for n, m in self.SIZES:
+            self.call(run, n, m, want)
+        self.assertIn(why, run.any_size.why_not)
+        self.assertEqual(self.counted("captures"), captures)
+        return run
+
+    def test_operator(self):
+        run = self.check(REGION.replace("del x\n", "x.add_(0)\n    del x\n"), "")
+        self.assertTrue(run.any_size.calls_operators)
+        self.assertEqual(self.captures(), 2 + 2, "there is no try: the first call has shown the operator")
+
+    def test_operator_that_the_first_size_did_not_show(self):
+        source = REGION.replace("    del x\n", "    if n != 3: x.add_(0)\n    del x\n")
+        self.check(source, "aten.add_.Tensor is called")
+
+    def test_size_that_a_loop_runs_over(self):
+        self.check(REGION.replace("    del x\n", "    for _ in range(n): pass\n    del x\n"), "__index__")
+
+    def test_output_that_is_a_view_of_an_input(self):
+        source = REGION.replace("    del x\n", "    keep = reinterpret_tensor(x, (1, m), (m, 1), 0)\n    del x\n")
+        source = source.replace("None, n)", "keep, n)")
+        self.check(source, "view of an input", lambda x, n, m: (*expected(x, n, m)[:5], x[:1], n))
+
+    def test_grid_that_is_not_what_the_launcher_computes(self):
+        class Odd(SizedKernel):
+            def launch(self, x, *rest):
+                super().launch(x + 1, *rest)
+
+        kernels = self.kernels()
+        kernels["add"] = Odd(self.device, add, "x, y, out, n", "OOOl", f"{CEIL.format('n')}, 1, 1")
+        with mock.patch.object(self, "kernels", lambda: kernels):
+            self.check(REGION, "is not what was computed")
+
+    def test_too_many_numbers_to_compute(self):
+        self.check(
+            REGION.replace("xnumel = n * m", "xnumel = n * m\n    for _ in range(40): xnumel = xnumel + 1 - 1"), "steps"
+        )
+
+    def test_it_is_logged(self):
+        with self.assertLogs("torch_overlay", logging.INFO) as logs:
+            self.test_size_that_a_loop_runs_over()
+        self.assertTrue(any("each size gets a graph of its own" in line for line in logs.output))
+
+    def test_node_that_the_driver_refuses(self):
+        run = self.region()
+        self.call(run, 3, 5)
+        relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 1)
+        for n, m in self.SIZES[1:]:
+            self.call(run, n, m)
+        self.assertIn("NodeSetParams", run.any_size.why_not)
+
+    def test_capture_that_fails(self):
+        run = self.region()
+        self.call(run, 3, 5)
+        self.device.fail_captures = 1
+        for n, m in self.SIZES[1:]:
+            self.call(run, n, m)
+        self.assertIn("flu", run.any_size.why_not)
+
+    def test_no_memory_at_a_launch(self):
+        run = self.region()
+        for n, m in ((3, 5), (7, 2), (4, 4)):
+            self.call(run, n, m)
+        self.device.full = True
+        given = [torch.randn(5, 6, dtype=DOUBLE), 5, 6]
+        with self.assertRaises(torch.OutOfMemoryError):
+            run(given)
+        self.assertEqual(len(given), 3)
+        self.device.full = False
+        self.call(run, 5, 6)
+        self.assertEqual(self.captures(), 2)
+
+
+class TestResults(Native, RelaunchTestCase):
+    def test_a_result_is_no_number(self):
+        self.assertNotEqual(Result(3), 3)
+        self.assertNotEqual((Result(3),), (3,))
+        self.assertEqual(Result(3), Result(3))
+        self.assertEqual(len({Result(3), 3, Result(3)}), 2)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,227 @@
+"""Graphs for any size of code that Inductor generates: a launch gives kernels what the code gives them.
+
+Inductor compiles each program for a simulated GPU. Its module then runs on the device of `relaunch_fakes`, with kernels
+in place of Triton's that note what they get: grid, numbers, addresses. The launcher of a kernel is made of Inductor's
+own grid expressions. So all that a launch computes from sizes that were never captured is compared with what the
+generated code computes for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from relaunch_case import Native, RelaunchTestCase
+from relaunch_fakes import SizedKernel
+from torch._dynamo.test_case import run_tests
+from torch._inductor.runtime import triton_heuristics
+from torch.nn import functional as F
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+import form  # noqa: F401
+from torch_overlay import config
+from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay.testing import compile_only, simulated_gpu
+
+
+LETTERS = {"i32": "l", "i64": "l", "fp64": "d"}  # the fake device has words of eight bytes
+CONFIG = {"XBLOCK": 8, "YBLOCK": 4, "ZBLOCK": 2, "R0_BLOCK": 16, "R1_BLOCK": 4, "RSPLIT": 2, "RSPLIT_SIZE": 64}
+
+
+class NotedKernel(SizedKernel):
+    """A kernel of a generated module, which notes what it is launched with."""
+
+    def __init__(self, device: Any, log: list[Any], name: str, meta: dict[str, Any]) -> None:
+        signature = {k: v for k, v in meta["triton_meta"]["signature"].items() if v != "constexpr"}
+        letters = "".join("O" if kind.startswith("*") else LETTERS[kind] for kind in signature.values())
+        super().__init__(device, lambda *given: log.append((name, *given)), ", ".join(signature), letters, "1, 1, 1")
+        grid = triton_heuristics.GridExpr.from_meta(meta["inductor_meta"], CONFIG)
+        lines = [*grid.prefix, f"runner({grid.x_grid}, {grid.y_grid}, {grid.z_grid}, stream, {', '.join(signature)})"]
+        scope = {"runner": self.launch}
+        given = ", ".join(k for k in meta["triton_meta"]["signature"] if k not in CONFIG)
+        exec(f"def launcher({given}, stream):\n" + "\n".join(f"    {line}" for line in lines), scope)
+        scope["launcher"]._is_static = True
+        self.launchers = [scope["launcher"]]
+
+
+class Module:
+    """A generated module on the fake device."""
+
+    def __init__(self, device: Any, text: str) -> None:
+        self.log: list[Any] = []
+        self.device = device
+        text = text.replace("with torch.cuda._DeviceGuard(0):", "with contextlib.nullcontext():")
+        text = text.replace("torch.cuda.set_device(0)", "pass")
+        self.namespace: dict[str, Any] = {"contextlib": contextlib, "__name__": "generated"}
+        compiler = SimpleNamespace(triton=self._kernel, wait=lambda scope: None)
+        with mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: compiler):
+            exec(text, self.namespace)
+        self.namespace |= {"empty_strided_cuda": device.empty, "get_raw_stream": lambda index: 0}
+
+    def _kernel(self, name: str, source: str, **_: Any) -> NotedKernel:
+        metas: list[dict[str, Any]] = []
+
+        class Heuristics:
+            def __getattr__(self, kind: str) -> Any:
+                return lambda **meta: lambda fn: metas.append(meta)
+
+        lines = source.replace("@triton.jit", "").replace(", triton_heuristics", "")
+        lines = lines.replace("triton_helpers.set_driver_to_gpu()", "")
+        exec(compile(lines, "kernel.py", "exec"), {"triton_heuristics": Heuristics(), "__file__": "kernel.py"})
+        return NotedKernel(self.device, self.log, name, metas[0])
+
+
+def softmax_cat_transpose(x, y):
+    a = torch.softmax(x * 2, -1)
+    b = torch.cat([a, y], 0)
+    return b.transpose(0, 1).contiguous().sin(), a.sum(0), b[3:]
+
+
+def norm_and_residual(x, y):
+    return F.layer_norm(x + y, x.shape[-1:]) * x.shape[0], (x * y).amax(1)
+
+
+def chain_of_sums(x, y):
+    for _ in range(3):
+        x = (x - x.mean(0)) / (1 + y.abs().sum(1, keepdim=True)[: x.shape[0]])
+    return x, x.shape[0] * 2
+
+
+def pieces(x, y):
+    a, b = torch.cat([x.cos(), y.sin(), x.exp()], 1).chunk(2, 1)
+    return a.contiguous() + 1, b * 2, F.pad(x, (1, 2, 3, 0))
+
+
+def in_place(x, y):
+    x.mul_(y.sum())
+    return x[1:] + x[:-1]
+
+
+def scan(x, y):
+    return x.cumsum(1), y.cumsum(0).flip(0)
+
+
+PROGRAMS = {
+    softmax_cat_transpose: lambda n, m: ((n, m), (n + 1, m)),
+    norm_and_residual: lambda n, m: ((n, m), (n, m)),
+    chain_of_sums: lambda n, m: ((n, m), (n, 7)),
+    pieces: lambda n, m: ((n, m), (n, 2 * m)),
+    in_place: lambda n, m: ((n, m), (m,)),
+    scan: lambda n, m: ((n, m), (n, m)),
+}
+SIZES = [(37, 300), (5, 64), (41, 6), (6, 1000), (2048, 33), (7, 7), (37, 300), (513, 65)]
+
+
+def training(x, y):
+    return (F.layer_norm(x.sin() + y, x.shape[-1:]).softmax(0) * x.shape[0]).transpose(0, 1)
+
+
+def training_with_pieces(x, y):
+    a, b = torch.cat([x.exp(), y], 0).tanh().split([x.shape[0], y.shape[0]], 0)
+    return (a * b.sum(0)).cumsum(0)
+
+
+def arguments_of(text, shapes):
+    """Return what each parameter of `call` is, from the sample that a module has for its own benchmark: the position
+    of a tensor, or (position, dimension) of a size."""
+    scope = {"torch": torch}
+    body = text[text.index("def get_args():") : text.index("def benchmark_compiled_module")]
+    exec(body.replace("device='cuda:0', ", ""), scope)
+    sizes = {n: (i, d) for i, shape in enumerate(shapes) for d, n in enumerate(shape)}
+    left, found = list(range(len(shapes))), []
+    for value in scope["get_args"]():
+        if isinstance(value, torch.Tensor):
+            found.append(next(k for k in left if tuple(shapes[k]) == tuple(value.shape)))
+            left.remove(found[-1])
+        else:
+            found.append(sizes[value])
+    return found
+
+
+class Compared:
+    """A generated module as it is, and once more with its partitions relaunched."""
+
+    def __init__(self, case, text, codes):
+        self.case = case
+        self.plain, self.graph = Module(case.device, text), Module(case.device, text)
+        self.runners = [
+            Runner(partition, dataclasses.replace(code, device=0), case.device)
+            for partition, code in zip(self.graph.namespace["runner"].partitions, codes, strict=True)
+        ]
+        self.graph.namespace["recursively_apply_fns"]([lambda _, made=made: made for made in self.runners])
+
+    def call(self, arguments):
+        """Return the outputs of the relaunched module, after comparing what both have launched."""
+        described = []
+        for module in (self.plain, self.graph):
+            module.log.clear()
+            outputs = module.namespace["call"](list(arguments))
+            views = [(v.size(), v.stride(), v.dtype) if isinstance(v, torch.Tensor) else v for v in outputs]
+            described.append((views, self.launches(module, arguments, outputs)))
+        self.case.assertEqual(described[1], described[0])
+        return outputs
+
+    def launches(self, module, arguments, outputs):
+        """What kernels got, with addresses as places in arguments and outputs."""
+        memory = {}
+        for i, value in enumerate([*arguments, *outputs]):
+            if isinstance(value, torch.Tensor):
+                memory.setdefault(value.untyped_storage().data_ptr(), (value.untyped_storage().nbytes(), i))
+
+        def place(word, letter):
+            held = [(i, word - start) for start, (size, i) in memory.items() if start <= word < start + size]
+            return word if letter != "O" else held[0] if held else "scratch"
+
+        return [
+            (name, grid, *[place(w, letter) for w, letter in zip(words, module.namespace[name].arg_tys, strict=True)])
+            for name, grid, *words in module.log
+        ]
+
+
+class TestGeneratedCode(Native, RelaunchTestCase):
+    def compile(self, fn, shapes, requires_grad=False):
+        with simulated_gpu(), config.patch(cudagraphs="relaunch"):
+            given = [torch.randn(shape, device="cuda", requires_grad=requires_grad) for shape in shapes]
+            made = compile_only(fn, *given, mode="reduce-overhead", dynamic=True)
+        codes = [graph["relaunch"] for graph in made.cudagraphs]
+        return made.wrappers, codes
+
+    def check_runners(self, compared):
+        for run in compared.runners:
+            self.assertEqual((run.any_size.why_not, run.outside), ("", {"warm-up": 1}))
+
+    @parametrize("fn", list(PROGRAMS), name_fn=lambda fn: fn.__name__)
+    def test_a_launch_computes_what_the_code_computes(self, fn):
+        (text,), codes = self.compile(fn, PROGRAMS[fn](*SIZES[0]))
+        compared = Compared(self, text, codes)
+        parameters = arguments_of(text, PROGRAMS[fn](*SIZES[0]))
+        for n, m in SIZES:
+            given = [torch.randn(shape) for shape in PROGRAMS[fn](n, m)]
+            compared.call([given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters])
+        self.check_runners(compared)
+        self.assertEqual(len(self.device.random), 2 * len(codes))
+
+    @parametrize("fn", [training, training_with_pieces], name_fn=lambda fn: fn.__name__)
+    def test_forward_and_backward(self, fn):
+        shapes = [SIZES[0], SIZES[0]]
+        texts, codes = self.compile(fn, shapes, requires_grad=True)
+        forward, backward = (Compared(self, text, [code]) for text, code in zip(texts, codes, strict=True))
+        parameters = arguments_of(texts[0], shapes)
+        for size in SIZES:
+            given = [torch.randn(size) for _ in shapes]
+            result, *saved = forward.call([size[k[1]] if isinstance(k, tuple) else given[k] for k in parameters])
+            numbers = [v for v in saved if not isinstance(v, torch.Tensor)]
+            backward.call([*numbers, *[v for v in saved if isinstance(v, torch.Tensor)], torch.randn(result.shape)])
+        self.check_runners(forward)
+        self.check_runners(backward)
+
+
+instantiate_parametrized_tests(TestGeneratedCode)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,146 @@
+"""Keeps a region's graph for any size: decides when it is made, and launches it. Note [Graphs for any size], `any_size`
+
+It is made at the first call with a second size. Numbers that were the same in both calls are in its key; when a call
+shows another value of one, a new graph takes its place. A size that has a graph of its own keeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch import keys, refusals
+from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, LEAST
+from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph_for_any_size, Work
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+from torch_overlay._inductor.relaunch.launch.staged import launches_of
+from torch_overlay._inductor.relaunch.memory.outputs import view_of
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped
+from torch_overlay._inductor.relaunch.numbers.words import another
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.sizes.any_size import Seen
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch_overlay._inductor.relaunch.runner import Runner, State
+
+MOST_SEEN = 4
+ANY = object()  # in the key of a graph for any size
+
+
+class AnySize:
+    """The graph for any size of a region. `varied`: positions of the sizes that it computes with. `key_of(inputs)`: the
+    key of its state among the runner's, made of all other numbers; None if there was no graph yet. `why_not`: why there
+    can be none."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []  # calls of different sizes, the first ones
+        self.calls_operators = True  # or launches Triton kernels alone, as the first call has shown
+        self.varied: frozenset[int] = frozenset()
+        self.key_of: Callable[[Sequence[Any]], Any] | None = None
+        self.why_not = ""
+
+    def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
+        """Note the sizes of a call."""
+        numbers = {k: inputs[k] for k in runner.keyed}
+        if len(self.seen) < MOST_SEEN and all(other.numbers != numbers for other in self.seen):
+            views = {k: view_of(v) for k, v in enumerate(inputs) if capture.is_region(v)}
+            self.seen.append(Seen(numbers, views))
+
+    def note_operators(self, count: int) -> None:
+        """Note how many operators a call of the region has called."""
+        self.calls_operators = count > 0
+
+    def run(self, runner: Runner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
+        """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these
+        numbers, or if the size with this key has a graph of its own."""
+        own = runner.states.get(key)
+        if (own is not None and own.relaunch is not None) or (state := self._state(runner, inputs)) is None:
+            return None
+        with runner.device.guard():
+            originals = list(inputs)
+            clones = runner.align(inputs, range(len(inputs)))
+            if not clones:
+                originals.clear()
+            try:
+                return runner.launch(state.relaunch, inputs, originals, clones)
+            except Misaligned:  # what is aligned above, so a number has another outcome
+                inputs[:] = originals or inputs
+            except RuntimeError as error:
+                if launches_of(state.relaunch) or "NodeSetParams" not in str(error):
+                    raise
+                self._give_up(runner, str(error))
+                inputs[:] = originals or inputs
+        return None
+
+    def _state(self, runner: Runner, inputs: Sequence[Any]) -> State | None:
+        if self.key_of is not None and (state := runner.states.get(self.key_of(inputs))) is not None:
+            return state
+        if self.why_not or not self._may_have_one(runner):
+            return None
+        numbers = {k: inputs[k] for k in runner.keyed}
+        seen, varied = self._most_different(numbers)
+        if seen is None or not varied > self.varied or any(type(v) is not int for v in numbers.values()):
+            return None
+        if not capturing.acquire(blocking=False):
+            return None
+        try:
+            return self._make(runner, inputs, seen, varied)
+        except (Escaped, Refusal) as error:
+            self._give_up(runner, str(error))
+        except Exception as error:  # for code that uses traced numbers where they are not expected
+            self._give_up(runner, f"{type(error).__name__}: {error}")
+        finally:
+            capturing.release()
+        return None
+
+    def _may_have_one(self, runner: Runner) -> bool:
+        plan = runner.plan
+        if plan is None or self.calls_operators or not runner.sizes.bound or runner.scalars or runner.seeds:
+            return False
+        # The launch of a whole graph keeps inputs alive that compiled code frees.
+        return not (plan.operators or plan.watch or plan.random or plan.opaque or plan.dying)
+
+    def _most_different(self, numbers: Mapping[int, Any]) -> tuple[Seen | None, frozenset[int]]:
+        """Return the call that differs in most numbers from a call with these, and the positions of the numbers."""
+        best: tuple[Seen | None, frozenset[int]] = None, frozenset()
+        for seen in self.seen:
+            varied = frozenset([k for k, value in numbers.items() if seen.numbers.get(k, value) != value])
+            if len(varied) > len(best[1]):
+                best = seen, varied
+        return best
+
+    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> State:
+        alignments = [LEAST] * len(inputs)
+        for k in runner.code.static_inputs:
+            if capture.is_region(inputs[k]):
+                alignments[k] = min(LEAST, alignment_of(address_of(inputs[k])))
+        # Memory of saved outputs is not put together, for a launch could not know how.
+        code = dataclasses.replace(runner.code, saved_outputs=frozenset(), is_backward=False)
+        free = {k: inputs[k] for k in runner.free}
+        numbers = free | {k: inputs[k] for k in varied}
+        others = {k: another(v) for k, v in free.items()} | {k: seen.numbers[k] for k in varied}
+        work = Work(runner.device, runner.model, inputs, alignments, runner.plan, code, runner.sizes, numbers)
+        arrangement, (launcher,), sized = make_graph_for_any_size(work, Seen(others, seen.views))
+        made = Relaunch(runner.device, arrangement.layout, launcher, runner.code.static_inputs, alignments, sized=sized)
+        refusals.log.info("%s: a graph of %d nodes for any size", runner.code.name, launcher.nodes)
+        self.note(runner, inputs)
+        rest = keys.key_of([k for k in runner.keyed if k not in varied], ())
+        with runner.lock:
+            self._drop(runner)
+            self.varied, self.key_of = varied, lambda inputs: (ANY, rest(inputs))
+            return runner.add_graph(self.key_of(inputs), made, launcher.nodes)
+
+    def _give_up(self, runner: Runner, why: str) -> None:
+        refusals.log.info("%s: each size gets a graph of its own: %s", runner.code.name, why)
+        with runner.lock:
+            self.why_not, self.key_of = why, None
+            self._drop(runner)
+
+    def _drop(self, runner: Runner) -> None:
+        for key in [key for key in runner.states if key and key[0] is ANY]:
+            runner.drop(key)
