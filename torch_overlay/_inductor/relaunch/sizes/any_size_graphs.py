@@ -115,6 +115,7 @@ class AnySize:
         return best
 
     def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> State:
+        assert runner.plan is not None
         alignments = [LEAST] * len(inputs)
         for k in runner.code.static_inputs:
             if capture.is_region(inputs[k]):
