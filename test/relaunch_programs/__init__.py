@@ -8,6 +8,7 @@
 - attention: its seeds, on the host or on the device
 - rng: the same seed gives the same numbers as without graphs
 - shapes: many sizes
+- any_size: many sizes that one graph serves
 - sizes: many sizes that share an executable graph
 - numbers: integers and floats that change from call to call
 - kernels: of the user's own, of templates, of operators that allocate
@@ -23,6 +24,7 @@
 """
 
 from relaunch_programs import (  # noqa: F401  (they register their programs)
+    any_size,
     attention,
     composition,
     concurrency,

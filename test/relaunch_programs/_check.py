@@ -201,6 +201,8 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
             f"{launched} graph launches, expected at least {program.launches} "
             f"({captured} captures, {refused} refusals: {reasons})"
         )
+    if program.captures is not None and captured > program.captures:
+        raise Mismatch(f"{captured} captures, expected at most {program.captures}")
 
 
 def _overlay_says(module: str, name: str, default: Any) -> Any:

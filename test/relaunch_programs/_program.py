@@ -180,6 +180,7 @@ class Program:
     """`hazard` says what goes wrong with graphs that get this program wrong; `#n` is an issue of pytorch/pytorch.
 
     - launches: at least so many graph launches must be counted on the side with graphs
+    - captures: at most so many graphs may be made, if it is not None
     - refusals: regions of the program may be refused
     - oracles: the sides that the one with graphs is compared with
     - loose: factor on the tolerance against eager, for programs that compute in low precision in another order
@@ -195,6 +196,7 @@ class Program:
     hazard: str
     body: Callable[[Kit], None]
     launches: int = 1
+    captures: int | None = None
     refusals: bool = False
     oracles: tuple[str, ...] = ("plain", "eager")
     loose: float = 1.0
