@@ -14,9 +14,9 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import runner
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
+from torch_overlay._inductor.relaunch.sizes import sizes
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
@@ -45,7 +45,7 @@ class SizesTestCase(RelaunchTestCase):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(runner, "OWN", 1))
+        self.enterContext(mock.patch.object(sizes, "OWN", 1))
 
     def sized(self, source=SIZED, **options):
         run = self.runner(source, **options)
@@ -78,7 +78,7 @@ class TestSizes(SizesTestCase):
 
     def test_the_first_few_sizes_have_executables_of_their_own(self):
         run = self.sized()
-        with mock.patch.object(runner, "OWN", 4):
+        with mock.patch.object(sizes, "OWN", 4):
             for n in (3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 3, 5, 7, 9):
                 self.call(run, n)
         self.assertEqual((len(self.device.launchers), self.executables(run)), (5, 5))
@@ -141,14 +141,14 @@ class TestSizes(SizesTestCase):
 
     def test_after_many_sizes_a_further_one_waits_until_a_capture_pays(self):
         run = self.sized()
-        with mock.patch.object(runner, "EAGER", 3):
+        with mock.patch.object(sizes, "EAGER", 3):
             for n in (3, 3, 4, 4, 5, 5, 6, 6):
                 self.call(run, n)
-            run.capture_takes = 1e9
+            run.sizes.capture_takes = 1e9
             for _ in range(4):
                 self.call(run, 7)
             self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 4))
-            run.capture_takes = run.states[(7,)].spent / 2
+            run.sizes.capture_takes = run.states[(7,)].spent / 2
             self.call(run, 7)
             self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 5))
             for n in (7, 6, 3):

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
-OWN = 4  # so many sizes have executables of their own
-EAGER = 64  # so many further sizes are captured at their second call
 LARGE = 1 << 20  # bytes; for an input of at least this size, it is noted whether it is freed during the run
 TABLES = 4  # so many times more sizes are kept if they share executables
 FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
@@ -108,8 +106,6 @@ class Runner:
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
         self.sizes = Sizes()
         self.any_size = AnySize()
-        self.made = 0  # graphs of further sizes
-        self.capture_takes = 0.0  # seconds of the host, for the latest of them
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
         self.warm_ups = 0  # since the last capture
@@ -282,7 +278,7 @@ class Runner:
             return self._outside(state.refused if state is not None else "templates", inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
-        if state.relaunch is None and self._waits(state):
+        if state.relaunch is None and self.sizes.waits(state, self.states.values()):
             start = time.perf_counter()
             result = self._outside("size-waits", inputs)
             state.spent += time.perf_counter() - start
@@ -445,7 +441,7 @@ class Runner:
             return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
         numbers = {k: inputs[k] for k in self.free}
-        is_shared = self._is_shared(state)
+        is_shared = self.sizes.is_shared(state, self.states.values())
         rest = state.plan, self.code, self.sizes, numbers, is_shared
         work = Work(self.device, self.model, inputs, alignments, *rest)
         try:
@@ -458,7 +454,7 @@ class Runner:
             start, kept = time.perf_counter(), len(self.sizes.executables)
             arrangement, launchers = make_graph(work)
             if is_shared:
-                self.made, self.capture_takes = self.made + 1, time.perf_counter() - start
+                self.sizes.note_capture(time.perf_counter() - start)
                 if len(self.sizes.executables) == kept:
                     self.captures -= 1  # the bound is for graphs that take memory of the device
             static = self.code.static_inputs
@@ -531,16 +527,6 @@ class Runner:
                 if state.shared is not None and not self.sizes.keeps(state.shared):
                     self._launched_before += launches_of(state.relaunch)
                     state.relaunch = state.shared = None
-
-    def _is_shared(self, state: State) -> bool:
-        """True if the state's graph is to share an executable. Note [Sizes that share an executable] of `sizes`"""
-        others = sum(other is not state and other.relaunch is not None for other in self.states.values())
-        return self.sizes.bound > 0 and not state.alone and others >= OWN
-
-    def _waits(self, state: State) -> bool:
-        """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
-        than a capture takes. The first sizes are captured anyway."""
-        return self.made >= EAGER and state.spent < self.capture_takes and self._is_shared(state)
 
     def _blame(self, state: State, culprit: Culprit | None) -> None:
         """Have the frame compiled again without the operator; if it can't be, refuse. Note [Operators in which a

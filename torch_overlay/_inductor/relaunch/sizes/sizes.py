@@ -20,9 +20,16 @@ from torch_overlay._inductor.relaunch.sizes.functions import Functions
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
+    from torch_overlay._inductor.relaunch.runner import State
+
+
+OWN = 4  # so many sizes have executables of their own
+EAGER = 64  # so many further sizes are captured at their second call
 
 
 class Sizes:
@@ -30,6 +37,21 @@ class Sizes:
         self.functions = Functions()
         self.executables: list[Executable] = []  # the latest first
         self.bound = config.cudagraph_executables
+        self.captured = 0  # graphs of further sizes
+        self.capture_takes = 0.0  # seconds of the host, for the latest of them
+
+    def is_shared(self, state: State, states: Iterable[State]) -> bool:
+        """True if the state's graph is to share an executable."""
+        others = sum(other is not state and other.relaunch is not None for other in states)
+        return self.bound > 0 and not state.alone and others >= OWN
+
+    def waits(self, state: State, states: Iterable[State]) -> bool:
+        """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
+        than a capture takes. The first sizes are captured anyway."""
+        return self.captured >= EAGER and state.spent < self.capture_takes and self.is_shared(state, states)
+
+    def note_capture(self, seconds: float) -> None:
+        self.captured, self.capture_takes = self.captured + 1, seconds
 
     def launchers(
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
