@@ -121,6 +121,7 @@ class TestAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(len(self.device.launchers), 1)
         self.assertEqual(run.launched(), len(self.SIZES) - 1)
         self.assertEqual([graph.nodes for graph in run.graphs()], [6])
+        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
 
     def test_a_size_that_has_a_graph_keeps_it(self):
         run = self.region()
@@ -268,6 +269,7 @@ def region(args):
         for n, m in ((3, 5), (7, 2), (3, 5), (7, 2)):
             self.call(run, n, m)
         self.assertEqual((self.counted("captures"), run.outside["warm-up"]), (2, 2))
+        self.assertIn("cudagraph_executables is 0", run.any_size.describe(run))
 
 
 DECIDING = """
@@ -349,12 +351,13 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
         for n, m in self.SIZES:
             self.call(run, n, m, want)
         self.assertIn(why, run.any_size.why_not)
+        self.assertIn("each size has a graph of its own: ", run.any_size.describe(run))
         self.assertEqual(self.counted("captures"), captures)
         return run
 
     def test_operator(self):
         run = self.check(REGION.replace("del x\n", "x.add_(0)\n    del x\n"), "")
-        self.assertTrue(run.any_size.calls_operators)
+        self.assertIn("it calls operators", run.any_size.describe(run))
         self.assertEqual(self.captures(), 2 + 2, "there is no try: the first call has shown the operator")
 
     def test_operator_that_the_first_size_did_not_show(self):

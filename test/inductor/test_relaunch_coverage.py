@@ -114,6 +114,16 @@ class TestCounts(RelaunchTestCase):
         self.calls(run, 5)
         self.assertEqual((run.launched(), dict(run.outside)), (4, {"warm-up": 1}))
 
+    def test_how_sizes_are_captured(self):
+        run = self.compiled()
+        for n in (3, 5, 3):
+            self.calls(run, 1, n)
+        (region,) = coverage.coverage().functions[0].regions
+        self.assertEqual(
+            region.sizes, "each size has a graph of its own: it calls operators, which choose kernels by size"
+        )
+        self.assertIn(f"[sizes] {region.name}\n    {region.sizes}", str(coverage.coverage()))
+
     def test_code_that_is_gone_is_not_counted(self):
         run = self.compiled()
         self.calls(run, 3)

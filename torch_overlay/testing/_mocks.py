@@ -202,6 +202,9 @@ class SimulatedRunner:
 
         return [Graph(launches=1, nodes=0, scratch=0)]
 
+    def describe_sizes(self) -> str:
+        return ""
+
 
 def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
     """Return the mocks of functions in which the compiler would execute something on the device."""

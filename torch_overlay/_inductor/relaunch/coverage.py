@@ -95,7 +95,7 @@ class Outside:
 class Region:
     """A region with a graph, or one that might get one. Counts are totals over all calls; `kernels` and `launches` are
     those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
-    graphs; `scratch_mib`: what a launch allocates and frees."""
+    graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes."""
 
     name: str
     line: str
@@ -106,6 +106,7 @@ class Region:
     graphs: int
     nodes: int
     scratch_mib: float
+    sizes: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,8 @@ class Coverage:
             lines += [f"    at {each.line}"] * bool(each.line) + [f"    {each.remedy}"] * bool(each.remedy)
         for function in self.functions:
             lines += ["", *_rewritten(function)] if function.rewrites else []
+            for region in function.regions:
+                lines += ["", f"[sizes] {region.line or region.name}", f"    {region.sizes}"] if region.sizes else []
         for each in self.refused:
             lines += ["", f"[{each.code}] {each.message}"] + [f"    {each.remedy}"] * bool(each.remedy)
         for reason, count in self.graph_breaks:
@@ -315,6 +318,7 @@ def _region(runner: Runner, kernels: int) -> Region:
         graphs=len(graphs),
         nodes=sum(graph.nodes for graph in graphs),
         scratch_mib=max([graph.scratch for graph in graphs], default=0) / (1 << 20),
+        sizes=runner.describe_sizes(),
     )
 
 

@@ -344,6 +344,10 @@ class Runner:
             made = [state.relaunch for state in self.states.values() if state.relaunch is not None]
         return list(map(graph_of, made))
 
+    def describe_sizes(self) -> str:
+        """Say how the region is captured if it had several sizes; else "" """
+        return self.any_size.describe(self)
+
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
         state.refused = "host-tensor"
         if not self.has_large:

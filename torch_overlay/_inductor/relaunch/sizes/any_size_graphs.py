@@ -80,7 +80,7 @@ class AnySize:
     def _state(self, runner: Runner, inputs: Sequence[Any]) -> State | None:
         if self.key_of is not None and (state := runner.states.get(self.key_of(inputs))) is not None:
             return state
-        if self.why_not or not self._may_have_one(runner):
+        if self.why_not or runner.plan is None or self._obstacle(runner):
             return None
         numbers = {k: inputs[k] for k in runner.keyed}
         seen, varied = self._most_different(numbers)
@@ -98,12 +98,24 @@ class AnySize:
             capturing.release()
         return None
 
-    def _may_have_one(self, runner: Runner) -> bool:
+    def describe(self, runner: Runner) -> str:
+        """Say how a region of several sizes is captured; "" if it had one size."""
+        if len(self.seen) < 2 or not runner.keyed:
+            return ""
+        why = self.why_not or self._obstacle(runner)
+        return f"each size has a graph of its own: {why}" if why else "one graph serves any size"
+
+    def _obstacle(self, runner: Runner) -> str:
+        """Say why a graph for any size is not tried; "" if nothing prevents it."""
         plan = runner.plan
-        if plan is None or self.calls_operators or not runner.sizes.bound or runner.scalars or runner.seeds:
-            return False
-        # The launch of a whole graph keeps inputs alive that compiled code frees.
-        return not (plan.operators or plan.watch or plan.random or plan.opaque or plan.dying)
+        obstacles = {
+            "it calls operators, which choose kernels by size": self.calls_operators,
+            "it draws random numbers": plan is not None and plan.random,
+            "it frees large inputs while it runs, and the launch of a whole graph keeps them": plan and plan.dying,
+            "tensors in host memory are in the key": runner.scalars or runner.seeds,
+            "torch_overlay.config.cudagraph_executables is 0": not runner.sizes.bound,
+        }
+        return next((why for why, prevents in obstacles.items() if prevents), "")
 
     def _most_different(self, numbers: Mapping[int, Any]) -> tuple[Seen | None, frozenset[int]]:
         """Return the call that differs in most numbers from a call with these, and the positions of the numbers."""
