@@ -145,6 +145,21 @@ class TestAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(run.any_size.varied, {1, 2})
         self.assertEqual(run.outside, {"warm-up": 1})
 
+    def test_graph_that_is_dropped_is_made_again(self):
+        run = self.region()
+        for n, m in ((3, 5), (4, 7)):
+            self.call(run, n, m)
+        run.states.clear()  # as for the sake of more recent ones
+        for n, m in ((9, 2), (4, 7), (3, 5)):
+            self.call(run, n, m)
+        self.assertEqual((self.captures(), run.outside), (4, {"warm-up": 1}))
+
+    def test_value_of_a_number_that_stays_the_same_gets_no_graph_of_its_own_each_time(self):
+        run = self.region()
+        for n, m in ((3, 5), (4, 7), (3, 7), (4, 5), (9, 9)):
+            self.call(run, n, m)
+        self.assertEqual(self.captures(), 2)
+
     def test_numbers_that_are_no_sizes_are_parameters_as_well(self):
         source = REGION.replace("x, n, m = args", "x, n, m, k = args").replace("buf0, 2,", "buf0, k,")
         run = self.region(source, numbers=[3])

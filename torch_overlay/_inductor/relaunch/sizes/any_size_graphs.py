@@ -84,7 +84,9 @@ class AnySize:
             return None
         numbers = {k: inputs[k] for k in runner.keyed}
         seen, varied = self._most_different(numbers)
-        if seen is None or not varied > self.varied or any(type(v) is not int for v in numbers.values()):
+        if seen is None or any(type(v) is not int for v in numbers.values()):
+            return None
+        if not (varied > self.varied or (varied == self.varied and not _keys(runner))):
             return None
         if not capturing.acquire(blocking=False):
             return None
@@ -155,5 +157,9 @@ class AnySize:
             self._drop(runner)
 
     def _drop(self, runner: Runner) -> None:
-        for key in [key for key in runner.states if key and key[0] is ANY]:
+        for key in _keys(runner):
             runner.drop(key)
+
+
+def _keys(runner: Runner) -> list[Any]:
+    return [key for key in list(runner.states) if key and key[0] is ANY]
