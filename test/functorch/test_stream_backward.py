@@ -17,6 +17,7 @@ import corpus
 import torch
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.utils.checkpoint import checkpoint, CheckpointPolicy, create_selective_checkpoint_contexts
 
 import form
 from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
@@ -354,6 +355,26 @@ class TestBoundary(TestCase):
 
         donated = donated_buffers(lambda *args: [0, 1, 2, 3], backward, backward, None)
         self.assertEqual(donated, [0])
+
+    def test_value_that_a_checkpoint_computes_from_an_input_that_it_writes_to(self) -> None:
+        """The policy asks to compute it again, from a value that is gone by then: it is saved."""
+
+        def region(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            result = (x.sin() * (count[:2] * 2)).cos()
+            count.add_(1)
+            return result
+
+        def checkpointed(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            policy = CheckpointPolicy.PREFER_RECOMPUTE
+            contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: policy)
+            return checkpoint(region, x, count, use_reentrant=False, context_fn=contexts)
+
+        found = []
+        for run in (region, torch.compile(checkpointed, backend="aot_eager_decomp_partition")):
+            x, count = torch.arange(2.0, requires_grad=True), torch.full((4,), 3.0)
+            run(x, count).sum().backward()
+            found.append((x.grad, count))
+        self.assertEqual(found[1], found[0])
 
     def test_memory_of_a_saved_tensor_is_freed_in_its_stream_s_order(self) -> None:
         """Written on stream 1 by the forward, read on the caller's stream: stream 1 must not get the block before."""

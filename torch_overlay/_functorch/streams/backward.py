@@ -24,7 +24,9 @@ The partitioner takes no notice of streams, so it saves what it saves without th
 
 Note [Inputs that the forward writes to]
 An input that is written to when the forward has computed must not be saved: the backward would compute again from the
-new value. Upstream tells the partitioner so only for inputs that need gradients.
+new value. Upstream tells the partitioner so only for inputs that need gradients. A checkpoint policy may ask to compute
+again what is computed from such an input, like a new count of a router's tokens: the partitioner has no way to do that.
+The value is saved, if the backward needs it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from collections import Counter, defaultdict
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, TangentAOTInput
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies, OFFLOAD
@@ -371,6 +375,8 @@ def keep_unsaved(inputs: Mapping[Node, Any]) -> None:
         node = unsaved.pop()
         node.meta["aot_runtime_epilogue_input_mutation"] = True
         unsaved += [user for user in node.users if is_view(user) and user.args[0] is node]
+        for user in filter(partitioners.must_recompute, node.users):
+            user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def partition(
