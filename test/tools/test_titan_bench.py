@@ -1,0 +1,326 @@
+"""The benchmark of training at scale: what it makes of arguments and answers, and, with torchtitan, a training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import titan
+import titan_config
+import titan_results
+from titan_config import Row
+
+import form
+
+
+BENCH = form.ROOT / "tools" / "bench"
+ROW = Row("70B", 4, 4096)
+DEPTHS = {"70B": 80}
+needs_torchtitan = unittest.skipUnless(importlib.util.find_spec("torchtitan"), f"needs torchtitan: {titan.INSTALL}")
+
+
+def rank(ms: float = 100.0, mib: float = 1000.0, **more: Any) -> dict[str, Any]:
+    """What a rank of a side with graphs answers."""
+    memory = {key: mib * (i + 1) for i, key in enumerate(titan_results.MEMORY)}
+    counts = {"captures": 8, "nodes": 400, "refusals": 0, "reasons": []}
+    kept = {"losses": [12.0, 11.5, 11.25], "norms": [1.0, 2.0, 3.0]}
+    return {"ms": ms, "host ms": ms / 2, "first ms": [9000.0, ms], **memory, **counts, **kept, **more}
+
+
+def side(*ranks: dict[str, Any]) -> dict[str, Any]:
+    """A side whose turns have one rank each."""
+    return titan_results.side_of([titan_results.merged([each]) for each in ranks])
+
+
+class TestTurns(unittest.TestCase):
+    def test_figures_are_those_of_the_rank_that_has_most(self) -> None:
+        other = rank(90.0, 2000.0, **{"first ms": [1.0, 500.0]}, reasons=["no graph"], refusals=1)
+        turn = titan_results.merged([rank(), other])
+        self.assertEqual((turn["ms"], turn["reserved MiB"], turn["refusals"]), (100.0, 2000.0, 1))
+        self.assertEqual((turn["first ms"], turn["reasons"]), ([9000.0, 500.0], ["no graph"]))
+
+    def test_first_error_of_a_rank_is_the_error(self) -> None:
+        later, first = {"error": "closed by a peer", "at": 2.0}, {"error": "out of memory", "at": 1.0}
+        self.assertEqual(titan_results.merged([rank(), later, first]), {"error": "out of memory"})
+
+    def test_medians_of_turns_and_first_steps_of_the_last(self) -> None:
+        found = side(rank(100.0), rank(110.0, **{"first ms": [2000.0, 110.0]}))
+        self.assertEqual((found["ms"], found["first ms"], len(found["turns"])), (105.0, [2000.0, 110.0], 2))
+        self.assertAlmostEqual(found["noise"], 0.1)
+
+    def test_side_with_one_turn_that_failed(self) -> None:
+        found = titan_results.side_of([titan_results.merged([rank()]), {"error": "out of memory"}])
+        self.assertEqual(found["error"], "out of memory")
+        self.assertNotIn("ms", found)
+
+
+class TestLosses(unittest.TestCase):
+    def test_equal(self) -> None:
+        sides = {"none": side(rank(), rank()), "relaunch": side(rank(50.0), rank(50.0))}
+        self.assertEqual(titan_results.compare(sides), ({"none": "equal", "relaunch": "equal"}, []))
+        self.assertTrue(titan_results.passed({ROW: sides}))
+
+    def test_loss_of_one_turn_that_differs_by_a_bit(self) -> None:
+        other = rank(losses=[12.0, 11.5, 11.250000000000002])
+        sides = {"none": side(rank(), rank()), "relaunch": side(rank(), other)}
+        words, problems = titan_results.compare(sides)
+        self.assertEqual(words["relaunch"], "differs")
+        expected = "relaunch differs from none, which repeats itself: loss 3 of 3 is 11.250000000000002, not 11.25"
+        self.assertEqual(problems, [expected])
+        self.assertFalse(titan_results.passed({ROW: sides}))
+        self.assertIn(f"70B 4 layers 1 x 4096: {expected}", titan_results.table({ROW: sides}, DEPTHS))
+
+    def test_gradients_that_differ_where_losses_are_equal(self) -> None:
+        sides = {"none": side(rank(), rank()), "titan": side(rank(norms=[1.0, 2.5, 3.0]))}
+        self.assertIn("gradient's norm 2 of 3 is 2.5, not 2.0", titan_results.compare(sides)[1][0])
+
+    def test_nothing_is_wrong_where_the_side_without_graphs_does_not_repeat_itself(self) -> None:
+        other = rank(losses=[12.0, 11.5, 11.0])
+        sides = {"none": side(rank(), other), "relaunch": side(other, rank())}
+        words, problems = titan_results.compare(sides)
+        self.assertEqual((words, problems), ({"none": "doesn't repeat", "relaunch": "-"}, []))
+
+    def test_side_without_graphs_that_was_run_once(self) -> None:
+        sides = {"none": side(rank()), "relaunch": side(rank(losses=[1.0, 1.0, 1.0]))}
+        self.assertIn("none, which was run once: run it twice", titan_results.compare(sides)[1][0])
+
+    def test_nothing_to_compare_with(self) -> None:
+        for sides in ({"relaunch": side(rank())}, {"none": {"error": "x", "turns": []}, "relaunch": side(rank())}):
+            self.assertEqual(titan_results.compare(sides)[0]["relaunch"], "-")
+        self.assertIn("no side none", titan_results.table({ROW: {"relaunch": side(rank())}}, DEPTHS))
+
+
+class TestTable(unittest.TestCase):
+    def test_row(self) -> None:
+        text = titan_results.table({ROW: {"none": side(rank(), rank())}}, DEPTHS)
+        expected = r"70B 4 layers 1 x 4096 +none +100.0 +0.0% +81920 +50.0 +1000 +2000 +3000 +9000 100 +8 +400 +0 +"
+        self.assertRegex(text, expected + "12.00000 .. 11.25000 equal")
+
+    def test_side_that_failed_is_a_row_and_the_others_are_compared(self) -> None:
+        sides = {"none": side(rank()), "trees": {"error": "overwritten by a subsequent run", "turns": []}}
+        text = titan_results.table({ROW: {**sides, "titan": side(rank())}}, DEPTHS)
+        self.assertRegex(text, r"70B 4 layers 1 x 4096 +trees .*overwritten by a subsequent run")
+        self.assertRegex(text, r"titan .*equal")
+        self.assertFalse(titan_results.passed({ROW: sides}))
+
+    def test_memory_of_a_layer_and_of_all(self) -> None:
+        more = dataclasses.replace(ROW, layers=8)
+        measured = {ROW: {"none": side(rank(mib=1000))}, more: {"none": side(rank(mib=1400)), "titan": side(rank())}}
+        header, *lines = titan_results.per_layer(measured, DEPTHS)
+        self.assertEqual(header[-3:], ["reserved", "peak", "device"])
+        # 100 MiB for each of 80 layers, and 600 beside them; peak and device are twice and three times that.
+        self.assertEqual(lines, [["70B 80 layers 1 x 4096", "none", "100, 8600", "200, 17200", "300, 25800"]])
+        self.assertIn("100, 8600", titan_results.table(measured, DEPTHS))
+
+    def test_lines_go_through_rows_that_differ_in_layers_alone(self) -> None:
+        other = dataclasses.replace(ROW, layers=8, seq=512)
+        found = {"none": side(rank())}
+        self.assertEqual(titan_results.per_layer({ROW: found, other: found}, DEPTHS), [])
+        self.assertEqual(titan_results.per_layer({ROW: found, dataclasses.replace(ROW, layers=8): {}}, DEPTHS), [])
+
+    def test_tokens_are_those_of_all_gpus_that_have_a_batch_of_their_own(self) -> None:
+        self.assertEqual(dataclasses.replace(ROW, gpus=8, tp=2, batch=3).tokens, 4 * 3 * 4096)
+
+    def test_json_line_of_each_side(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "lines")
+            sides = {"none": side(rank()), "trees": {"error": "refused", "turns": []}}
+            for _ in range(2):
+                titan.record(path, {"hardware": "2 x H100"}, ROW, sides)
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+        self.assertEqual([line["side"] for line in lines], ["none", "trees"] * 2)
+        self.assertEqual((lines[0]["hardware"], lines[0]["layers"], lines[0]["equal"]), ("2 x H100", 4, "equal"))
+        self.assertEqual(lines[1]["error"], "refused")
+
+
+class TestArguments(unittest.TestCase):
+    def rows(self, *arguments: str, gpus: int = 2, install: str | None = None) -> tuple[list[Row], list[str]]:
+        parser = titan._parser()
+        args = parser.parse_args(arguments)
+        with (
+            mock.patch("torch.cuda.device_count", return_value=gpus),
+            mock.patch.object(titan, "_check_install", return_value=install),
+            mock.patch.object(titan, "depth", return_value=80),
+        ):
+            return titan.rows_of(args, parser), args.sides
+
+    def complaint(self, *arguments: str, **more: Any) -> str:
+        with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+            self.rows(*arguments, **more)
+        self.assertEqual(left.exception.code, 2)
+        return said.getvalue().splitlines()[-1]
+
+    def test_rows(self) -> None:
+        rows, sides = self.rows("--width", "70B", "--layers", "4,8", "--seq", "512,4096", gpus=8)
+        self.assertEqual([(row.layers, row.seq) for row in rows], [(4, 512), (8, 512), (4, 4096), (8, 4096)])
+        self.assertEqual((rows[0].gpus, rows[0].attention), (8, "flex"))
+        self.assertEqual(sides, ["none", "relaunch", "titan", "trees"])
+        self.assertEqual(self.rows("--width", "debug,8B")[0][0].layers, 80)
+        self.assertEqual(self.rows("--width", "8B")[0][0].layers, 16)
+
+    def test_without_a_gpu(self) -> None:
+        (row,), sides = self.rows("--width", "debug", "--device", "cpu", gpus=0)
+        self.assertEqual((row.gpus, row.attention, sides), (2, "sdpa", ["none"]))
+
+    def test_each_wrong_argument_says_what_to_do(self) -> None:
+        for arguments, expected in {
+            ("--width", "7B"): "no 7B: choose from debug, 8B, 70B",
+            ("--sides", "none,graph"): "no graph: choose from none, relaunch, titan, trees",
+            ("--layers", "4,x"): "'4,x' is not a list of positive numbers, like 4,8",
+            ("--layers", "0"): "'0' is not a list of positive numbers",
+            ("--tp", "1,2"): "'1,2' is not one number",
+            ("--layers", "81"): "--layers 81: 70B has 80",
+            ("--seq", "100"): "--seq 100 is no multiple of 8",
+            ("--seq", "8", "--tp", "2"): "--seq 8 is no multiple of 16",
+            ("--gpus", "4"): "--gpus 4: there are 2",
+            ("--tp", "4"): "--tp 4 doesn't divide the 2 processes",
+            ("--device", "cpu", "--sides", "none,trees"): "--sides trees: CUDA graphs need a GPU",
+            ("--device", "cpu", "--attention", "flex"): "--attention flex: torch compiles it for training on a GPU",
+        }.items():
+            with self.subTest(arguments):
+                self.assertIn(expected, self.complaint(*arguments))
+        self.assertIn("no GPU is there: --device cpu", self.complaint(gpus=0))
+
+    def test_torchtitan_that_is_missing_or_another(self) -> None:
+        with mock.patch("importlib.metadata.version", side_effect=titan.importlib.metadata.PackageNotFoundError):
+            missing = titan._check_install("cpu")
+        self.assertEqual(missing, f"torchtitan is not installed: {titan.INSTALL}")
+        with mock.patch("importlib.metadata.version", return_value="0.2.0"):
+            other = titan._check_install("cpu")
+        self.assertIn("torchtitan 0.2.0 is installed, and this is written for torchtitan==", other or "")
+        self.assertEqual(self.complaint(install=missing).partition("error: ")[2], missing)
+
+
+class TestProcessGroup(unittest.TestCase):
+    """`turn` with a program in torchrun's place; the last of its arguments is the folder of the answers."""
+
+    def turn(self, program: str, limit: float = 60.0) -> dict[str, Any]:
+        start = subprocess.Popen
+
+        def popen(command: list[str], **options: Any) -> Any:
+            text = "import json, os, pathlib, sys, time\n" + textwrap.dedent(program)
+            return start([sys.executable, "-c", text, command[-1]], **options)
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(titan.subprocess, "Popen", popen):
+            return titan.turn(ROW, "none", limit, Path(folder, "log"))
+
+    def test_answers_of_all_ranks(self) -> None:
+        self.assertEqual(
+            self.turn(f"""
+            for number, answer in enumerate({[rank(), rank(110.0)]}):
+                pathlib.Path(sys.argv[1], f"rank{{number}}.json").write_text(json.dumps(answer))
+            """)["ms"],
+            110.0,
+        )
+
+    def test_error_of_a_rank(self) -> None:
+        program = """pathlib.Path(sys.argv[1], "rank1.json").write_text('{"error": "out of memory", "at": 1}')"""
+        self.assertEqual(self.turn(program), {"error": "out of memory"})
+
+    def test_group_that_ends_without_an_answer(self) -> None:
+        found = self.turn("print('first'); print('it broke'); sys.exit(3)")
+        self.assertEqual(found, {"error": "the process group ended with status 3: it broke"})
+
+    def test_group_that_takes_too_long_is_stopped(self) -> None:
+        self.assertEqual(self.turn("time.sleep(60)", limit=0.5)["error"], "the process group took longer than 0 s:")
+
+    def test_sides_without_the_overlay_are_stock(self) -> None:
+        show = "print(sorted(k for k in os.environ if k.startswith('TORCH_OVERLAY'))); sys.exit(1)"
+        with mock.patch.dict(os.environ, {"TORCH_OVERLAY_CUDAGRAPHS": "relaunch"}):
+            self.assertIn("['TORCH_OVERLAY_DISABLE']", self.turn(show)["error"])
+
+
+class TestStandIns(unittest.TestCase):
+    def test_module_that_is_not_installed_can_be_imported_and_refuses_to_work(self) -> None:
+        name = "no_such_data_sets"
+        with mock.patch.dict(titan_config.UNUSED, {name: ("load",)}, clear=True):
+            with titan_config._stand_ins():
+                module = importlib.import_module(name)
+            with self.assertRaisesRegex(RuntimeError, f"torchtitan calls {name}, which this benchmark leaves out"):
+                module.load("data")
+        self.assertNotIn(name, sys.modules)
+
+
+@needs_torchtitan
+@form.overlay_only
+class TestTorchtitan(unittest.TestCase):
+    """In processes of their own: torchtitan changes functions of torch when it is imported."""
+
+    def run_python(self, *arguments: str) -> str:
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=BENCH)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
+    def test_trainers_and_models_of_all_widths(self) -> None:
+        text = self.run_python(
+            "-c",
+            """if True:
+            import json, titan_config, torch
+            titan_config.import_torchtitan("cpu")
+            for width, (_, _, few) in titan_config.WIDTHS.items():
+                for whole in (False, True):
+                    row = titan_config.Row(width, 2, 512, tp=2, gpus=4, attention="sdpa" if whole else "flex")
+                    made = titan_config.config(row, whole, 46, "/nowhere")
+                with torch.device("meta"):
+                    model = made.model_spec.model.build()
+                found = [titan_config.depth(width), few, len(model.layers), made.parallelism.tensor_parallel_degree]
+                found += [made.training.disable_cuda_graphs, made.compile.enable, type(made.activation_checkpoint).__qualname__]
+                print(json.dumps([width, *found]), next(iter(model.layers.values())).attention.inner_attention)
+            """,
+        )
+        lines = text.splitlines()
+        for width, line in zip(titan_config.WIDTHS, lines, strict=True):
+            depth = {"debug": 6, "8B": 32, "70B": 80, "qwen3-moe": 8, "deepseek-v3": 6}[width]
+            few = titan_config.WIDTHS[width][2]
+            self.assertEqual(
+                json.loads(line[: line.index("]") + 1]),
+                [width, depth, few, 2, 2, False, True, "SelectiveAC.Config"],
+            )
+            self.assertIn("ScaledDotProductAttention", line)
+
+    def test_random_tokens_are_those_of_the_seed_and_the_rank(self) -> None:
+        self.run_python(
+            "-c",
+            """if True:
+            import titan_config, torch
+            titan_config.import_torchtitan("cpu")
+            tokens = titan_config._components().RandomTokens
+            def batch(rank):
+                made = tokens.Config(vocabulary=100).build(dp_rank=rank, seq_len=16, local_batch_size=2, tokenizer=None)
+                given, labels = next(iter(made))
+                assert given["input"].shape == labels.shape == given["positions"].shape == (2, 16)
+                assert torch.equal(given["input"][:, 1:], labels[:, :-1]) and given["input"].max() < 100
+                assert given["positions"].tolist() == [list(range(16))] * 2
+                return given["input"]
+            assert torch.equal(batch(0), batch(0)) and not torch.equal(batch(0), batch(1))
+            """,
+        )
+
+    @form.slow
+    def test_training_of_two_processes(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            lines = Path(folder, "lines")
+            arguments = ["--width", "debug", "--layers", "1", "--seq", "64", "--steps", "1", "--device", "cpu"]
+            said = self.run_python(str(BENCH / "titan.py"), *arguments, "--jsonl", str(lines))
+            record = json.loads(lines.read_text())
+        self.assertRegex(said, r"debug 1 layers 1 x 64 +none .* equal")
+        self.assertEqual((record["gpus"], record["equal"], len(record["turns"])), (2, "equal", 2))
+        # Tokens at random out of 2048: the loss is about ln 2048.
+        self.assertTrue(all(7 < loss < 9 for loss in record["losses"]), record["losses"])
+        self.assertEqual(len(set(record["losses"])), len(record["losses"]))
+
+
+if __name__ == "__main__":
+    form.run_tests()
