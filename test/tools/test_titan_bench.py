@@ -19,6 +19,7 @@ from unittest import mock
 
 import titan
 import titan_config
+import titan_process
 import titan_results
 from titan_config import Row
 
@@ -242,6 +243,19 @@ class TestProcessGroup(unittest.TestCase):
             self.assertIn("['TORCH_OVERLAY_DISABLE']", self.turn(show)["error"])
 
 
+class TestCaptures(unittest.TestCase):
+    def test_graphs_and_nodes_are_counted_without_the_empty_ones(self) -> None:
+        counts = {1: 0, 2: 30, 3: 12}
+        with (
+            mock.patch("torch.cuda.graphs.register_graph_capture_end_hook") as register,
+            mock.patch("torch_overlay._inductor.relaunch.graph.driver.Driver.count", side_effect=counts.__getitem__),
+        ):
+            seen = titan_process.watch_captures()
+            for number in counts:
+                register.call_args.args[0](mock.Mock(raw_cuda_graph=lambda number=number: number))
+        self.assertEqual(seen, {"captures": 2, "nodes": 42})
+
+
 class TestStandIns(unittest.TestCase):
     def test_module_that_is_not_installed_can_be_imported_and_refuses_to_work(self) -> None:
         name = "no_such_data_sets"
@@ -276,7 +290,8 @@ class TestTorchtitan(unittest.TestCase):
                 with torch.device("meta"):
                     model = made.model_spec.model.build()
                 found = [titan_config.depth(width), few, len(model.layers), made.parallelism.tensor_parallel_degree]
-                found += [made.training.disable_cuda_graphs, made.compile.enable, type(made.activation_checkpoint).__qualname__]
+                found += [made.training.disable_cuda_graphs, made.compile.enable]
+                found.append(type(made.activation_checkpoint).__qualname__)
                 print(json.dumps([width, *found]), next(iter(model.layers.values())).attention.inner_attention)
             """,
         )

@@ -9,9 +9,9 @@
 
 It needs torchtitan, the release that setup.cfg pins: pip install --no-deps $(python tools/requirements.py titan)
 
-A row is a width of torchtitan's, with the first so many of its layers, and a sequence length: FSDP2 over all GPUs of the
-host, selective activation checkpointing, each block compiled, tokens drawn at random from a seed. Each side of it is a
-process group of its own, in the order of the sides, and once more in the reverse order.
+A row is a width of torchtitan's, with the first so many of its layers, and a sequence length: FSDP2 over all GPUs of
+the host, selective activation checkpointing, each block compiled, tokens drawn at random from a seed. Each side of it
+is a process group of its own, in the order of the sides, and once more in the reverse order.
 
     none      blocks compiled, without CUDA graphs;  relaunch: with torch_overlay's graph of each block
     titan     torchtitan's own CUDA graph, of forward and backward together;  trees: cudagraph trees of each block
@@ -21,9 +21,9 @@ peak of what is allocated, in use on the device (cudaMemGetInfo, without the con
 
     ms a step   many steps in a row;  host: until a step returns, from idle
     first five  each alone, until the device is done; of the second process group, whose code is compiled already
-    losses      of the first step and the last. Those of a side, and its gradients' norms, must be those of none, bit for
-                bit, where none repeats itself. Flex attention tunes its kernels in each process, which may then choose
-                others: --deterministic has all choose the same
+    losses      of the first step and the last. Those of a side, and its gradients' norms, must be those of none, bit
+                for bit, where none repeats itself. Flex attention tunes its kernels in each process, which may then
+                choose others: --deterministic has all choose the same
 
 With several numbers of layers, a second table says what a layer takes and what all layers of the model come to, on as
 many GPUs. The exit status is 1 if losses differ or a side failed, 2 if an argument is wrong.
@@ -49,11 +49,12 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
-import requirements  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 import titan_results  # noqa: E402  # pyrefly: ignore[missing-import]
 from titan_config import depth, import_torchtitan, Row, WIDTHS  # noqa: E402  # pyrefly: ignore[missing-import]
 from titan_process import SIDES  # noqa: E402  # pyrefly: ignore[missing-import]
+
+import requirements  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:

@@ -66,7 +66,9 @@ class Row:
 
 def _stand_in(module: str) -> types.ModuleType:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"torchtitan calls {module}, which this benchmark leaves out: take it from UNUSED of {__file__}")
+        raise RuntimeError(
+            f"torchtitan calls {module}, which this benchmark leaves out: take it from UNUSED of {__file__}"
+        )
 
     made = types.ModuleType(module)
     made.__path__ = []  # type: ignore[attr-defined]

@@ -14,17 +14,15 @@ import statistics
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from titan_config import config, import_torchtitan, Row  # noqa: E402  # pyrefly: ignore[missing-import]
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # side -> side of relaunch_process, which has the environment; graphs for each block?; torchtitan's own graph?
 SIDES = {
@@ -94,28 +92,31 @@ class Training:
         return (returned - start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
-def _captures() -> Callable[[], int]:
-    """Count the CUDA graphs that torch captures from now on: those of trees and of torchtitan."""
+def watch_captures() -> Counter[str]:
+    """Count the CUDA graphs that torch captures from now on, and their nodes. Empty graphs, which hold a memory pool,
+    don't count."""
     import torch
+    from cuda.bindings import driver  # pyrefly: ignore[missing-import]
 
-    count = [0]
-    original = torch.cuda.CUDAGraph.capture_end
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
 
-    def capture_end(self: Any) -> None:
-        count[0] += 1
-        original(self)
+    seen, reader = Counter(captures=0, nodes=0), Driver(driver)
 
-    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
-    return lambda: count[0]
+    def note(graph: torch.cuda.CUDAGraph) -> None:
+        if nodes := reader.count(graph.raw_cuda_graph()):
+            seen.update(captures=1, nodes=nodes)
+
+    torch.cuda.graphs.register_graph_capture_end_hook(note)
+    return seen
 
 
-def _graphs(side: str, captured: int) -> dict[str, Any]:
-    """What became of the graphs: captures, nodes (of relaunch's alone), and refusals with the first reasons."""
+def _graphs(side: str, captured: Counter[str]) -> dict[str, Any]:
+    """What became of the graphs: captures, their nodes, and refusals with the first reasons."""
     from relaunch_process import counters  # pyrefly: ignore[missing-import]
     from torch._dynamo.utils import counters as dynamo
 
     if side != "relaunch":
-        return {"captures": captured, "refusals": dynamo["inductor"].get("cudagraph_skips", 0)}
+        return {**captured, "refusals": dynamo["inductor"].get("cudagraph_skips", 0)}
     from torch_overlay._inductor.relaunch.refusals import refusals
 
     found = counters()
@@ -139,12 +140,14 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     import torch
     from relaunch_process import settled  # pyrefly: ignore[missing-import]
 
-    on_gpu, base, captured = row.device == "cuda", 0, _captures()
+    on_gpu, base, captured = row.device == "cuda", 0, Counter[str]()
     torch._inductor.config.deterministic = row.deterministic
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.zeros(1, device="cuda")
         base = settled()
+        if side != "relaunch":  # whose counters tell apart what is captured to prove a graph
+            captured = watch_captures()
     training = Training(row, side, folder)
     first = [training.timed(1, keep_loss=True)[1] for _ in range(FIRST)]
     if on_gpu:
@@ -155,7 +158,7 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     training.step(keep_loss=True)
     kept = training.trainer.metrics_processor
     times = {"first ms": first[:5], "ms": statistics.median(steps), "host ms": statistics.median(host)}
-    return times | memory | _graphs(side, captured()) | {"losses": kept.losses, "norms": kept.norms}
+    return times | memory | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
 
 
 def main(row: Row, side: str, folder: str) -> None:

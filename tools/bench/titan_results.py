@@ -86,7 +86,9 @@ def per_layer(measured: Mapping[Row, Mapping[str, dict[str, Any]]], depths: Mapp
     lines = []
     for whole, rows in groups.items():
         for side in dict.fromkeys(name for row in rows for name in measured[row]):
-            points = [(row.layers, found) for row in rows if (found := measured[row].get(side, {})) and MEMORY[0] in found]
+            points = [
+                (row.layers, found) for row in rows if (found := measured[row].get(side, {})) and MEMORY[0] in found
+            ]
             if len({layers for layers, _ in points}) < 2:
                 continue
             cells = []
