@@ -4,8 +4,9 @@
     python tools/bench/titan.py --width 70B --layers 4,8 --seq 4096 --sides none,relaunch,titan,trees
     python tools/bench/titan.py --width 8B --seq 512,4096 --jsonl FILE
     python tools/bench/titan.py --width qwen3-moe --seq 4096 --batch 4
-    python tools/bench/titan.py --width 70B --tp 2                          two GPUs share each batch
-    python tools/bench/titan.py --width debug --device cpu                  two processes without a GPU
+    python tools/bench/titan.py --width 70B --layers 4 --tp 2               two GPUs share each batch
+    python tools/bench/titan.py --width 70B --layers 16,24 --tp 2           eight GPUs; not run yet
+    python tools/bench/titan.py --width debug --seq 64 --device cpu         two processes without a GPU
 
 It needs torchtitan, the release that setup.cfg pins: pip install --no-deps $(python tools/requirements.py titan)
 
@@ -88,15 +89,15 @@ def turn(row: Row, side: str, limit: float, log: Path) -> dict[str, Any]:
                 command, env=environment_of(SIDES[side][0]), stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                ended = f"ended with status {process.wait(limit)}"
+                status = process.wait(limit)
             except subprocess.TimeoutExpired:
-                ended = f"took longer than {limit:.0f} s"
                 _stop(process)
+                return {"error": f"the process group took longer than {limit:g} s"}
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     if len(answers) == row.gpus or any("error" in answer for answer in answers):
         return titan_results.merged(answers)
     last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-    return {"error": " ".join([f"the process group {ended}:", *last])[:300]}
+    return {"error": " ".join([f"the process group ended with status {status}:", *last])[:300]}
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = rows_of(args, parser)
     about = streams.describe() | {"torchtitan": importlib.metadata.version("torchtitan")}
     cards = Counter(about["hardware"].splitlines())
-    about["hardware"] = ", ".join(f"{number} x {card}" for card, number in cards.items())
+    about["hardware"] = ", ".join(f"{number} x {card}" if number > 1 else card for card, number in cards.items())
     measured: dict[Row, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         logs = args.logs or Path(folder)

@@ -112,7 +112,7 @@ class _Host:
 def import_torchtitan(device: str = "cuda") -> None:
     """Import torchtitan for a device ("cuda" or "cpu"), which it otherwise chooses itself, once for a process."""
     with _stand_ins():
-        utils = importlib.import_module("torchtitan.tools.utils")
+        utils: Any = importlib.import_module("torchtitan.tools.utils")
         if device == "cpu":
             utils.device_type, utils.device_module = device, _Host()
         importlib.import_module("torchtitan.trainer")

@@ -8,6 +8,7 @@ would wait for the device; the loss of one more step says whether those were rig
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -96,11 +97,10 @@ def watch_captures() -> Counter[str]:
     """Count the CUDA graphs that torch captures from now on, and their nodes. Empty graphs, which hold a memory pool,
     don't count."""
     import torch
-    from cuda.bindings import driver  # pyrefly: ignore[missing-import]
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
 
-    seen, reader = Counter(captures=0, nodes=0), Driver(driver)
+    seen, reader = Counter(captures=0, nodes=0), Driver(importlib.import_module("cuda.bindings.driver"))
 
     def note(graph: torch.cuda.CUDAGraph) -> None:
         if nodes := reader.count(graph.raw_cuda_graph()):
