@@ -101,7 +101,8 @@ class TestLosses(unittest.TestCase):
         expected = "relaunch differs from none, which repeats itself: loss 3 of 3 is 11.250000000000002, not 11.25"
         self.assertEqual(problems, [expected])
         self.assertFalse(titan_results.passed({ROW: sides}))
-        self.assertIn(f"70B 4 layers 1 x 4096: {expected}", titan_results.table({ROW: sides}, DEPTHS))
+        self.assertIn(f"70B 4 layers 1 x 4096: {expected}; --det", titan_results.table({ROW: sides}, DEPTHS))
+        self.assertNotIn("--det", titan_results.table({dataclasses.replace(ROW, deterministic=True): sides}, DEPTHS))
 
     def test_gradients_that_differ_where_losses_are_equal(self) -> None:
         sides = {"none": side(rank(), rank()), "titan": side(rank(norms=[1.0, 2.5, 3.0]))}
@@ -115,12 +116,12 @@ class TestLosses(unittest.TestCase):
 
     def test_side_without_graphs_that_was_run_once(self) -> None:
         sides = {"none": side(rank()), "relaunch": side(rank(losses=[1.0, 1.0, 1.0]))}
-        self.assertIn("none, which was run once: run it twice", titan_results.compare(sides)[1][0])
+        self.assertIn("none, which was run once, and may not repeat itself", titan_results.compare(sides)[1][0])
 
     def test_nothing_to_compare_with(self) -> None:
         for sides in ({"relaunch": side(rank())}, {"none": {"error": "x", "turns": []}, "relaunch": side(rank())}):
             self.assertEqual(titan_results.compare(sides)[0]["relaunch"], "-")
-        self.assertIn("no side none", titan_results.table({ROW: {"relaunch": side(rank())}}, DEPTHS))
+            self.assertIn("the side none is missing", titan_results.table({ROW: sides}, DEPTHS))
 
 
 class TestTable(unittest.TestCase):
@@ -190,6 +191,7 @@ class TestArguments(unittest.TestCase):
         self.assertEqual(sides, ["none", "relaunch", "titan", "trees"])
         self.assertEqual(self.rows("--width", "debug,8B")[0][0].layers, 80)
         self.assertEqual(self.rows("--width", "8B")[0][0].layers, 16)
+        self.assertEqual(len(self.rows("--layers", "8,4,8", "--sides", "none,none")[0]), 2)
 
     def test_without_a_gpu(self) -> None:
         (row,), sides = self.rows("--width", "debug", "--device", "cpu", gpus=0)

@@ -115,8 +115,7 @@ def measure(row: Row, sides: Sequence[str], once: bool, limit: float, logs: Path
     for number, side in enumerate([*sides, *([] if once else reversed(sides))]):
         log = logs / f"{re.sub(r'[^0-9A-Za-z-]+', '-', row.name)}-{number}-{side}.log"
         turns[side].append(answer := turn(row, side, limit, log))
-        said = answer.get("error") or f"{answer['ms']:.1f} ms a step"
-        print(f"{row.name}, {side}: {said}", file=sys.stderr, flush=True)
+        print("  ".join(titan_results.cells(row, side, titan_results.side_of([answer]))), file=sys.stderr, flush=True)
     return {side: titan_results.side_of(turns[side]) for side in sides}
 
 
@@ -134,7 +133,7 @@ def record(path: Path, about: dict[str, Any], row: Row, sides: dict[str, dict[st
 
 def _names(known: Sequence[str]) -> Any:
     def parse(text: str) -> list[str]:
-        names = text.split(",")
+        names = list(dict.fromkeys(text.split(",")))
         if unknown := [name for name in names if name not in known]:
             raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: choose from {', '.join(known)}")
         return names
@@ -144,7 +143,7 @@ def _names(known: Sequence[str]) -> Any:
 
 def _numbers(text: str) -> list[int]:
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:

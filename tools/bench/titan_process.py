@@ -162,11 +162,11 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
 
 
 def main(row: Row, side: str, folder: str) -> None:
-    import torch_overlay  # noqa: F401
-
-    import_torchtitan(row.device)
     answer: dict[str, Any]
     try:
+        import torch_overlay  # noqa: F401
+
+        import_torchtitan(row.device)
         answer = measure(row, side, folder)
     except Exception as error:
         traceback.print_exc()

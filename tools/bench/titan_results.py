@@ -39,7 +39,8 @@ def side_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"error": errors[0], "turns": turns}
     side = {key: statistics.median(turn[key] for turn in turns) for key in SLOWEST if key in turns[0]}
     times = [turn["ms"] for turn in turns]
-    side |= {"noise": max(times) / min(times) - 1, "first ms": turns[-1]["first ms"], "turns": turns}
+    side |= {"noise": max(times) / min(times) - 1} if len(times) > 1 else {}
+    side |= {"first ms": turns[-1]["first ms"], "turns": turns}
     return side | {key: turns[0][key] for key in ("losses", "norms", "reasons")}
 
 
@@ -72,8 +73,8 @@ def compare(sides: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], list[s
         found = next(filter(None, (_difference(turn, expected) for turn in side["turns"])), None)
         words[name] = "differs" if found else "equal"
         if found:
-            known = "which repeats itself" if len(base["turns"]) > 1 else "which was run once: run it twice"
-            problems.append(f"{name} differs from none, {known}: {found}")
+            known = "repeats itself" if len(base["turns"]) > 1 else "was run once, and may not repeat itself"
+            problems.append(f"{name} differs from none, which {known}: {found}")
     return words, problems
 
 
@@ -100,7 +101,7 @@ def per_layer(measured: Mapping[Row, Mapping[str, dict[str, Any]]], depths: Mapp
     return [header, *lines] if lines else []
 
 
-def cells(row: Row, side: str, found: dict[str, Any], word: str) -> list[str]:
+def cells(row: Row, side: str, found: dict[str, Any], word: str = "") -> list[str]:
     if "error" in found:
         return [row.name, side, *["-"] * 12, found["error"][:120]]
 
@@ -111,13 +112,13 @@ def cells(row: Row, side: str, found: dict[str, Any], word: str) -> list[str]:
         row.name,
         side,
         number("ms", 1),
-        f"{found['noise']:.1%}",
+        f"{found['noise']:.1%}" if "noise" in found else "-",
         f"{row.tokens / found['ms'] * 1e3:.0f}",
         number("host ms", 1),
         *(number(key) for key in MEMORY),
         " ".join(f"{ms:.0f}" for ms in found["first ms"]),
         *(number(key) for key in COUNTS),
-        f"{found['losses'][0]:.5f} .. {found['losses'][-1]:.5f} {word}",
+        f"{found['losses'][0]:.5f} .. {found['losses'][-1]:.5f} {word}".rstrip(),
         "; ".join(found["reasons"])[:120],
     ]
 
@@ -130,9 +131,10 @@ def table(measured: Mapping[Row, Mapping[str, dict[str, Any]]], depths: Mapping[
     for row, sides in measured.items():
         words, wrong = compare(sides)
         lines += [cells(row, side, found, words[side]) for side, found in sides.items()]
-        problems += [f"{row.name}: {line}" for line in wrong]
-        if "none" not in sides:
-            problems.append(f"{row.name}: losses were not compared, for there is no side none")
+        hint = "" if row.deterministic else "; --deterministic has all sides choose the same kernels"
+        problems += [f"{row.name}: {line}{hint}" for line in wrong]
+        if "error" in sides.get("none", {"error": "not run"}):
+            problems.append(f"{row.name}: losses were not compared, for the side none is missing")
     parts = [streams.aligned(lines)]
     if layers := per_layer(measured, depths):
         parts.append(streams.aligned(layers))
