@@ -371,6 +371,19 @@ class TestTorchtitan(unittest.TestCase):
         self.assertTrue(all(7 < loss < 9 for loss in record["losses"]), record["losses"])
         self.assertEqual(len(set(record["losses"])), len(record["losses"]))
 
+    @form.needs_gpu
+    def test_sides_on_a_gpu(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            lines = Path(folder, "lines")
+            arguments = ["--width", "debug", "--layers", "2", "--seq", "256", "--gpus", "1", "--steps", "2"]
+            arguments += ["--sides", "none,relaunch,titan", "--deterministic", "--jsonl", str(lines)]
+            self.run_python(str(BENCH / "titan.py"), *arguments)
+            none, relaunch, whole = map(json.loads, lines.read_text().splitlines())
+        self.assertEqual([none["equal"], relaunch["equal"], whole["equal"]], ["equal"] * 3)
+        # Blocks that share their compiled code may share a graph, too.
+        self.assertEqual([none["captures"], relaunch["captures"] >= 2, whole["captures"]], [0, True, 1])
+        self.assertGreater(whole["nodes"], relaunch["nodes"])
+
 
 if __name__ == "__main__":
     form.run_tests()
