@@ -1,8 +1,8 @@
 """torchtitan's own Trainer as the benchmark of training at scale uses it: its models, and what it is configured with.
 
-What torchtitan has for Llama 3 is used as it is: FSDP2 over all GPUs that tensor parallelism leaves, selective activation
-checkpointing, compilation of each block, the loss in chunks, flex attention. Tokens are drawn from a seed, so that no
-tokenizer and no data set is needed, and nothing is logged, saved or validated.
+What torchtitan has for Llama 3 is used as it is: FSDP2 over all GPUs that tensor parallelism leaves, selective
+activation checkpointing, compilation of each block, the loss in chunks, flex attention. Tokens are drawn from a seed:
+there is no tokenizer and no data set. Nothing is logged, saved or validated.
 
 torchtitan imports more than a training step uses: modules of `UNUSED` need not be installed. While it is imported, they
 have stand-ins, whose functions refuse to be called.
