@@ -251,6 +251,20 @@ class TestMemory(Private):
         self.assertEqual(dict(split_off.failed()), {"a::b.default": "waits", "a::c.out": "launches"})
         self.assertEqual(os.listdir(self.folder), [split_off.FILE])
 
+    def test_file_of_several_ranks(self):
+        """Two processes that share a cache begin at the same time, and each finds another operator."""
+        split_off.remember("a::b.default", "waits")
+        first, split_off._failed = split_off._failed, {}
+        self.path().unlink()
+        self.assertEqual(dict(split_off.failed()), {})
+        split_off._failed, second = first, split_off._failed
+        split_off.remember("a::c.default", "launches")
+        split_off._failed = second
+        split_off.remember("a::d.default", "allocates")
+        self.assertEqual(dict(split_off.failed()), {"a::d.default": "allocates"})
+        split_off.forget()
+        self.assertEqual([*split_off.failed()], ["a::b.default", "a::c.default", "a::d.default"])
+
     @parametrize("text", ["", "[]", "{", '{"torch": "1.0", "operators": {"a::b": "x"}}', '{"operators": {}}'])
     def test_file_of_another_kind_is_nothing(self, text):
         self.path().write_text(text)

@@ -51,23 +51,29 @@ def _place() -> tuple[bool, str | None]:
 
 def failed() -> Mapping[str, str]:
     """Return the operators, by the names of their overloads ("mylib::op.default"), with what failed in each."""
-    import torch
     import torch._inductor.config as inductor_config
 
     with _lock:
         if (place := _place()) not in _failed:
-            _failed[place] = {}
-            path = "" if inductor_config.force_disable_caches else _path()
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
-                with open(path, encoding="utf-8") as file:
-                    read = json.load(file)
-                if read["torch"] == torch.__version__:
-                    _failed[place] = {str(name): str(why) for name, why in read["operators"].items()}
+            _failed[place] = {} if inductor_config.force_disable_caches else _read(_path())
         return _failed[place]
 
 
+def _read(path: str) -> dict[str, str]:
+    """Return what a file has, or nothing if it can't be read or is another version's."""
+    import torch
+
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        with open(path, encoding="utf-8") as file:
+            read = json.load(file)
+        if read["torch"] == torch.__version__:
+            return {str(name): str(why) for name, why in read["operators"].items()}
+    return {}
+
+
 def remember(operator: str, why: str) -> None:
-    """Keep the operator in this process, and for later ones if the cache can be written."""
+    """Keep the operator in this process, and for later ones if the cache can be written: beside what other processes
+    have found meanwhile, which this one doesn't take over, for its code is compiled without it."""
     import torch
     import torch._inductor.config as inductor_config
 
@@ -84,7 +90,8 @@ def remember(operator: str, why: str) -> None:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(beside, "w", encoding="utf-8") as file:
-                json.dump({"torch": torch.__version__, "operators": names}, file, indent=1, sort_keys=True)
+                kept = {"torch": torch.__version__, "operators": _read(path) | names}
+                json.dump(kept, file, indent=1, sort_keys=True)
             os.replace(beside, path)
         except OSError as error:
             log.info("later processes will find out again that %s fails in a capture: %s", operator, error)
