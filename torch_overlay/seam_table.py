@@ -37,7 +37,8 @@ PATCHES: tuple[Patch, ...] = (
         slug="inductor-cache-key",
         subject="Stream placement is part of the compile cache keys",
         description="A graph's keys in the FX graph cache and the AOTAutograd cache ignore FX node metadata, and so "
-        "the stream that a node was placed on: code compiled for one placement is served to another.",
+        "the stream that a node was placed on: code compiled for one placement is served to another. With it in the "
+        "key, the AOTAutograd cache may hold graphs with streams, which it bypasses.",
     ),
     Patch(
         slug="inductor-mutation-order",
@@ -146,6 +147,15 @@ SEAMS: tuple[Seam, ...] = (
         fingerprint="97568663a99c86d1",
         why="Compile cache keys must contain the overlay's version and configuration, and the stream of each node.",
         ends='upstream adds node.meta["custom"] to FxGraphHashDetails',
+    ),
+    Seam(
+        target="torch._functorch._aot_autograd.autograd_cache:check_node_safe",
+        impl="torch_overlay._inductor.cache_key:check_node_safe",
+        kind="wrap",
+        patch="inductor-cache-key",
+        fingerprint="2f5d0a7421845806",
+        why="Graphs with streams may be cached: the key has what Dynamo knows of the objects behind their numbers.",
+        ends="upstream caches graphs with get_external_object_by_index",
     ),
     # ---- inductor-mutation-order
     Seam(

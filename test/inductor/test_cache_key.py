@@ -139,6 +139,18 @@ class TestCacheKey(TestCase):
 
         self.for_both(check)
 
+    def test_a_frame_that_reads_the_handle_of_a_stream_gets_no_graphs(self) -> None:
+        from torch_overlay._dynamo import registry
+
+        def check(key) -> None:
+            for asked in (True, False):
+                with torch._inductor.config.patch({"triton.cudagraphs": asked}):
+                    before = key(graph())
+                    with mock.patch.object(registry.current(), "handle_is_read", True):
+                        self.assertEqual(key(graph()) != before, asked)
+
+        self.for_both(check)
+
     def test_the_version_and_the_source_of_the_overlay(self) -> None:
         def check(key) -> None:
             before = key(graph())

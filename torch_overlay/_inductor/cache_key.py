@@ -25,16 +25,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def stream_objects() -> tuple[str, ...]:
-    """Return what Dynamo knows of the streams and events of the frame. If the frame uses the caller's stream alone,
-    return whether the program has other streams: that matters to a copy that blocks the host.
+def stream_objects() -> tuple[object, ...]:
+    """Return what Dynamo knows of the streams and events of the frame, and of the streams that first read its inputs.
+    If the frame uses the caller's stream alone, return whether the program has other streams: that matters to a copy
+    that blocks the host.
     """
     from torch_overlay._dynamo import registry
+    from torch_overlay._functorch.streams.autograd_nodes import first_readers_in_dynamo
 
     objects, frame = tuple(map(repr, registry.describe())), registry.current()
     if len(objects) <= 1:
         objects = ("streams",) * registry.program_has_streams()
-    return (*objects, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed) if objects else ()
+    if not objects:
+        return ()
+    readers = sorted(first_readers_in_dynamo().items())
+    return (*objects, *readers, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed)
 
 
 def config_digest() -> str:
@@ -45,19 +50,21 @@ def config_digest() -> str:
 
 
 def graphs() -> tuple[object, ...]:
-    """Return the options of CUDA graphs, if the code asks for them, and the operators that are split off: they decide
-    how code is partitioned, and how it allocates and frees memory.
+    """Return the options of CUDA graphs, if the code asks for them, the operators that are split off, and whether the
+    frame reads the handle of a stream: they decide how code is partitioned, how it allocates and frees memory, and
+    whether it gets graphs at all.
     """
     import torch._inductor.config as inductor_config
 
     from torch_overlay import config
+    from torch_overlay._dynamo import registry
 
     if not inductor_config.triton.cudagraphs:
         return ()
     from torch_overlay._inductor.relaunch import split_off
 
     options = config.cudagraphs, config.cudagraph_concurrency, config.cudagraph_rewrites
-    return *options, *sorted(split_off.failed())
+    return *options, registry.current().handle_is_read, *sorted(split_off.failed())
 
 
 def offload_room() -> tuple[int, ...]:
@@ -96,3 +103,13 @@ def hash_details_init(original: Callable[..., None], self: Any, gm: Any, *args: 
     original(self, gm, *args, **kwargs)
     # AOTAutograd's class sets this attribute before it calls the constructor of its base.
     self.torch_overlay = overlay_key(gm, is_dynamo_graph=hasattr(self, "aot_config"))
+
+
+def check_node_safe(original: Callable[..., None], node: torch.fx.Node) -> None:
+    """Seam: the AOTAutograd cache may hold graphs that look streams and events up by their numbers."""
+    from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+    from torch_overlay._dynamo import state
+
+    if node.target is not get_external_object_by_index or not state.applies():
+        original(node)

@@ -42,7 +42,7 @@ def note(graph: Graph) -> None:
     """Note the streams of views and first readers. This runs before placement, which replaces the stream on which the
     program made a view by the one on which the view's memory is filled.
     """
-    known = _first_readers_in_dynamo()
+    known = first_readers_in_dynamo()
     for value in graph.find_nodes(op="placeholder"):
         what = value.meta.get("desc")
         if isinstance(what, PlainAOTInput) and what.idx in known:
@@ -53,7 +53,7 @@ def note(graph: Graph) -> None:
     output.meta[_VIEWS] = list(map(_view_streams, pytree.tree_leaves(output.args[0])))
 
 
-def _first_readers_in_dynamo() -> dict[int, int]:
+def first_readers_in_dynamo() -> dict[int, int]:
     """Map the position of an input to the stream of its first reader. Dynamo's graph maps it by node, because its
     inputs may be sorted after the graph was read (`canonicalize_output_graph_node_order`).
     """
@@ -134,4 +134,11 @@ def gen_alias_from_base(
     return made
 
 
-__all__ = ["first_reader", "gen_alias_from_base", "keep_view_streams", "make_output_handler", "note"]
+__all__ = [
+    "first_reader",
+    "first_readers_in_dynamo",
+    "gen_alias_from_base",
+    "keep_view_streams",
+    "make_output_handler",
+    "note",
+]
