@@ -34,6 +34,7 @@ from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, sou
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
 
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ def post_compile(
     graph_kwargs: dict[str, Any],
 ) -> None:
     """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
-    what copies to the device the inputs that it was rewritten to take there."""
+    what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
+    saves."""
     found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
     residents = Residents(found.resident)
     finish = functools.partial(original, compiled, example_inputs, constants, graph_kwargs)
     _wrap_in_graphs(finish, compiled, graph_kwargs, found.made, residents)
+    settle_owners(getattr(compiled, "_overlay_owners", ()))
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
 
@@ -190,6 +193,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
     notes = partitions.of_graph(given["graph"])
     compiled._overlay_partitions = notes.plain()
     compiled._overlay_rewrites = rewrites.current().plain()
+    compiled._overlay_owners = owners_of(given["graph"])
     compiled._overlay_numbers = free_numbers(given["gm"], notes)
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 

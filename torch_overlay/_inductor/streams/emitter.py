@@ -28,7 +28,7 @@ from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
 from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.saved_memory import settle_owners
+from torch_overlay._inductor.streams.saved_memory import note_owners
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
@@ -234,7 +234,7 @@ class RegionEmitter:
         self.write_boundary_waits(last)
         self.record_output_streams()
         if not (self.region.enclosed or self.idle_streams):
-            settle_owners(self.plan, self.scheduler.mutation_real_name)
+            note_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
         self.aligned.leave(goes_on=self.region.enclosed)
         self.wrapper.writeline(EndRegion(self))
