@@ -189,7 +189,7 @@ class Pair:
         again = [by_name[name] for name in choice.recomputed]
         offsets = list(itertools.accumulate((-(-nbytes(s.value) // ALIGNMENT) * ALIGNMENT for s in picked), initial=0))
         assert self.device is not None
-        slab = self.store(picked, offsets, self.device.index or 0, budget, strict)
+        slab = self.store(picked, offsets, ids.written_index(self.device.index or 0), budget, strict)
         self.drop_outputs({m for saved in (*picked, *again) for m in saved.members}, slab)
         made = self.load(picked, offsets, slab, budget)
         self.compute_again(again, made)
@@ -266,7 +266,7 @@ class Pair:
             with graph.inserting_before(where):
                 node = graph.call_function(ops.LOAD, arguments, name=f"{saved.node.name}_loaded")
                 node.meta["val"] = value
-                _place(node, ids.copy_in_stream(value.device.index or 0), saved.node, budget)
+                _place(node, ids.copy_in_stream(ids.written_index(value.device.index or 0)), saved.node, budget)
                 made[saved.node] = node
                 for member in saved.members:
                     self.inputs[member.name].replace_all_uses_with(_copied(graph, member, made))

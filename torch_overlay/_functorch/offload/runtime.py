@@ -34,7 +34,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.streams.ids import COPY_STREAMS
+from torch_overlay._functorch.streams.ids import copy_device, index_now
 
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Captured(threading.local):
 
 
 _captured = _Captured()
-_streams: dict[int, torch.cuda.Stream] = {}
+_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}  # by device, and whether it copies from the host
 
 
 def copy_stream(number: int) -> Any:
@@ -65,9 +65,11 @@ def copy_stream(number: int) -> Any:
     ours, return one that only captures use."""
     if _captured.stream is not None:
         return _captured.stream(number)
-    found = _streams.get(number)
+    written, is_in = copy_device(number)
+    key = index_now(written), is_in
+    found = _streams.get(key)
     if found is None:
-        found = _streams[number] = torch.cuda.Stream((number - COPY_STREAMS) // 2, priority=-1)
+        found = _streams[key] = torch.cuda.Stream(key[0], priority=-1)
     return found
 
 
@@ -225,6 +227,7 @@ def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tens
         slab = _make_slab(nbytes, strict)
         with _lock:
             _all[slab.address] = slab
+    device_index = index_now(device_index)
     current = _current_stream(device_index)
     if slab.used_on is not None and slab.used_on != current:
         current.wait_stream(slab.used_on)

@@ -17,7 +17,7 @@ import torch
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import add_before, fact_of
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
 
@@ -33,7 +33,7 @@ class Promises:
     record them.
     """
 
-    devices: tuple[int, ...]  # on whose current streams the copies run
+    devices: tuple[int, ...]  # on whose current streams the copies run, as `ids.written_index` has them
     streams: tuple[int, ...]
     events: tuple[tuple[int, int], ...]
     host: bool
@@ -67,7 +67,9 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
     events = {records[t] for t in tokens if t in records}
     host = any(t.is_blocking_copy or t.is_synchronization for t in tokens)
     if streams or events or host:
-        devices = {v.meta["val"].device.index or 0 for v in values if v.meta["val"].device.type == "cuda"}
+        devices = {
+            written_index(v.meta["val"].device.index or 0) for v in values if v.meta["val"].device.type == "cuda"
+        }
         promises = Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
         fw_metadata.overlay_promises = promises
 

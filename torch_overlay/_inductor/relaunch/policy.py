@@ -28,6 +28,7 @@ import threading
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay import config
+from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor.relaunch import coverage, partitions, split_off
 from torch_overlay._inductor.relaunch.partitions import Partitions
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, source_line
@@ -298,7 +299,7 @@ def describe(
         name += f", partition {number}"
     return Code(
         name=name,
-        device=device_index,
+        device=index_now(written_index(device_index)),  # that of this rank, whichever compiled the code
         static_inputs=tuple(static_input_idxs),
         mutated_inputs=tuple(mutated_input_idxs),
         saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
@@ -329,7 +330,7 @@ def describe_whole(compiled: Any) -> Code:
     source = source_line((compiled.disabled_cudagraphs_reason or "").partition("Found from")[2])
     if not source and info is not None:
         source = _first_line(info.placeholders, info.stack_traces or ())
-    device = next(iter(compiled.device_idxs), 0)
+    device = index_now(written_index(next(iter(compiled.device_idxs), 0)))
     return Code(name, device, is_backward=is_backward, source=source, compile_id=_compile_id())
 
 

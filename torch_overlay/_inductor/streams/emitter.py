@@ -21,7 +21,14 @@ from torch._dynamo import compiled_autograd
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index, COPY_STREAMS, is_copy_stream
+from torch_overlay._functorch.streams.ids import (
+    callers_device,
+    callers_stream_index,
+    copy_device,
+    CURRENT_DEVICE,
+    is_copy_stream,
+    written_index,
+)
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of
 from torch_overlay._inductor.streams import plan_log
@@ -92,8 +99,9 @@ class RegionEmitter:
         self.streams[stream] = None
         device = callers_device(stream)
         if is_copy_stream(stream):
-            kind = "in" if (stream - COPY_STREAMS) % 2 else "out"
-            return f"stream_{kind}{(stream - COPY_STREAMS) // 2 or ''}{self.suffix}"
+            index, is_in = copy_device(stream)
+            number = "" if index in (0, CURRENT_DEVICE) else index
+            return f"stream_{'in' if is_in else 'out'}{number}{self.suffix}"
         if device is None:
             return f"stream{stream}{self.suffix}"
         return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
@@ -316,11 +324,11 @@ class RegionEmitter:
         streams: dict[str, int | str] = {}
         for stream in self.streams:
             device = callers_device(stream)
-            streams[self.named(stream)] = stream if device is None else f"cuda:{device}"
+            streams[self.named(stream)] = stream if device is None else f"cuda:{written_index(device)}"
         define_region(
             self.root,
             f"_region{self.number}",
-            device=self.device,
+            device=None if self.device is None else written_index(self.device),
             streams=streams,
             events=max(len(self.plan.events), 1 if self.idle_streams else 0),
             entry=tuple(self.entry),

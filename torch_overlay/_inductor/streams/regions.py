@@ -18,7 +18,7 @@ from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, events_of, state, streams_of
 from torch_overlay._inductor.offload.schedule import is_copy
 from torch_overlay._inductor.schedule_notes import notes_of
@@ -194,7 +194,7 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     told = {s for owners in lent.values() for s in owners}.difference(streams, left)
     used = (*streams, *left, *sorted(told))
     current = {s: there for s in used if (there := callers_device(s)) is not None}
-    handles = {f"stream{s}_outer": f"cuda:{current[s]}" if s in current else s for s in used}
+    handles = {f"stream{s}_outer": f"cuda:{written_index(current[s])}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
@@ -223,8 +223,8 @@ def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
     define_region(
         root,
         "_outer",
-        device=device if is_one_device else None,
-        streams={caller: f"cuda:{device}", **handles},
+        device=written_index(device) if is_one_device else None,
+        streams={caller: f"cuda:{written_index(device)}", **handles},
         events=len(names) + 1 if waiting or names else 0,
         entry=tuple(entry),
         exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in waiting)) if waiting else (),

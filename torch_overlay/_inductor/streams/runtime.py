@@ -11,7 +11,8 @@
 that device), records and waits as `entry` says, in its order, and returns the frame of this call and the streams and
 events that the code between uses; `leave` records and waits as `exit` says. Events belong to the compiled module: a
 call takes a frame, with a set of events, and returns it when it leaves, so two threads, or a call inside a call, never
-share a frame; the frame of a call that raises is garbage-collected.
+share a frame; the frame of a call that raises is garbage-collected. The device -1 is the one that is current at a call:
+Note [Compiled on one rank] of `streams.ids`.
 
 On one device a region and its events are C (`csrc/region.c`, `csrc/events.c`), which take the raw handles of streams
 that generated code has anyway: `torch.Event.record` costs 0.55 us of host time, of which the driver's share is a third,
@@ -34,7 +35,7 @@ a stream that has just become idle, so a side stream is not queried: a record an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -44,7 +45,7 @@ from torch_overlay import csrc
 from torch_overlay._dynamo import objects
 from torch_overlay._dynamo.objects import callers_stream, get as get_object, Owned
 from torch_overlay._functorch.offload.runtime import copy_stream
-from torch_overlay._functorch.streams.ids import is_copy_stream
+from torch_overlay._functorch.streams.ids import CURRENT_DEVICE, index_now, is_copy_stream
 
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def align(*streams: torch.Stream) -> None:
             stream.wait_event(event)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Spec:
     """A region as its module defines it. Operations are (kind, event, stream), by the names of the generated code."""
 
@@ -262,10 +263,22 @@ class Region:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.enter: Callable[[], tuple[Any, ...]] = self._enter_first
+        self._of_device: dict[int, Any] = {}
 
     def _enter_first(self) -> tuple[Any, ...]:
-        self.enter = (EventRegion if self.spec.device is None else native_region)(self.spec).enter
+        if self.spec.device == CURRENT_DEVICE:
+            self.enter = self._enter_here
+        else:
+            self.enter = (EventRegion if self.spec.device is None else native_region)(self.spec).enter
         return self.enter()
+
+    def _enter_here(self) -> tuple[Any, ...]:
+        """Enter the region of the device that is current: its events are that device's."""
+        device = index_now(CURRENT_DEVICE)
+        region = self._of_device.get(device)
+        if region is None:
+            region = self._of_device[device] = native_region(dataclasses.replace(self.spec, device=device))
+        return region.enter()
 
 
 def region(

@@ -26,6 +26,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay import config
+from torch_overlay._functorch.streams.ids import written_index
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._inductor.relaunch.refusals import source_line
 
@@ -56,7 +57,8 @@ class Rewrite(NamedTuple):
 
 
 class Resident(NamedTuple):
-    """An input that is kept on a device: its position, and the outputs that are to be the caller's own tensor."""
+    """An input that is kept on a device: its position, the device as `ids.written_index` has it, and the outputs that
+    are to be the caller's own tensor."""
 
     position: int
     device: int
@@ -139,7 +141,7 @@ def rewrite(gm: GraphModule, example_inputs: Sequence[Any], donated: Sequence[in
             continue
         if (device := _device_of_uses(node)) is not None:
             made.append(Rewrite("resident", _line(next(u for u in node.users if u.op != "output"))))
-            resident.append(Resident(position, device.index, _move(gm, node, device)))
+            resident.append(Resident(position, written_index(device.index), _move(gm, node, device)))
             inputs[position] = node.meta["val"]
     if made:
         gm.recompile()

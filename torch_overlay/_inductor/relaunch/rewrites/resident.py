@@ -14,6 +14,7 @@ import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensor
 
+from torch_overlay._functorch.streams.ids import index_now
 from torch_overlay._inductor.relaunch.rewrites.graph import LARGEST
 
 
@@ -49,7 +50,7 @@ class Residents:
         def run(inputs: list[Any]) -> Any:
             given = [(output, inputs[position]) for position, output in returned]
             for position, device, _ in rows:
-                inputs[position] = on_device(position, device, inputs[position])
+                inputs[position] = on_device(position, index_now(device), inputs[position])
             results = model(inputs)
             if not given:
                 return results
