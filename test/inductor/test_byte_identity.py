@@ -183,7 +183,42 @@ class TestByteIdentity(unittest.TestCase):
 
         self.check(make, fullgraph=False)
 
+    def test_fused_optimizer_step_of_clipped_gradients(self) -> None:
+        def make() -> Program:
+            parameters = [cuda(8, 8).requires_grad_() for _ in range(4)]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer = torch.optim.AdamW(parameters, fused=True, capturable=True)
+
+            def step() -> None:
+                nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+
+            return step, ()
+
+        self.check(make, fullgraph=False)
+
+    def test_training_under_autocast(self) -> None:
+        def make() -> Program:
+            model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8)).cuda()
+
+            def loss(x: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("cuda", torch.bfloat16):
+                    return model(x).float().square().mean()
+
+            return loss, (cuda(16, 64),)
+
+        self.check(make, wrappers=2, backward=True)
+
     # -- modes
+
+    def test_compiled_on_one_rank(self) -> None:
+        def make() -> Program:
+            model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).cuda()
+            return lambda x: model(x).square().mean() + torch.ones((), device="cuda"), (cuda(16, 64),)
+
+        with torch.compiler.config.patch(compile_on_one_rank=True):
+            self.check(make, wrappers=2, backward=True)
 
     def test_dynamic_shapes(self) -> None:
         self.check(

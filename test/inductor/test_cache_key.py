@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
+from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key, BypassAOTAutogradCache
 from torch._functorch._aot_autograd.schemas import AOTConfig
 from torch._guards import tracing, TracingContext
 from torch._inductor.codecache import compiled_fx_graph_hash
@@ -184,6 +184,18 @@ class TestCacheKey(TestCase):
             self.assertGreater(run()[0], 0)
             self.assertEqual(run("reduce-overhead")[0], 0)
         self.assertGreater(run("reduce-overhead")[0], 0)
+
+    def test_a_graph_that_looks_a_stream_up(self) -> None:
+        # Fails on stock 2.15: the cache bypasses such a graph.
+        from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+
+        gm = graph({"mul": 1})
+        with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+            gm.graph.call_function(get_external_object_by_index, (1,))
+        gm.recompile()
+        self.assertEqual(autograd_key(gm), autograd_key(gm))
+        with config.patch(streams=False):
+            self.assertRaisesRegex(BypassAOTAutogradCache, "get_external_object_by_index", autograd_key, gm)
 
     @form.overlay_only
     def test_stock_and_overlay_do_not_share_entries(self) -> None:

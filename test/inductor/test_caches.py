@@ -13,10 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import corpus
 import torch
+from cached_simulation import caches, lookups
 from torch._dynamo.test_case import TestCase
+from torch._dynamo.utils import counters
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 import form
+from stream_programs import by_name
 from torch_overlay._functorch.streams import ids
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -76,15 +81,26 @@ class CachesTestCase(TestCase):
 
 
 class TestNextProcess(CachesTestCase):
-    def test_captures_at_its_second_call_and_computes_the_same(self) -> None:
-        cold = self.ask("relaunched_from_cache", "cold", save="artifacts")
-        warm = self.ask("relaunched_from_cache", "warm", load="artifacts")
+    def check_computes_the_same(self, **where: str) -> dict[str, Any]:
+        cold = self.ask("relaunched_from_cache", "cold", save="artifacts", **where)
+        warm = self.ask("relaunched_from_cache", "warm", load="artifacts", **where)
         for name, found in warm.items():
             with self.subTest(name):
                 self.check_cold(cold[name]["lookups"])
                 self.assertEqual([*found["lookups"]], ["fxgraph_cache_hit", "autograd_cache_hit"])
                 self.assertEqual([*cold[name]["equal"], *found["equal"]], [True] * 8)
                 self.assertEqual(found["graphs"], cold[name]["graphs"])
+        return warm
+
+    @form.needs_gpu
+    def test_captures_and_computes_the_same_on_a_gpu(self) -> None:
+        warm = self.check_computes_the_same(device="cuda")
+        for name in ("training", "two streams"):
+            self.assertEqual(warm[name]["graphs"], [[0, 0], [2, 2], [2, 4], [2, 6]])
+        self.assertEqual(warm["two streams without graphs"]["graphs"][-1], [0, 0])
+
+    def test_captures_at_its_second_call_and_computes_the_same(self) -> None:
+        warm = self.check_computes_the_same()
         self.assertEqual(warm["training"]["graphs"], [[0, 0], [2, 2], [2, 4], [2, 6]])  # a forward and a backward
         self.assertEqual(warm["partitions"]["graphs"], [[0, 0], [2, 2], [2, 4], [2, 6]])
         self.assertEqual(warm["number"]["graphs"][-1], [1, 1])  # each value has a graph: a library takes it
@@ -132,6 +148,26 @@ class TestNextProcess(CachesTestCase):
         for kind, keys in with_it["keys"].items():
             self.assertTrue(keys)
             self.assertFalse({*keys} & {*without["keys"][kind]})
+
+
+@form.slow
+class TestStreamPrograms(TestCase):
+    @parametrize("name,mode", corpus.cases()[::12])
+    def test_runs_from_a_cache_as_it_was_compiled(self, name: str, mode: str) -> None:
+        """Compiled autograd and the like bypass the AOTAutograd cache, and never the FX graph cache."""
+        found = []
+        with tempfile.TemporaryDirectory() as folder, simulated_gpu(2):
+            for _ in range(2):
+                torch._dynamo.reset()
+                counters.clear()
+                with caches(folder) as texts:
+                    report = corpus.check_program(by_name(name), None if mode == "default" else mode)
+                found.append((lookups(), sorted(texts), corpus.findings(report)))
+        (cold, *compiled), (warm, *cached) = found
+        self.assertEqual(warm.get("fxgraph_cache_hit"), cold.get("fxgraph_cache_miss"))
+        self.assertNotIn("fxgraph_cache_miss", warm)
+        self.assertEqual(cached, compiled)
+        self.assertEqual(cached[1], [])
 
 
 def of_no_device(text: str) -> str:
@@ -199,3 +235,6 @@ class TestOtherRank(CachesTestCase):
                 )
                 self.assertEqual([line.replace(" of cuda:1", "") for line in found["ran"]], first[name]["ran"])
                 self.assertEqual({line.count(" of cuda:1") > 0 for line in found["ran"] if "stream" in line}, {True})
+
+
+instantiate_parametrized_tests(TestStreamPrograms)
