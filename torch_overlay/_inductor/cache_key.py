@@ -106,10 +106,12 @@ def hash_details_init(original: Callable[..., None], self: Any, gm: Any, *args: 
 
 
 def check_node_safe(original: Callable[..., None], node: torch.fx.Node) -> None:
-    """Seam: the AOTAutograd cache may hold graphs that look streams and events up by their numbers."""
+    """Seam: the AOTAutograd cache may hold graphs that look streams and events up by their numbers. Where code is
+    compiled on one rank for all, upstream's Dynamo traces them."""
     from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
+    from torch.fx.experimental.proxy_tensor import _coor_enabled
 
-    from torch_overlay._dynamo import state
+    from torch_overlay import config
 
-    if node.target is not get_external_object_by_index or not state.applies():
+    if node.target is not get_external_object_by_index or not config.streams or _coor_enabled():
         original(node)
