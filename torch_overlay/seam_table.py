@@ -53,6 +53,12 @@ PATCHES: tuple[Patch, ...] = (
         "partition had computed was missing, silently. The first one now hands the result on.",
     ),
     Patch(
+        slug="inductor-partition-device",
+        subject="Graph partitions that are compiled on one rank know their device",
+        description="A partition looked its stream up on a device whose index was a variable of the function that "
+        "calls it, and failed with a NameError.",
+    ),
+    Patch(
         slug="inductor-concat-results",
         subject="A result that shows a part of a concatenation has memory of its own",
         description="Inputs of a concatenation are computed in place, but for those that the graph returns. A view of "
@@ -188,6 +194,16 @@ SEAMS: tuple[Seam, ...] = (
         why="The result of a concatenation belongs to the last partition that computes a part of it, and is allocated "
         "in the first.",
         ends="upstream hands the result on from partition to partition",
+    ),
+    # ---- inductor-partition-device
+    Seam(
+        target="torch._inductor.codegen.wrapper:_coor_device_idx_ref",
+        impl="torch_overlay.upstream_fixes.partition_device:device_index",
+        kind="wrap",
+        patch="inductor-partition-device",
+        fingerprint="2cc172e7951e438e",
+        why="The variable with the device's index is its function's; a partition is another function.",
+        ends="upstream defines the variable in each partition that uses it",
     ),
     # ---- inductor-concat-results
     Seam(

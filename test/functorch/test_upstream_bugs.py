@@ -71,6 +71,11 @@ class TestUpstreamBugs(TestCase):
 
     @form.slow
     @form.overlay_only
+    def test_on_stock_a_partition_has_no_device(self) -> None:
+        self.assertEqual(found_on_stock()["device_of_a_partition"], ["partition_0"])
+
+    @form.slow
+    @form.overlay_only
     def test_on_stock_views_lie_in_concatenations(self) -> None:
         found = found_on_stock()["views_of_what_is_concatenated"]
         self.assertEqual([text.split(":")[0] for text in found], ["viewed", "filled"])

@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import form  # noqa: F401
+from torch_overlay import config
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
 
@@ -409,6 +410,25 @@ def _allocations(text: str, rows: int) -> list[str]:
 
 
 @simulated_gpu()
+def device_of_a_partition() -> list[str]:
+    """A partition uses a variable of the function that calls it."""
+
+    def partitioned(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return (x[table] * 2).sum(0), torch.relu(x) + 1
+
+    torch._dynamo.reset()
+    one_rank = torch.compiler.config.patch(compile_on_one_rank=True)
+    with observe() as seen, one_rank, config.patch(cudagraph_rewrites=False):
+        torch.compile(partitioned, mode="reduce-overhead")(_square().detach(), torch.arange(8))
+    text = _wrapper(seen, "inference")
+    functions = re.split(r"^ *def ", text, flags=re.MULTILINE)[1:]
+    if not any(function.startswith("partition_") for function in functions):
+        return ["there is no partition"]
+    name = "_coor_device_idx"
+    return [f.partition("(")[0] for f in functions if name in f and f"{name} = " not in f]
+
+
+@simulated_gpu()
 def views_of_what_is_concatenated() -> list[str]:
     """What a concatenation is made of is computed in it, though a view of that is another result."""
 
@@ -489,6 +509,7 @@ CHECKS = (
     inputs_saved_and_written,
     read_behind_the_write,
     concatenated_in_partitions,
+    device_of_a_partition,
     views_of_what_is_concatenated,
     constants_on_the_host,
     results_that_are_inputs,
