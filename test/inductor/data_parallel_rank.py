@@ -5,7 +5,7 @@
     graphs    with it, and with the graphs of `host_graphs`
 
 `main(request)` writes for each case and side the losses and the parameters, as lists, and how many graphs were captured
-and launched. The request has `rank`, `rendezvous` (a file that both ranks name), the `cases`, and `out`.
+and launched after each step. The request has `rank`, `rendezvous` (a file that both ranks name), `cases`, and `out`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from host_graphs import counted, host_graphs
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import form
@@ -37,11 +38,13 @@ RANKS, STEPS = 2, 6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`around`: the wrapped model is compiled, not its blocks. `accumulate`: so many batches for a step, of which only
-    the last is reduced. `resume`: after half of the steps, what was saved is loaded by new objects."""
+    """`around`: the wrapped model is compiled, not its blocks. `sharded`: by FSDP2, instead of DDP. `accumulate`: so
+    many batches for a step, of which only the last is reduced. `resume`: after half of the steps, what was saved is
+    loaded by new objects."""
 
     optimizer: Callable[[Any], torch.optim.Optimizer]
     around: bool = False
+    sharded: bool = False
     accumulate: int = 1
     low_precision: bool = False
     clip: bool = False
@@ -68,6 +71,7 @@ def one_by_one(parameters: Any) -> torch.optim.Optimizer:
 CASES = {
     "compiled_around_ddp_in_buckets": Case(sgd, around=True),
     "blocks_compiled_inside_of_ddp": Case(sgd),
+    "blocks_compiled_inside_of_fsdp2": Case(sgd, sharded=True),
     "batches_that_are_not_reduced": Case(sgd, around=True, accumulate=3),
     "autocast_and_clipped_gradients": Case(adamw, low_precision=True, clip=True),
     "fused_optimizer": Case(fused, clip=True),
@@ -97,7 +101,7 @@ class Model(nn.Module):
 
 
 class Training:
-    """A model in DDP and its optimizer, compiled as the case says."""
+    """A model in DDP, or sharded, and its optimizer, compiled as the case says."""
 
     def __init__(self, case: Case, compiles: bool) -> None:
         self.case = case
@@ -105,7 +109,12 @@ class Training:
         if compiles and not case.around:
             for block in self.module.blocks:
                 block.compile()
-        self.wrapped = DistributedDataParallel(self.module, bucket_cap_mb=0.01)
+        self.wrapped: Any = self.module
+        if case.sharded:
+            for part in (*self.module.blocks, self.module):
+                fully_shard(part)
+        else:
+            self.wrapped = DistributedDataParallel(self.module, bucket_cap_mb=0.01)
         self.model = torch.compile(self.wrapped) if compiles and case.around else self.wrapped
         self.optimizer = case.optimizer(self.module.parameters())
         self.update = torch.compile(self.optimizer.step) if compiles and case.compiled_step else self.optimizer.step
@@ -143,7 +152,7 @@ def train(case: Case, compiles: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     training = Training(case, compiles)
     torch.manual_seed(10 + dist.get_rank())
-    losses = []
+    losses, graphs = [], []
     for step in range(STEPS):
         if case.resume and step == STEPS // 2:
             file, state = training.save(), torch.get_rng_state()
@@ -151,8 +160,9 @@ def train(case: Case, compiles: bool) -> dict[str, Any]:
             training.load(file)
             torch.set_rng_state(state)
         losses.append(training.step())
-    parameters = [p.detach().flatten().tolist() for p in training.module.parameters()]
-    return {"losses": losses, "parameters": parameters, "graphs": counted()}
+        graphs.append(counted())
+    whole = [p.full_tensor() if case.sharded else p for p in training.module.parameters()]
+    return {"losses": losses, "parameters": [p.detach().flatten().tolist() for p in whole], "graphs": graphs}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""Training under DDP, in two processes on the host: what is compiled, and relaunched on the stand-in device, learns the
-same as what stock PyTorch compiles, bit by bit.
+"""Training under DDP and FSDP2, in two processes on the host: what is compiled, and relaunched on the stand-in device,
+learns the same as what stock PyTorch compiles, bit by bit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class TestDataParallel(TestCase):
                     eager, stock, graphs = (rank[case][side] for side in ("eager", "stock", "graphs"))
                     self.assertEqual(graphs["losses"], stock["losses"])
                     self.assertEqual(graphs["parameters"], stock["parameters"])
-                    self.assertEqual(stock["graphs"], [0, 0])
-                    captures, launches = graphs["graphs"]
+                    self.assertEqual(stock["graphs"], [[0, 0]] * STEPS)
+                    (third, _), (captures, launches) = graphs["graphs"][2], graphs["graphs"][-1]
                     self.assertGreater(launches, STEPS)
-                    self.assertLess(captures, launches)
+                    if not (CASES[case].compiled_step or CASES[case].resume):
+                        self.assertEqual(captures, third)  # FSDP2 moves all parameters in each step
                     for ours, theirs in zip(graphs["losses"], eager["losses"], strict=True):
                         self.assertAlmostEqual(ours, theirs, delta=2e-2 * theirs)
                     self.assertNotEqual(eager["losses"][0], eager["losses"][-1])
