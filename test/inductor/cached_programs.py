@@ -1,11 +1,11 @@
 """A process of the tests of caches: compiles a few programs on the simulated GPU, and says what it ran.
 
-    answer = main({"programs": ["training"], "folder": folder, "out": file})
+    main({"programs": ["training"], "folder": folder, "out": file})
 
 The request: `programs`, `folder` of the caches, `load` and `save`, files of `torch.compiler`'s cache artifacts, `rank`,
-which is the index of the current device of two, `one_rank` for `compile_on_one_rank`, `blind` for caches whose keys
-only say the how manieth look-up it is, `options` of the overlay that each program is run with, one after another, `off`
-if the overlay is, and `out`, where the answer goes.
+which is the index of the current device of two, `one_rank` for `compile_on_one_rank`, `blind` for caches whose keys are
+no more than numbers, `options` of the overlay that each program is run with, one after another, `off` if the overlay
+is, and `out`, where the answer goes.
 """
 
 from __future__ import annotations

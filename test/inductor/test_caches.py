@@ -12,7 +12,9 @@ import re
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import cached_programs
 import corpus
 import torch
 from cached_simulation import caches, lookups
@@ -23,6 +25,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from stream_programs import by_name
 from torch_overlay._functorch.streams import ids
+from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.testing import compile_only, simulated_gpu
 
 
@@ -112,6 +115,18 @@ class TestNextProcess(CachesTestCase):
             self.assertTrue(cold[name]["ran"])
         warm = self.process("warm", (*STOCK, *OURS), load="artifacts")
         self.check_warm(cold, warm)
+
+    def test_a_forward_from_a_cache_finds_its_backward(self) -> None:
+        """The forward says whose memory it saves, and the backward's key depends on that."""
+        without = mock.patch("torch._functorch.aot_autograd.should_use_local_autograd_cache", lambda: False)
+        found = []
+        with simulated_gpu(2) as gpu, caches(str(self.folder)) as texts, without, SimulatedDevice(gpu) as device:
+            for _ in range(2):
+                answer = cached_programs.run("training_on_two_streams", gpu, device, texts)
+                found.append((answer["lookups"], answer["texts"]))
+        (cold, compiled), (warm, cached) = found
+        self.assertEqual((cold, warm), ({"fxgraph_cache_miss": 2}, {"fxgraph_cache_hit": 2}))
+        self.assertEqual(cached, compiled)
 
     @form.slow
     def test_finds_in_the_folder_what_it_finds_in_artifacts(self) -> None:
