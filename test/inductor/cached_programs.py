@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
+from torch_overlay._inductor import cache_key
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import Launch, Record, Synchronize, Wait
 from torch_overlay.testing import simulated_gpu
@@ -177,14 +178,31 @@ def blind_keys(name: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_keys() -> Iterator[list[str]]:
+    """Yield what the overlay adds to each key that is made inside."""
+    found: list[str] = []
+    make = cache_key.overlay_key
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        key = make(*args, **kwargs)
+        found.append(repr(key))
+        return key
+
+    with mock.patch.object(cache_key, "overlay_key", noted):
+        yield found
+
+
 def run(name: str, simulation: Any, device: SimulatedDevice, texts: list[str]) -> dict[str, Any]:
     torch._dynamo.reset()
     for kept in (counters, texts, simulation.cudagraphs, simulation.device_log):
         kept.clear()
     device.begin()
-    PROGRAMS[name]()
+    with own_keys() as keys:
+        PROGRAMS[name]()
     unnamed = sorted(re.sub(r"# kernel path: .*", "", text) for text in texts)
     found = {"lookups": lookups(), "texts": unnamed, "ran": ran(device), "graphs": graphs(simulation)}
+    found["own keys"] = keys if found["lookups"].get("autograd_cache_miss") else []  # a hit makes fewer
     return found | {"devices": [line for line in simulation.device_log if line.startswith("set device")]}
 
 
