@@ -41,7 +41,7 @@ LAYERS = (
     ("_inductor.relaunch.capture",),
     ("_inductor.relaunch",),
     ("_inductor",),
-    ("testing", "analysis"),
+    ("testing", "analysis", "cudagraphs"),
     ("_engine", "seam_table", "_skip_files"),
     ("_cli", "", "__main__"),
 )

@@ -41,6 +41,7 @@ from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
+from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 from torch_overlay._inductor.relaunch.verify import Verified
@@ -339,6 +340,7 @@ class Runner:
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
+        listen()
         self.device.prepare()
         if self.plan is not None and not self.code.is_backward:
             return self._repeat(self.plan, state, inputs)
@@ -541,7 +543,10 @@ def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -
         found.refused, found.relaunch = "host-memory", None
 
 
+@on_reset
 def forget_all() -> None:
+    """Drop the graphs of all runners. Compiled code may still be referenced, by a backward yet to run, or by Dynamo
+    after a graph break: its runners make new ones."""
     for runner in list(live_runners):
         runner.forget()
 

@@ -113,8 +113,10 @@ def _is_asked(cudagraphs: Any) -> bool:
     import torch._inductor.config as inductor_config
     from torch._inductor.virtualized import V
 
+    from torch_overlay._inductor.relaunch.policy import is_of_others
+
     asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
-    ours = config.cudagraphs == "relaunch" and inductor_config.cudagraph_policy is None
+    ours = config.cudagraphs == "relaunch" and not is_of_others()
     return (
         bool(asked and ours and config.cudagraph_rewrites and inductor_config.graph_partition) and not V.aot_compilation
     )
