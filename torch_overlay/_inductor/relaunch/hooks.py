@@ -15,7 +15,6 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import partitions
-from torch_overlay._inductor.relaunch.partitions import Partitions
 from torch_overlay._inductor.relaunch.policy import compiled_frame, is_of_others, RelaunchPolicy, rewritten
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
@@ -25,6 +24,8 @@ from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch_overlay._inductor.relaunch.partitions import Partitions
 
 RELAUNCH = RelaunchPolicy()
 
@@ -49,31 +50,30 @@ def post_compile(
     what copies to the device the inputs that it was rewritten to take there."""
     found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
     residents = Residents(found.resident)
-    with _choosing(graph_kwargs, found, residents) as chosen:
+    with _choosing(graph_kwargs, found, residents):
         original(compiled, example_inputs, constants, graph_kwargs)
-        if chosen is not None:
-            chosen.wrap_output(compiled)
+        if inductor_config.cudagraph_policy is RELAUNCH:
+            RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
 
 
 @contextlib.contextmanager
-def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Residents) -> Iterator[RelaunchPolicy | None]:
-    """Have Inductor ask our policy inside, or one of the user's, or none. Yield it if it is ours."""
+def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Residents) -> Iterator[None]:
+    """Have Inductor ask our policy inside, or one of the user's, or none."""
     wanted: Any = graph_kwargs.get("cudagraphs")
     if is_of_others() or not (wanted or getattr(wanted, "overlay_wanted", False)):
-        yield None
+        yield
         return
     users = inductor_config.cudagraph_policy
     mode = "relaunch" if users is not None else chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
     if mode != "relaunch":
         if mode == "off":
             type(wanted).disable(wanted)
-        yield None
+        yield
         return
-    policy = users or RELAUNCH
-    with inductor_config.patch(cudagraph_policy=policy), rewritten(found.made, residents):
-        yield policy
+    with inductor_config.patch(cudagraph_policy=users or RELAUNCH), rewritten(found.made, residents):
+        yield
     wanted.value = True
 
 
