@@ -405,9 +405,11 @@ class TestNeeds(Compiling):
         self.assertEqual([r.message for r in refusals.refused()], ["control flow operator: torch.cond"] * ALONE)
 
     def test_numbers(self):
-        made, _ = self.compiled(lambda x: x * x.size(0), dynamic=True)
-        (code,) = made
-        self.assertEqual(code.numbers, frozenset())
+        with simulated_gpu(), inductor_config.patch(cudagraph_policy=POLICY):
+            x = torch.randn(8, device="cuda")
+            seen = compile_only(lambda x, n: x * n, x, 3, mode="reduce-overhead", dynamic=True)
+        (code,) = (graph["relaunch"] for graph in seen.cudagraphs)
+        self.assertEqual(bool(code.numbers), not ALONE)
 
     def test_operator_that_fails_in_a_capture(self):
         """The frame isn't compiled again, for it would be compiled to the same."""
@@ -424,6 +426,70 @@ class TestNeeds(Compiling):
                 made = POLICY.cudagraphify(scope["call"], [], [], **known)
             self.assertEqual(made is scope["call"], bool(refused))
             self.assertEqual([r.reason for r in refusals.refused()], ["attention-seeds"] * refused)
+
+
+@form.needs_gpu
+class TestGpu(TestCase):
+    """Beside the seams, and by `TestAlone` without them."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        refusals._refused.clear()
+        self.enterContext(inductor_config.patch(cudagraph_policy=POLICY))
+
+    def tearDown(self):
+        torch._dynamo.reset()
+        gc.collect()
+        self.assertEqual(runner.live(), dict.fromkeys(runner.live(), 0))
+        super().tearDown()
+
+    def check(self, fn, make, *, regions=1, calls=5, backward=False):
+        with config.patch(cudagraph_verify=True):
+            compiled = torch.compile(fn, mode="reduce-overhead")
+            for _ in range(calls):
+                inputs = make()
+                copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+                got, expected = compiled(*inputs), fn(*copies)
+                if backward:
+                    got.sum().backward()
+                    expected.sum().backward()
+                    inputs, copies = ([t.grad for t in tensors if t.requires_grad] for tensors in (inputs, copies))
+                self.assertEqual([got, *inputs], [expected, *copies], atol=1e-2, rtol=1e-2)
+        self.assertEqual(refusals.refusals(), [])
+        found = counters["torch_overlay"]
+        self.assertEqual(found["cudagraph_captures"], regions)
+        self.assertEqual(found["cudagraph_relaunches"], regions * (calls - 1))
+
+    def tensors(self, *shapes, grad=False):
+        return lambda: [torch.randn(shape, device="cuda", requires_grad=grad) for shape in shapes]
+
+    def test_inference(self):
+        self.check(step, self.tensors((64, 64), (64, 64)))
+
+    def test_training(self):
+        self.check(step, self.tensors((64, 64), (64, 64), grad=True), regions=2, backward=True)
+
+    def test_mutated_input(self):
+        self.check(lambda cache, x: cache.add_(x).sin(), self.tensors(64, 64))
+
+    def test_partitions(self):
+        self.check(lambda x: x.cos() + x.sin().nonzero().sum(), self.tensors((64, 64)), regions=2)
+
+    def test_seeds_of_attention(self):
+        """Only the overlay can give its training a graph; without one, nothing is wrong with it."""
+        q = torch.randn(2, 2, 64, 64, device="cuda", requires_grad=True)
+
+        def fn(q):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+        compiled = torch.compile(fn, mode="reduce-overhead")
+        for _ in range(4):
+            compiled(q).sum().backward()
+            self.assertTrue(q.grad.isfinite().all())
+        self.assertEqual({r.reason for r in refusals.refused()}, {"attention-seeds"} if ALONE else set())
 
 
 @form.overlay_only

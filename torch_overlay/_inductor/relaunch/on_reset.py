@@ -36,4 +36,4 @@ def listen() -> None:
     """Have the next reset heard. Does nothing if it is heard already."""
     from torch._dynamo.eval_frame import cached_backends
 
-    cached_backends.setdefault(id(_listener), _listener)  # pyrefly: ignore[bad-argument-type]
+    cached_backends.setdefault(id(_listener), _listener)  # pyrefly: ignore[no-matching-overload]

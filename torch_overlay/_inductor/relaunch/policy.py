@@ -23,18 +23,20 @@ Note [What a policy can't do]
 The policy works in a process without any seam. What comes before there is compiled code is out of its reach, and is
 done by seams (`hooks`, `partitions`, `rewrites`):
 
-1. Where code is cut. Collectives, control flow, and an operator in which a capture failed, are not split off by
-   Inductor itself. Code with them is refused. Where the user names the operators in `custom_should_partition_ops`,
-   Inductor cuts there.
+1. Where code is cut. Inductor itself doesn't split off collectives, `torch.cond`, and operators in which a capture
+   failed; a region with them is refused, the whole code for `torch.cond`. Inductor does cut at operators that the user
+   names in `custom_should_partition_ops`.
 2. What the FX graph says. Which numbers no size depends on: each value of a number gets a graph of its own. What was
-   split off, why, and how many kernels a partition has: `coverage` counts calls alone.
+   split off, why, and how many kernels a partition has: `coverage` counts calls alone. Which outputs are saved for the
+   backward, where the code comes from AOTAutograd's cache: they don't share memory then (`memory.outputs`).
 3. Rewrites of the FX graph, and a buffer of its own for each intermediate result, without which little of a graph can
    run side by side.
 4. Seeds of attention (Note in `attention_seeds`): the operators have to take their seeds where they are. Training code
    that calls them is refused.
 5. Reasons of code that doesn't come here: with a C++ wrapper, Inductor asks for no graph at all.
-6. Inductor's switch, where the code of a refused forward comes from AOTAutograd's cache: the switch that turns the
-   backward off isn't in sight.
+6. Inductor's switch, where the code of a refused forward comes from a cache: the switch that turns the backward off
+   isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
+   for trees that there aren't, and raises.
 7. The preparation of the first capture while kernels are compiled: it is a part of the first call.
 """
 
@@ -80,7 +82,8 @@ class RelaunchPolicy(CUDAGraphPolicy):
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
         if _thread.rewrites is not None or _is_asked(compiled_graph):
             notes = Partitions.read(getattr(compiled_graph, "_overlay_partitions", ()))
-            record = coverage.CompiledCode(describe_whole(compiled_graph), notes, *(_thread.rewrites or ()))
+            made, residents = _thread.rewrites or ((), None)
+            record = coverage.CompiledCode(describe_whole(compiled_graph), notes, made, residents)
             if (found := why_not(compiled_graph)) is not None:
                 record.without = found
                 refuse(Refused(record.code, *found))
