@@ -1019,7 +1019,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-relaunch
     Seam(
         target="torch._inductor.compile_fx:_compile_fx_inner",
-        impl="torch_overlay._inductor.relaunch.rewrites.graph:compile_fx_inner",
+        impl="torch_overlay._inductor.relaunch.hooks:compile_fx_inner",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f6d13ac945dfa14c",

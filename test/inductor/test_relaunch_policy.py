@@ -17,6 +17,7 @@ import threading
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 from relaunch_case import RelaunchTestCase
@@ -379,6 +380,7 @@ class TestCompiled(Compiling):
         self.assertEqual((made.name.partition(" of")[0], made.device), ("inference", 0))
         self.assertEqual(self.refused(), [])
 
+    @pytest.mark.each_hook
     @needs_seams
     def test_bisector_that_turns_a_backward_off(self):
         from torch._inductor.compiler_bisector import CompilerBisector

@@ -25,6 +25,8 @@ from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.fx import GraphModule
+
     from torch_overlay._inductor.relaunch.partitions import Partitions
 
 RELAUNCH = RelaunchPolicy()
@@ -37,6 +39,33 @@ def chosen_mode(device_box: Any) -> str:
     if device_box is not None:
         device_box.overlay_cudagraphs = mode
     return mode
+
+
+def compile_fx_inner(
+    original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
+    if not _is_rewritten(kwargs.get("cudagraphs")):
+        return original(gm, example_inputs, *args, **kwargs)
+    found, inputs = rewrites.rewrite(gm, example_inputs, _donated() if kwargs.get("is_backward") else ())
+    with rewrites.compiling(found):
+        return original(gm, inputs, *args, **kwargs)
+
+
+def _is_rewritten(cudagraphs: Any) -> bool:
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
+    ours = config.cudagraphs == "relaunch" and not is_of_others()
+    allowed = config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation
+    return bool(asked and ours and allowed)
+
+
+def _donated() -> Sequence[int]:
+    """Return the positions of a backward's inputs whose memory the compiled code may use for something else."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return get_donated_idxs() or ()
 
 
 def post_compile(
