@@ -41,9 +41,9 @@ LAYERS = (
     ("_inductor.relaunch.capture",),
     ("_inductor.relaunch",),
     ("_inductor",),
-    ("testing", "analysis", "cudagraphs"),
+    ("testing", "analysis"),
     ("_engine", "seam_table", "_skip_files"),
-    ("_cli", "", "__main__"),
+    ("_cli", "", "__main__", "cudagraphs"),
 )
 
 

@@ -7,7 +7,7 @@
 
 From then on, code that asks for CUDA graphs (`mode="reduce-overhead"`, `triton.cudagraphs`) gets ours. The options
 `cudagraph_*` of `torch_overlay.config` hold, but for those that decide how code is compiled: `cudagraph_rewrites`, and
-`cudagraphs`, for whoever sets a policy has chosen.
+`cudagraphs`, for whoever sets a policy has chosen. Raises an OverlayError on another release of PyTorch.
 
 With the overlay enabled there is no need for it: the overlay uses the same policy, and also does what no policy can.
 Note [What a policy can't do] of `_inductor.relaunch.policy` says what that is.
@@ -17,5 +17,12 @@ from __future__ import annotations
 
 from torch_overlay._inductor.relaunch.policy import RelaunchPolicy
 
+
+try:
+    from torch_overlay._engine.verify import check_version, torch_root
+except ModuleNotFoundError:  # in the patched form it is a part of the release
+    pass
+else:
+    check_version(torch_root())
 
 __all__ = ["RelaunchPolicy"]

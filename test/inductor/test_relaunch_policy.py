@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
+import importlib
 import io
 import os
 import pickle
@@ -29,7 +30,7 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
 import form
 from generated_text import normalised
-from torch_overlay import config
+from torch_overlay import config, cudagraphs
 from torch_overlay._inductor.relaunch import coverage, policy, refusals, runner
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
@@ -261,6 +262,11 @@ class TestOnTheHost(RelaunchTestCase):
         read.load()
         self.assertIn("torch._inductor.output_code", read.modules)
         self.assertEqual([name for name in read.modules if "overlay" in name or name == __name__], [])
+
+    @form.overlay_only
+    def test_another_release_is_refused(self):
+        with mock.patch.object(torch, "__version__", "2.14.1"), self.assertRaisesRegex(RuntimeError, "2.15.0.*2.14.1"):
+            importlib.reload(cudagraphs)
 
     def test_policy_is_plain_data(self):
         """Inductor copies its configuration, and sends it to other processes."""

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 class _Thread(threading.local):
     graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
     record: Any = None  # its coverage.CompiledCode, if it asked for graphs
-    is_wrapped = False
+    is_wrapped = False  # did Inductor ask for graphs of it?
     rewrites: tuple[Sequence[Rewrite], Residents] | None = None  # what a seam knows of it
 
 
