@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -79,13 +80,6 @@ class Runner:
 
 runner = Runner([partition_0, partition_1])
 call, recursively_apply_fns = runner.call, runner.recursively_apply_fns
-"""
-
-
-SEEDED = """
-def call(args):
-    q, k, v = args
-    return torch.ops.aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.1)
 """
 
 
@@ -424,16 +418,45 @@ class TestNeeds(Compiling):
         (code,), _ = self.compiled(torch.sin)
         self.assertEqual(code.compile_id is None, ALONE)
 
+    def wrapped(self, code, is_inference):
+        """True if a function gets a graph that is like this one of generated code."""
+        refusals._refused.clear()
+
+        def model(inputs):
+            return inputs
+
+        graph = SimpleNamespace() if ALONE else SimpleNamespace(_overlay_partitions=())
+        known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
+        with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
+            model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)
+            made = POLICY.cudagraphify(model, [], [], **known)
+        self.assertEqual([r.reason for r in refusals.refused()], ["policy-alone"] * (made is model))
+        return made is not model
+
     def test_seeds_of_attention(self):
-        scope = {"torch": torch}
-        exec(SEEDED, scope)
-        for is_inference, refused in ((True, 0), (False, ALONE)):
-            refusals._refused.clear()
-            with simulated_gpu():
-                known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
-                made = POLICY.cudagraphify(scope["call"], [], [], **known)
-            self.assertEqual(made is scope["call"], bool(refused))
-            self.assertEqual([r.reason for r in refusals.refused()], ["attention-seeds"] * refused)
+        def call(q, k, v):
+            return torch.ops.aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.1)
+
+        self.assertTrue(self.wrapped(call.__code__, is_inference=True))
+        self.assertEqual(self.wrapped(call.__code__, is_inference=False), not ALONE)
+
+    def test_streams(self):
+        """As they are in the generated code."""
+        with simulated_gpu(), inductor_config.patch(cudagraph_policy=POLICY):
+            side = torch.cuda.Stream()
+
+            def fn(x):
+                current = torch.cuda.current_stream()
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    y = x @ x
+                current.wait_stream(side)
+                return y + x
+
+            seen = compile_only(fn, torch.randn(64, 64, device="cuda"), mode="reduce-overhead")
+        module = compile(seen.wrappers[0], "generated", "exec")
+        (code,) = (each for each in module.co_consts if getattr(each, "co_name", "") == "partition_0")
+        self.assertEqual(self.wrapped(code, is_inference=True), not ALONE)
 
 
 @form.needs_gpu
@@ -497,7 +520,7 @@ class TestGpu(TestCase):
         for _ in range(4):
             compiled(q).sum().backward()
             self.assertTrue(q.grad.isfinite().all())
-        self.assertEqual({r.reason for r in refusals.refused()}, {"attention-seeds"} if ALONE else set())
+        self.assertEqual({r.reason for r in refusals.refused()}, {"policy-alone"} if ALONE else set())
 
 
 @form.overlay_only

@@ -71,6 +71,7 @@ def seams_of(program: Program) -> set[_needs.Need]:
         _needs.COLLECTIVE: "split-collective" in split,
         _needs.BRANCH: "split-control-flow" in split,
         _needs.NUMBER: any(code.numbers for code in codes),
+        _needs.STREAM: bool(seen.plans),
         _needs.SEEDS: any("efficient_attention_backward" in text for text in seen.wrappers),
     }
     return {need for need, used in is_used.items() if used}
@@ -87,6 +88,12 @@ class TestNeeds(TestCase):
                 dist.init_process_group("fake", rank=0, world_size=program.ranks, store=FakeStore())
                 stack.callback(dist.destroy_process_group)
             self.assertIn(_needs.NEEDS[name], seams_of(program))
+
+    @form.overlay_only
+    def test_seams_are_in_the_table(self) -> None:
+        from torch_overlay.seam_table import SEAMS
+
+        self.assertEqual({need.seam for need in _needs.NEEDS.values()} - {seam.target for seam in SEAMS}, set())
 
     def test_seams_are_told_apart(self) -> None:
         self.assertEqual(seams_of(by_name("outputs_stay")), set())

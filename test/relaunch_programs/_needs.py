@@ -7,16 +7,25 @@ from typing import NamedTuple
 
 
 class Need(NamedTuple):
-    """The seam, by the name of the upstream function that it is at, and why."""
+    """The target of a seam, and why."""
 
     seam: str
     why: str
 
 
-COLLECTIVE = Need("is_cudagraph_unsafe_fx_node", "collectives are split off")
-BRANCH = Need("Switch.create", "a condition that the host reads is split off")
-NUMBER = Need("CompiledFxGraph.__init__", "a number that no size depends on is a parameter of one graph")
-SEEDS = Need("lowering", "seeds of memory-efficient attention are moved to where the operators expect them")
+COLLECTIVE = Need("torch._inductor.utils:is_cudagraph_unsafe_fx_node", "collectives are split off")
+BRANCH = Need("torch._inductor.ir:Switch.create", "a condition that the host reads is split off")
+NUMBER = Need(
+    "torch._inductor.output_code:CompiledFxGraph.__init__",
+    "a number that no size depends on is a parameter of one graph",
+)
+SEEDS = Need(
+    "torch._inductor.lowering:", "seeds of memory-efficient attention are moved to where operators expect them"
+)
+STREAM = Need(
+    "torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
+    "the caller's streams are replaced by those of a capture",
+)
 
 NEEDS: dict[str, Need] = {
     "attention_efficient": SEEDS,
@@ -36,4 +45,5 @@ NEEDS: dict[str, Need] = {
     "number_in_training": NUMBER,
     "number_too_large": NUMBER,
     "numbers_and_sizes": NUMBER,
+    "streams_inside": STREAM,
 }

@@ -38,7 +38,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_registered = False
 
 
 @contextlib.contextmanager
@@ -57,20 +56,7 @@ def register(module: ModuleType) -> Callable[[], None]:
     undo = contextlib.ExitStack()
     for name in OPERATORS:
         undo.callback(_wrap(getattr(torch.ops.aten, name).default))
-    _set_registered(True)
-    undo.callback(_set_registered, False)
     return undo.close
-
-
-def _set_registered(value: bool) -> None:
-    global _registered
-    _registered = value
-
-
-def would_be_lost(model: Callable[..., Any]) -> bool:
-    """True if a function of generated code has seeds, and nothing brings them to where the operators expect them."""
-    code = getattr(model, "__code__", None)
-    return not _registered and code is not None and not {*OPERATORS, *FORWARDS}.isdisjoint(code.co_names)
 
 
 def _wrap(overload: Any) -> Callable[[], None]:

@@ -31,8 +31,9 @@ done by seams (`hooks`, `partitions`, `rewrites`):
    backward, where the code comes from AOTAutograd's cache: they don't share memory then (`memory.outputs`).
 3. Rewrites of the FX graph, and a buffer of its own for each intermediate result, without which little of a graph can
    run side by side.
-4. Seeds of attention (Note in `attention_seeds`): the operators have to take their seeds where they are. Training code
-   that calls them is refused.
+4. Operators that a capture has to deceive. Streams of the caller's are replaced by those of the capture, and the
+   operators of attention take their seeds where they are (Note [Seeds of attention]). Code with streams, and training
+   code with these operators, is refused.
 5. Reasons of code that doesn't come here: with a C++ wrapper, Inductor asks for no graph at all.
 6. Inductor's switch, where the code of a refused forward comes from a cache: the switch that turns the backward off
    isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
@@ -61,6 +62,11 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
     from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+
+
+# Names in generated code: of what uses the caller's streams, and of operators with seeds.
+STREAMS = frozenset(["_get_stream_by_index", "streams"])
+ATTENTION = frozenset([*attention_seeds.OPERATORS, *attention_seeds.FORWARDS])
 
 
 class _Thread(threading.local):
@@ -105,6 +111,8 @@ class RelaunchPolicy(CUDAGraphPolicy):
             return model
         if not _is_partitioned(graph):
             return _wrap(model, describe(graph, static_input_idxs, **kwargs), 0, **kwargs)
+        if not graph.partition_maps:
+            return model  # operations on streams are all of it
 
         def wrapping(number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             code = describe_partition(graph, number, static_input_idxs, **kwargs)
@@ -210,8 +218,8 @@ def _wrap(
     from torch_overlay._inductor.relaunch.runner import Runner
 
     record = _thread.record
-    if not is_inference and attention_seeds.would_be_lost(model):
-        found = "attention-seeds", "seeds of its attention would be lost without the overlay"
+    if (why := _needs_hooks(model, is_inference)) is not None:
+        found = "policy-alone", f"without the overlay {why}"
         refuse(Refused(code, *found))
         if record is not None:
             record.without = found
@@ -220,6 +228,18 @@ def _wrap(
     if record is not None:
         record.add(made, number)
     return made
+
+
+def _needs_hooks(model: Callable[..., Any], is_inference: bool) -> str | None:
+    """Return what would go wrong in a graph of generated code, if it was compiled without our hooks."""
+    names = getattr(getattr(model, "__code__", None), "co_names", ())
+    if _had_hooks(_thread.graph):
+        return None
+    if not STREAMS.isdisjoint(names):
+        return "work on streams of the caller's would not be captured"
+    if not is_inference and not ATTENTION.isdisjoint(names):
+        return "seeds of attention would be where the operators don't expect them"
+    return None
 
 
 # ---- descriptions
@@ -252,7 +272,7 @@ def describe(
         saved_outputs=_saved(graph, partition, len(stack_traces)) if kind == "forward" else frozenset(),
         is_backward=is_backward,
         source=_first_kernel(graph, partition or 0) or _first_line(placeholders, stack_traces),
-        compile_id=_compile_id() if hasattr(graph, "_overlay_partitions") else None,
+        compile_id=_compile_id() if _had_hooks(graph) else None,
         numbers=frozenset(_numbers(graph, partition)),
     )
 
@@ -323,6 +343,11 @@ def compiled_frame() -> str:
 def _first_line(placeholders: Sequence[Any], stack_traces: Sequence[str | None]) -> str:
     traces = [t for p in placeholders for u in p.users if (t := u.stack_trace)] + [t for t in stack_traces if t]
     return source_line(traces[0]) if traces else ""
+
+
+def _had_hooks(graph: Any) -> bool:
+    """True if a graph was compiled with our hooks in place."""
+    return hasattr(graph, "_overlay_partitions")
 
 
 def _is_partitioned(graph: Any) -> bool:
