@@ -26,6 +26,7 @@ from relaunch_case import RelaunchTestCase
 from relaunch_host import generated, host_as_gpu
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
+from torch._inductor import output_code
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch._inductor.utils import fresh_cache, GraphPartitionMap
 
@@ -319,6 +320,11 @@ class TestCompiled(Compiling):
             self.assertEqual([graph["relaunch"].is_backward for graph in gpu.cudagraphs], [True])
         self.assertEqual(self.refused(), [("inductor", "forward")])
 
+    @unittest.skipUnless(ALONE, "there are seams")
+    def test_no_hook_is_installed(self):
+        for function in (output_code.CompiledFxGraph.post_compile, output_code.CompiledFxGraph.__init__):
+            self.assertEqual(function.__code__.co_filename, output_code.__file__)
+
     def test_what_inductor_refuses(self):
         """As without a policy."""
         cases = (
@@ -527,11 +533,23 @@ class TestGpu(TestCase):
 @unittest.skipIf(ALONE, "is itself in a process without seams")
 class TestAlone(unittest.TestCase):
     def test_all_of_this_without_a_seam(self):
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+            "-k",
+            "not TestAlone",
+        ]
         environment = {**os.environ, "TORCH_OVERLAY_DISABLE": "1"}
         done = subprocess.run(command, env=environment, cwd=form.ROOT, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stdout[-4000:])
         self.assertRegex(done.stdout, r"\d\d passed")
+        self.assertIn("skipped: needs a seam", done.stdout, "there were seams")
 
 
 if __name__ == "__main__":
