@@ -171,7 +171,7 @@ def needs(results: Sequence[worker_pool.Result]) -> list[str]:
     from relaunch_programs._needs import NEEDS  # pyrefly: ignore[missing-import]
 
     ran = sorted({r.case.program for r in results if r.case.column == "policy"} & NEEDS.keys())
-    return [f"policy alone: {name} has graphs with {NEEDS[name].seam} only: {NEEDS[name].why}" for name in ran]
+    return [f"policy alone: {name} needs the seam {NEEDS[name].seam} for its graphs: {NEEDS[name].why}" for name in ran]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
