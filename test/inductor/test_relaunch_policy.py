@@ -193,15 +193,15 @@ class TestOnTheHost(RelaunchTestCase):
         self.assertEqual((type(state.relaunch), made.bound), (Verified, 3))
 
     def test_reset(self):
-        before = runner.live()
         """The runners are still referenced, as by a backward yet to run."""
+        before = runner.live()
         self.check(step, lambda: (torch.randn(8, 8), torch.randn(8, 8)))
         self.assertEqual(runner.live()["templates"], before["templates"] + 1)
         self.assertEqual(len(coverage.coverage().functions), 1)
         torch._dynamo.reset()
         gc.collect()
         self.assertEqual((runner.live(), coverage.coverage().functions), (before, ()))
-        self.assertEqual(vars(policy._thread).get("graph"), None)
+        self.assertIsNone(policy._thread.graph)
 
     def test_code_from_the_cache(self):
         """Another process, or this one after a reset, wraps it anew."""
@@ -212,6 +212,8 @@ class TestOnTheHost(RelaunchTestCase):
                 self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], hits)
                 self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2 * hits + 2, 6 * hits + 6))
                 torch._dynamo.reset()
+        forwards = [made.code for made in self.made if not made.code.is_backward]
+        self.assertEqual([bool(code.saved_outputs) for code in forwards], [True, not ALONE, not ALONE])
 
     def test_partitions(self):
         """Each has a graph, and knows its inputs among those of the whole."""
