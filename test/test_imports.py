@@ -43,7 +43,7 @@ LAYERS = (
     ("_inductor",),
     ("testing", "analysis"),
     ("_engine", "seam_table", "_skip_files"),
-    ("_cli", "", "__main__"),
+    ("_cli", "", "__main__", "cudagraphs"),
 )
 
 

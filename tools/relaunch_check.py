@@ -8,6 +8,8 @@ must have been launched, and nothing may be left behind. A case is a program and
 
     relaunch   cudagraphs = "relaunch"
     verify     the same, and each launch is compared with the compiled code (also switched on by --verify)
+    policy     cudagraph_policy = RelaunchPolicy(), in processes without any seam of the overlay: what a program needs a
+               seam for (`relaunch_programs/_needs.py`) is listed, and its graphs aren't counted
     trees      upstream's graphs, for comparison: many programs fail
     off        no graphs: the programs themselves
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 VARIANTS: dict[str, dict[str, Any]] = {
     "relaunch": {},
     "verify": {"verify": True},
+    "policy": {"policy": True},
     "trees": {"graphs": "trees"},
     "off": {"graphs": "off"},
 }
@@ -163,6 +166,14 @@ def choose(only: Sequence[str], variants: Sequence[str]) -> tuple[list[Case], li
     return several, single
 
 
+def needs(results: Sequence[worker_pool.Result]) -> list[str]:
+    """A line for each program that ran with the policy alone and needs more for its graphs."""
+    from relaunch_programs._needs import NEEDS  # pyrefly: ignore[missing-import]
+
+    ran = sorted({r.case.program for r in results if r.case.column == "policy"} & NEEDS.keys())
+    return [f"policy alone: {name} needs the seam {NEEDS[name].seam} for its graphs: {NEEDS[name].why}" for name in ran]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [name for name in text.split(",") if name]
@@ -215,6 +226,7 @@ def main() -> int:
         )
     whole, short = worker_pool.table(results)
     reasons = [f"skipped {r.case.row} {r.case.column}: {r.reason}" for r in results if r.status == "skipped"]
+    reasons += needs(results)
     last = f"{len(results)} cases in {time.monotonic() - start:.0f} s: {worker_pool.counted(results)}"
     (args.out / "summary.txt").write_text("\n".join([whole, short, *reasons, last]) + "\n")
     print("\n".join(["", *reasons, short, last]))

@@ -1045,7 +1045,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-relaunch
     Seam(
         target="torch._inductor.compile_fx:_compile_fx_inner",
-        impl="torch_overlay._inductor.relaunch.rewrites.graph:compile_fx_inner",
+        impl="torch_overlay._inductor.relaunch.hooks:compile_fx_inner",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f6d13ac945dfa14c",
@@ -1053,26 +1053,17 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
-        target="torch._inductor.compile_fx:cudagraphify",
-        impl="torch_overlay._inductor.relaunch.policy:cudagraphify",
-        kind="wrap",
-        patch="inductor-relaunch",
-        fingerprint="ee9c49ac4f8c66db",
-        why="Compiled code that asks for a CUDA graph gets a relaunched one.",
-        ends="the patch is merged",
-    ),
-    Seam(
         target="torch._inductor.output_code:CompiledFxGraph.post_compile",
-        impl="torch_overlay._inductor.relaunch.policy:post_compile",
+        impl="torch_overlay._inductor.relaunch.hooks:post_compile",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="e31dd5d4cd60119a",
-        why="What is known of the graph is needed where its code gets a CUDA graph; code that gets none has a reason.",
+        why="Users who set no policy get ours; only here is the switch that Inductor turns off for all of a frame.",
         ends="the patch is merged",
     ),
     Seam(
         target="torch._inductor.output_code:maybe_handle_backward_generation",
-        impl="torch_overlay._inductor.relaunch.policy:maybe_handle_backward_generation",
+        impl="torch_overlay._inductor.relaunch.hooks:maybe_handle_backward_generation",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="31fddb0bf7c588e2",
@@ -1081,7 +1072,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.output_code:CompiledFxGraph.__init__",
-        impl="torch_overlay._inductor.relaunch.policy:note_outputs",
+        impl="torch_overlay._inductor.relaunch.hooks:note_outputs",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="535767a1f4ea1ff1",
@@ -1109,7 +1100,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.utils:is_cudagraph_unsafe_fx_node",
-        impl="torch_overlay._inductor.relaunch.policy:is_cudagraph_unsafe_fx_node",
+        impl="torch_overlay._inductor.relaunch.hooks:is_cudagraph_unsafe_fx_node",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="951a2782005bf3db",
@@ -1127,7 +1118,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.compile_fx:get_cpp_wrapper_config",
-        impl="torch_overlay._inductor.relaunch.policy:get_cpp_wrapper_config",
+        impl="torch_overlay._inductor.relaunch.hooks:get_cpp_wrapper_config",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="fc27aadbd78bf7b3",
@@ -1136,20 +1127,11 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.codegen.wrapper:PythonWrapperCodegen.memory_plan_reuse",
-        impl="torch_overlay._inductor.relaunch.policy:memory_plan_reuse",
+        impl="torch_overlay._inductor.relaunch.hooks:memory_plan_reuse",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="657686446e2a361f",
         why="Two kernels don't run side by side if one writes into the buffer that the other one has read.",
-        ends="the patch is merged",
-    ),
-    Seam(
-        target="torch._inductor.cudagraph_trees:reset_cudagraph_trees",
-        impl="torch_overlay._inductor.relaunch.policy:reset",
-        kind="wrap",
-        patch="inductor-relaunch",
-        fingerprint="2168deb135942950",
-        why="torch._dynamo.reset() gives up all graphs. Code that something still holds gets new ones.",
         ends="the patch is merged",
     ),
     Seam(

@@ -17,6 +17,7 @@ from unittest import mock
 
 import relaunch_driver
 import torch
+import torch._inductor.config as inductor_config
 from relaunch_case import host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
@@ -24,7 +25,7 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import keys, policy, refusals, runner
+from torch_overlay._inductor.relaunch import hooks, keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
@@ -207,19 +208,10 @@ class TestLifeOfARegion(RelaunchTestCase):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([x, w])[0], x * w + x)
             self.assertEqual(runner.live()["templates"], before["templates"] + 1)
-            original = mock.Mock()
-            policy.reset(original)
-            original.assert_called_once_with()
+            torch._dynamo.reset()
             gc.collect()
             self.assertEqual(runner.live(), before)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
-
-    def test_reset_of_dynamo_is_heard(self):
-        import torch._inductor.cudagraph_trees as trees
-
-        with mock.patch.object(runner, "forget_all") as forget_all:
-            trees.reset_cudagraph_trees()
-        forget_all.assert_called_once_with()
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)
@@ -1443,10 +1435,10 @@ class TestPolicy(TestCase):
 
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
-        graph = SimpleNamespace(_overlay_visible_outputs=(0,), cudagraph_info=SimpleNamespace(stack_traces=[""] * 3))
+        graph = SimpleNamespace(_overlay_visible_outputs=(0,))
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
-            with policy.compiling(graph, "relaunch"):
-                code = policy.describe((), device_index=0, is_backward=backward, is_inference=inference)
+            known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
+            code = policy.describe(graph, (), stack_traces=[""] * 3, **known)
             self.assertEqual(code.saved_outputs, frozenset(saved))
 
     def test_off_is_off_for_inductor(self):
@@ -1459,7 +1451,7 @@ class TestPolicy(TestCase):
                 side_effect=lambda *args, wanted=wanted, expected=expected: self.assertEqual(bool(wanted), expected)
             )
             with config.patch(cudagraphs=mode):
-                policy.post_compile(original, None, [], None, {"cudagraphs": wanted})
+                hooks.post_compile(original, None, [], None, {"cudagraphs": wanted})
             original.assert_called_once()
 
     def test_trees_and_off(self):
@@ -1472,17 +1464,16 @@ class TestPolicy(TestCase):
     def test_backward_follows_its_forward(self):
         box = SimpleNamespace(value=0)
         with config.patch(cudagraphs="relaunch"):
-            policy.chosen_mode(box)
+            hooks.chosen_mode(box)
         with config.patch(cudagraphs="trees"):
-            self.assertEqual(policy.chosen_mode(box), "relaunch")
+            self.assertEqual(hooks.chosen_mode(box), "relaunch")
 
     def test_no_generations_without_trees(self):
         called = []
-        box = SimpleNamespace(value=0, overlay_cudagraphs="relaunch")
-        policy.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", box)
-        box.overlay_cudagraphs = "trees"
-        policy.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", box)
-        self.assertEqual(called, [("graph", box)])
+        for ours in (hooks.RELAUNCH, None):
+            with inductor_config.patch(cudagraph_policy=ours):
+                hooks.maybe_handle_backward_generation(lambda *a: called.append(a), "graph", "box")
+        self.assertEqual(called, [("graph", "box")])
 
     def test_options_are_no_part_of_the_cache_key(self):
         from torch_overlay._inductor.cache_key import config_digest

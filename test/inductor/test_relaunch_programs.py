@@ -7,6 +7,7 @@ to be right. `TestChecker` gives the checker graphs that are wrong on purpose, e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,13 +16,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import form
-from relaunch_programs import _check, by_name, Kit, Program, PROGRAMS
+from relaunch_programs import _check, _needs, by_name, Kit, Program, PROGRAMS
 from relaunch_programs._check import Mismatch, Settings
+from torch_overlay._inductor.relaunch import coverage
+from torch_overlay.testing import observe, simulated_gpu
 
 
 NAMES = [p.name for p in PROGRAMS]
@@ -44,6 +49,54 @@ class TestPrograms(TestCase):
 
     def test_every_program_says_what_goes_wrong(self) -> None:
         self.assertEqual([p.name for p in PROGRAMS if len(p.hazard) < 12], [])
+
+
+# ---- what a policy alone can't do
+
+
+def seams_of(program: Program) -> set[_needs.Need]:
+    """Run the program on a simulated GPU, and return the seams that make a difference to its graphs."""
+    made: list[coverage.CompiledCode] = []
+
+    class Kept(coverage.CompiledCode):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    with simulated_gpu() as gpu, observe() as seen, mock.patch.object(coverage, "CompiledCode", Kept):
+        program.body(Kit("graphs", "cuda"))
+        codes = [graph["relaunch"] for graph in gpu.cudagraphs]
+    split = {row.code for record in made for row in record.partitions.split_off}
+    is_used = {
+        _needs.COLLECTIVE: "split-collective" in split,
+        _needs.BRANCH: "split-control-flow" in split,
+        _needs.NUMBER: any(code.numbers for code in codes),
+        _needs.STREAM: bool(seen.plans),
+        _needs.SEEDS: any("efficient_attention_backward" in text for text in seen.wrappers),
+    }
+    return {need for need, used in is_used.items() if used}
+
+
+class TestNeeds(TestCase):
+    """The programs that `tools/relaunch_check.py --variants policy` lists."""
+
+    @parametrize("name", form.sampled(sorted(_needs.NEEDS), 3))
+    def test_program_needs_its_seam(self, name: str) -> None:
+        program = by_name(name)
+        with contextlib.ExitStack() as stack:
+            if program.ranks > 1:
+                dist.init_process_group("fake", rank=0, world_size=program.ranks, store=FakeStore())
+                stack.callback(dist.destroy_process_group)
+            self.assertIn(_needs.NEEDS[name], seams_of(program))
+
+    @form.overlay_only
+    def test_seams_are_in_the_table(self) -> None:
+        from torch_overlay.seam_table import SEAMS
+
+        self.assertEqual({need.seam for need in _needs.NEEDS.values()} - {seam.target for seam in SEAMS}, set())
+
+    def test_seams_are_told_apart(self) -> None:
+        self.assertEqual(seams_of(by_name("outputs_stay")), set())
 
 
 # ---- graphs that are wrong on purpose
@@ -204,6 +257,10 @@ class TestChecker(TestCase):
         after = {"bytes allocated": 1536, "graphs": 3, "execs": 2, "pool objects": 1}
         self.assertEqual(_check.growth(before, after), {"graphs": 2, "pool objects": 1})
 
+    def test_policy_alone_is_in_a_process_without_seams(self) -> None:
+        self.assertEqual(Settings("cuda", policy=True).environment()["TORCH_OVERLAY_DISABLE"], "1")
+        self.assertNotIn("TORCH_OVERLAY_DISABLE", Settings("cuda").environment())
+
     def test_options_reach_every_thread_by_the_environment(self) -> None:
         self.assertEqual(
             Settings("cuda", verify=True).environment(),
@@ -252,5 +309,6 @@ class TestGpu(TestCase):
 
 
 instantiate_parametrized_tests(TestPrograms)
+instantiate_parametrized_tests(TestNeeds)
 instantiate_parametrized_tests(TestChecker)
 instantiate_parametrized_tests(TestGpu)

@@ -12,9 +12,9 @@ from torch._dynamo.test_case import TestCase
 from torch._subclasses import FakeTensorMode
 
 import form
-import torch_overlay
 from torch_overlay import config
 from torch_overlay._dynamo import registry
+from torch_overlay._inductor.relaunch.coverage import coverage
 from torch_overlay._inductor.relaunch.rewrites import resident
 from torch_overlay._inductor.relaunch.rewrites.graph import Resident, rewrite
 from torch_overlay._inductor.relaunch.rewrites.resident import MOST_CHANGES, Residents
@@ -34,7 +34,7 @@ class TestGraphs(TestCase):
         torch._dynamo.reset()
         with config.patch(**options), torch.no_grad():
             torch.compile(fn, mode="reduce-overhead")(*inputs)
-        (function,) = torch_overlay.coverage().functions
+        (function,) = coverage().functions
         return function
 
     def check(self, fn, *inputs, kinds):
@@ -156,7 +156,7 @@ class TestGraphs(TestCase):
         with simulated_gpu():
             x, h = torch.randn(64, 64, device="cuda"), torch.randn(64)
             self.run_function(lambda x, h: x @ x + h.to("cuda"), x, h)
-            text = str(torch_overlay.coverage())
+            text = str(coverage())
         self.assertRegex(text, r"\[rewritten\] inference of compiled frame \S+ #\d+")
         self.assertRegex(text, r"    resident at \S+test_relaunch_rewrites.py:\d+: self.run_function")
 

@@ -22,6 +22,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.utils._pytree as pytree
 
+from relaunch_programs._needs import NEEDS
 from relaunch_programs._program import Kit, Program
 
 
@@ -38,11 +39,13 @@ class Mismatch(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """`graphs` is the overlay's option `cudagraphs`; counters and leaks are looked at for "relaunch" only."""
+    """`graphs` is the overlay's option `cudagraphs`; counters and leaks are looked at for "relaunch" only. With
+    `policy` there is no seam in the process, and Inductor asks our policy."""
 
     device: str
     graphs: str = "relaunch"
     verify: bool = False
+    policy: bool = False
     timeout: float = 100.0
 
     def options(self) -> dict[str, Any]:
@@ -50,11 +53,15 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """The same for every thread of a process."""
-        return {f"TORCH_OVERLAY_{name.upper()}": str(value) for name, value in self.options().items()} | {
-            f"TORCH_OVERLAY_{name.upper()}": "1" if value else "0"
-            for name, value in self.options().items()
-            if isinstance(value, bool)
-        }
+        return (
+            {f"TORCH_OVERLAY_{name.upper()}": str(value) for name, value in self.options().items()}
+            | {
+                f"TORCH_OVERLAY_{name.upper()}": "1" if value else "0"
+                for name, value in self.options().items()
+                if isinstance(value, bool)
+            }
+            | ({"TORCH_OVERLAY_DISABLE": "1"} if self.policy else {})
+        )
 
 
 def check(program: Program, settings: Settings) -> None:
@@ -90,7 +97,8 @@ def check_on_gpu(program: Program, settings: Settings) -> None:
         _compare(f"with graphs, against {oracle}", want, got, loose, strides=oracle == "plain")
     if settings.graphs != "relaunch":
         return
-    _check_counters(program, start)
+    if not (settings.policy and program.name in NEEDS):
+        _check_counters(program, start)
     del got, wanted
     left = growth(before, first := footprint())
     if left and not program.alone:
@@ -117,12 +125,17 @@ def run(program: Program, side: str, device: str) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def options(program: Program, settings: Settings) -> Iterator[None]:
-    if os.environ.get("TORCH_OVERLAY_DISABLE") == "1":
+    if os.environ.get("TORCH_OVERLAY_DISABLE") == "1" and not settings.policy:
         yield
         return
     from torch_overlay import config
 
-    with config.patch(**settings.options(), **program.config):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(**settings.options(), **program.config))
+        if settings.policy:
+            from torch_overlay.cudagraphs import RelaunchPolicy
+
+            stack.enter_context(torch._inductor.config.patch(cudagraph_policy=RelaunchPolicy()))
         yield
 
 

@@ -224,8 +224,8 @@ def compiler_mocks(record_cudagraph: Callable[..., Any]) -> list[Mock]:
             "recording a CUDA graph executes it",
         ),
         Mock(
-            "torch_overlay._inductor.relaunch.policy.make_tree",
-            lambda original, model, static_input_idxs, **kwargs: record_cudagraph(model, **kwargs),
+            "torch._inductor.compile_fx.cudagraphify",
+            lambda model, static_input_idxs=(), **kwargs: record_cudagraph(model, **kwargs),
             "recording a CUDA graph executes it; what it was given is kept",
         ),
         Mock(

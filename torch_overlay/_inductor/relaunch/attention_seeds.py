@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 OPERATORS = ("_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
+FORWARDS = ("_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
 SEEDS = ("philox_seed", "philox_offset")
 PROBABILITY = "dropout_p"
 

@@ -17,6 +17,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch import refusals
 from torch_overlay._inductor.relaunch.causes import CAUSES
+from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class CompiledCode:
         self.without: tuple[str, str] | None = None  # code and text of the reason for no graph at all
         self.calls = 0  # of code without a graph
         live.add(self)
+        listen()
 
     def add(self, runner: Runner, number: int) -> None:
         runner.compiled = self
@@ -66,6 +68,7 @@ class CompiledCode:
         return run
 
 
+@on_reset
 def forget() -> None:
     """Drop the counts of code that `torch._dynamo.reset()` has dropped."""
     global _forgotten

@@ -1,126 +1,175 @@
-"""Decides which compiled code gets a relaunched graph, and reports why other code gets none.
+"""Decides which compiled code gets a relaunched graph, reports why other code gets none, and wraps it: the policy that
+Inductor asks (`torch._inductor.config.cudagraph_policy`).
 
-`config.cudagraphs` chooses between our graphs, upstream's trees, and none; Inductor asks through the seams below. The
-choice is made when a forward is compiled, and its backward uses the same one: autograd may compile the backward much
-later, in another thread, where the option has another value.
+Inductor asks for each graph that it has just compiled or loaded: `should_wrap`, then `cudagraphify`, and at last
+`wrap_output`. A policy gets generated code as a whole; its partitions are in there, one function each, and get a
+`Runner` each. The compiled graph is handed to `should_wrap` and `wrap_output` only, so it is kept, for the thread,
+until the last of the three.
 
 Note [Nobody is left without a graph or a reason]
-Code that asked for a graph is followed through the constructor of the compiled code and its `post_compile`, where
-Inductor may decide against graphs, to a `Runner`, which makes a graph or refuses. A decision of Inductor's counts as a
-refusal like ours, whoever logs it. Two kinds of code need no graph, and get no refusal: code without a kernel, and code
-for the host. Inductor has one switch for a forward and its backward, because trees need graphs of both or of neither.
-Our graphs are independent: the switch is turned on again when the forward is refused, so that the backward gets its own
-decision.
+Code that asked for a graph is followed from `should_wrap`, before which Inductor may have decided against graphs, to a
+`Runner`, which makes a graph or refuses. A decision of Inductor's counts as a refusal like ours, whoever logs it. Two
+kinds of code need no graph, and get no refusal: code without a kernel, and code for the host. Inductor has one switch
+for a forward and its backward, because trees need graphs of both or of neither. Our graphs are independent: the switch
+is turned on again when the forward is refused, so that the backward gets its own decision.
 
 Note [Collectives]
 A kernel of a communication library finds its buffers in memory that the library keeps, not in its parameters, and the
 library may register a buffer with its peers when it sees a capture. The proof can't see such addresses. So collectives
 are split off, between graphs: they run as compiled, and their order across ranks is that of the program. Where code
 can't be split, or an operator of the user's contains a collective, there is no graph.
+
+Note [What a policy can't do]
+The policy works in a process without any seam. What comes before there is compiled code is out of its reach, and is
+done by seams (`hooks`, `partitions`, `rewrites`):
+
+1. Where code is cut. Inductor itself doesn't split off collectives, `torch.cond`, and operators in which a capture
+   failed; a region with them is refused, the whole code for `torch.cond`. Inductor does cut at operators that the user
+   names in `custom_should_partition_ops`.
+2. What the FX graph says. Which numbers no size depends on: each value of a number gets a graph of its own. What was
+   split off, why, and how many kernels a partition has: `coverage` counts calls alone. Which outputs are saved for the
+   backward, where the code comes from AOTAutograd's cache: they don't share memory then (`memory.outputs`).
+3. Rewrites of the FX graph, and a buffer of its own for each intermediate result, without which little of a graph can
+   run side by side.
+4. Operators that a capture has to deceive. Streams of the caller's are replaced by those of the capture, and the
+   operators of attention take their seeds where they are (Note [Seeds of attention]). Code with streams, and training
+   code with these operators, is refused.
+5. Reasons of code that doesn't come here: with a C++ wrapper, Inductor asks for no graph at all.
+6. Inductor's switch, where the code of a refused forward comes from a cache: the switch that turns the backward off
+   isn't in sight. And where a bisector (`torch._inductor.compiler_bisector`) turns off a backward alone, Inductor asks
+   for trees that there aren't, and raises.
+7. The preparation of the first capture while kernels are compiled: it is a part of the first call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 import threading
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
+from torch._inductor.cudagraph_utils import CUDAGraphPolicy
+
 from torch_overlay._functorch.streams.ids import index_now, written_index
-from torch_overlay._inductor.relaunch import coverage, partitions, split_off
+from torch_overlay._inductor.relaunch import attention_seeds, coverage
+from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.partitions import Partitions
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, source_line
-from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
-from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
-from torch_overlay._inductor.relaunch.rewrites.resident import Residents
-from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch._inductor.output_code import CompiledFxGraph
+
     from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
-
-# ---- what Inductor compiles
-
-
-class _Compiling(threading.local):
-    mode: str | None = None
-    graph: Any = None
-    partition = 0
-    record: Any = None  # coverage.CompiledCode of the graph
+    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
 
 
-_compiling = _Compiling()
+# Names in generated code: of what uses the caller's streams, and of operators with seeds.
+STREAMS = frozenset(["_get_stream_by_index", "streams"])
+ATTENTION = frozenset([*attention_seeds.OPERATORS, *attention_seeds.FORWARDS])
 
 
-def chosen_mode(device_box: Any) -> str:
-    """Return the value of `config.cudagraphs` at the forward's compilation. It is kept on the device box, which a
-    forward and its backward share."""
-    mode = getattr(device_box, "overlay_cudagraphs", None) or config.cudagraphs
-    if device_box is not None:
-        device_box.overlay_cudagraphs = mode
-    return mode
+class _Thread(threading.local):
+    graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
+    record: Any = None  # its coverage.CompiledCode, if it asked for graphs
+    is_wrapped = False  # did Inductor ask for graphs of it?
+    rewrites: tuple[Sequence[Rewrite], Residents] | None = None  # what a seam knows of it
+
+
+_thread = _Thread()
+
+
+class RelaunchPolicy(CUDAGraphPolicy):
+    """Relaunched graphs for each partition of compiled code. It has no state: one object serves all functions and
+    threads."""
+
+    def should_wrap(self, compiled_graph: Any) -> bool:
+        """Return False for code of which Inductor makes no graph, after a refusal that says why."""
+        record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
+        if _thread.rewrites is not None or _is_asked(compiled_graph):
+            notes = Partitions.read(getattr(compiled_graph, "_overlay_partitions", ()))
+            made, residents = _thread.rewrites or ((), None)
+            record = coverage.CompiledCode(describe_whole(compiled_graph), notes, made, residents)
+            if (found := why_not(compiled_graph)) is not None:
+                record.without = found
+                refuse(Refused(record.code, *found))
+        _thread.graph, _thread.record, _thread.is_wrapped = compiled_graph, record, False
+        if compiled_graph.disabled_cudagraphs_reason:
+            return True  # Inductor logs it, and turns its switch off
+        return not reasons and (record is None or record.without is None)
+
+    def cudagraphify(
+        self,
+        model: Callable[..., Any],
+        example_inputs: Sequence[Any],
+        static_input_idxs: Sequence[int],
+        **kwargs: Any,
+    ) -> Callable[..., Any]:
+        """Return the code with a `Runner` around each partition, or around the whole where it isn't partitioned."""
+        graph, _thread.is_wrapped = _thread.graph, True
+        if kwargs.get("kernel_free_cudagraph"):
+            return model
+        if not _is_partitioned(graph):
+            return _wrap(model, describe(graph, static_input_idxs, **kwargs), 0, **kwargs)
+        if not graph.partition_maps:
+            return model  # operations on streams are all of it
+
+        def wrapping(number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+            code = describe_partition(graph, number, static_input_idxs, **kwargs)
+            return lambda partition: _wrap(partition, code, number, **kwargs)
+
+        graph.recursively_apply_fns([wrapping(number) for number in range(len(graph.partition_maps))])
+        return model
+
+    def wrap_output(self, output_code: Any) -> Any:
+        """Have the calls of code without a graph counted, and Inductor's switch turned on again."""
+        graph, record, is_wrapped = _thread.graph, _thread.record, _thread.is_wrapped
+        if graph is not output_code:
+            return output_code
+        forget()
+        if record is None:
+            return output_code
+        if record.without is None and not is_wrapped and _launches(graph):
+            record.without = "inductor", "Inductor disabled it for this code"
+            refuse(Refused(record.code, *record.without))
+        elif record.without is not None and "cudagraphs" in graph.fx_kwargs:
+            graph.fx_kwargs["cudagraphs"].value = True
+        if record.without is not None:
+            graph.current_callable = record.without_graph(graph.current_callable, *record.without)
+        return output_code
+
+
+@on_reset
+def forget() -> None:
+    """Drop what the thread knows of the graph that is being wrapped: for one whose wrapping ended with an error."""
+    _thread.graph = _thread.record = None
+
+
+def is_of_others() -> bool:
+    """True if the user has set a policy that isn't ours."""
+    import torch._inductor.config as inductor_config
+
+    policy = inductor_config.cudagraph_policy
+    return policy is not None and not isinstance(policy, RelaunchPolicy)
 
 
 @contextlib.contextmanager
-def compiling(graph: Any, mode: str) -> Iterator[None]:
-    before = _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record
-    _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record = mode, graph, 0, None
+def rewritten(made: Sequence[Rewrite], residents: Residents) -> Iterator[None]:
+    """Code that is wrapped inside asked for graphs, and was rewritten so."""
+    before, _thread.rewrites = _thread.rewrites, (made, residents)
     try:
         yield
     finally:
-        _compiling.mode, _compiling.graph, _compiling.partition, _compiling.record = before
+        _thread.rewrites = before
 
 
-def post_compile(
-    original: Callable[..., None],
-    compiled: Any,
-    example_inputs: Sequence[Any],
-    constants: Any,
-    graph_kwargs: dict[str, Any],
-) -> None:
-    """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
-    what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
-    saves."""
-    found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
-    residents = Residents(found.resident)
-    finish = functools.partial(original, compiled, example_inputs, constants, graph_kwargs)
-    _wrap_in_graphs(finish, compiled, graph_kwargs, found.made, residents)
-    settle_owners(getattr(compiled, "_overlay_owners", ()))
-    if residents.rows:
-        compiled.current_callable = residents.around(compiled.current_callable)
-
-
-def _wrap_in_graphs(
-    finish: Callable[[], None],
-    compiled: Any,
-    graph_kwargs: dict[str, Any],
-    made: Sequence[Rewrite],
-    residents: Residents,
-) -> None:
+def _is_asked(compiled: CompiledFxGraph) -> bool:
+    """True if code asked for graphs, and Inductor may have decided against them since."""
     import torch._inductor.config as inductor_config
 
-    wanted: Any = graph_kwargs.get("cudagraphs")
-    unasked = not wanted and not getattr(wanted, "overlay_wanted", False)
-    if unasked or inductor_config.cudagraph_policy is not None:
-        finish()
-        return
-    mode = chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
-    if mode == "off":
-        type(wanted).disable(wanted)
-    with compiling(compiled, mode):
-        if mode == "relaunch":
-            notes = Partitions.read(compiled._overlay_partitions)
-            _compiling.record = coverage.CompiledCode(describe_whole(compiled), notes, made, residents)
-        finish()
-        if mode == "relaunch" and not wanted:
-            wanted.value = True
-            if (found := why_not(compiled)) is not None:
-                compiled.current_callable = _compiling.record.without_graph(compiled.current_callable, *found)
-                refuse(Refused(_compiling.record.code, *found))
+    decided = inductor_config.triton.cudagraphs and compiled.disabled_cudagraphs_reason
+    return compiled.cudagraph_info is not None or bool(decided)
 
 
 # What the user can change, by a phrase of Inductor's message.
@@ -134,11 +183,9 @@ ADVICE = {
 
 
 def why_not(compiled: Any) -> tuple[str, str] | None:
-    """Return the reason code and text for Inductor making no graph of code that asked for one; None if the code has
-    nothing to launch."""
-    from torch._inductor.utils import is_gpu
-
-    if compiled.kernel_free_cudagraph or not any(map(is_gpu, compiled.device_types)):
+    """Return the reason code and text for Inductor making no graph of code that asked for one; None if it makes one, or
+    the code has nothing to launch."""
+    if not _launches(compiled):
         return None
     said = compiled.disabled_cudagraphs_reason or ", ".join(
         getattr(compiled.cudagraph_info, "cudagraph_fail_reasons", None) or ()
@@ -149,137 +196,58 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
             text = text.removeprefix(start)
         advice = [advice for about, advice in ADVICE.items() if about in text]
         return "inductor", "; ".join([text, *advice])
-    if compiled.partition_maps is not None and not compiled.partition_maps:
-        rows = Partitions.read(compiled._overlay_partitions).split_off
+    if _is_partitioned(compiled) and not compiled.partition_maps:
+        rows = Partitions.read(getattr(compiled, "_overlay_partitions", ())).split_off
         if rows and all(row.code == "split-streams" for row in rows):
             return None
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
         message = f"all of it is split off: {reasons or 'Inductor does not say why'}"
         return "split", f"{message}. What stands between such operations in one function would get a graph"
-    return "inductor", "Inductor disabled it for this code"
+    return None
 
 
-def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
-    """Seam: call the original for trees alone, since only trees have generations."""
-    if (_compiling.mode or chosen_mode(device_box)) == "trees":
-        original(compiled_graph, device_box)
+def _launches(compiled: Any) -> bool:
+    """True if the code may launch kernels."""
+    from torch._inductor.utils import is_gpu
+
+    return not compiled.kernel_free_cudagraph and any(map(is_gpu, compiled.device_types))
 
 
-def reset(original: Callable[[], None]) -> None:
-    """Seam of the function that torch._dynamo.reset() calls to drop the graphs of the process. Our runners drop theirs
-    explicitly, since compiled code may still be referenced: by a backward yet to run, or by Dynamo after a graph break.
-    """
-    original()
-    runner = sys.modules.get("torch_overlay._inductor.relaunch.runner")
-    if runner is not None:
-        runner.forget_all()
-    split_off.forget()
-    coverage.forget()
-
-
-def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Seam of CompiledFxGraph.__init__: note which outputs of a graph the user sees, and what was split off. The FX
-    graph is not available later, when the code is taken from the cache. Also note if the constructor disables CUDA
-    graphs."""
-    from torch_overlay._inductor.streams.alignment import left_to_runtime
-
-    given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
-    wanted = given["cudagraphs"]
-    before = bool(wanted)
-    original(compiled, *args, **kwargs)
-    if before and not wanted:
-        wanted.overlay_wanted = True
-    (output,) = given["gm"].graph.find_nodes(op="output")
-    compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
-    notes = partitions.of_graph(given["graph"])
-    compiled._overlay_partitions = notes.plain()
-    compiled._overlay_rewrites = rewrites.current().plain()
-    compiled._overlay_owners = owners_of(given["graph"])
-    compiled._overlay_numbers = free_numbers(given["gm"], notes)
-    compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
-
-
-def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of the inputs that are integers on which no tensor's size or stride depends: those of the
-    graph, then those of each partition, which count from the end. Offsets don't matter here: where generated code makes
-    a view, its offset is computed from the number in sight, and an input's is in its address."""
-    from torch import SymInt, Tensor
-    from torch.fx.experimental.symbolic_shapes import free_symbols
-    from torch.utils._pytree import tree_leaves
-
-    in_shapes: set[str] = set()
-    for module in gm.modules():
-        for node in getattr(getattr(module, "graph", None), "nodes", ()):
-            tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-            for shape in [dims for tensor in tensors for dims in (tensor.size(), tensor.stride())]:
-                in_shapes.update(map(str, free_symbols(shape)))
-    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    names = [str(v.node.expr) if isinstance(v, SymInt) and v.node.expr.is_Symbol else None for v in values]
-
-    def free(symbols: Sequence[str | None]) -> Iterator[int]:
-        return (k for k, symbol in enumerate(symbols) if symbol is not None and symbol not in in_shapes)
-
-    partitions = [tuple(k - len(symbols) for k in free(symbols)) for _, _, symbols in notes.graphs]
-    return tuple(free(names)), *partitions
-
-
-def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
-    """Seam: True for what we split off, too."""
-    return original(node) or partitions.is_unsafe(node)
-
-
-def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
-    """Seam: report that code with a C++ wrapper gets no graph, since Inductor turns graphs off for it at this point."""
-    import torch._inductor.config as inductor_config
-    from torch._inductor.virtualized import V
-
-    asked = inductor_config.triton.cudagraphs and log_cudagraph_skip and not V.aot_compilation
-    changed = original(log_cudagraph_skip)
-    if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
-        message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-        refuse(Refused(Code(_compiled_frame(), device=0), "cpp-wrapper", message))
-    return changed
-
-
-def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
-    """Seam: give each buffer of an inference graph its own memory. If a kernel wrote a buffer that another kernel has
-    read, the two couldn't run in parallel; and a capture packs the buffers itself, into as little memory."""
-    import torch._inductor.config as inductor_config
-    from torch._inductor.virtualized import V
-
-    from torch_overlay._inductor.streams.codegen import has_streams
-
-    asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
-    if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
-        with inductor_config.patch(allow_buffer_reuse=False):
-            return original(wrapper)
-    return original(wrapper)
-
-
-def cudagraphify(
-    original: Callable[..., Any], model: Callable[..., Any], static_input_idxs: Sequence[int] = (), **kwargs: Any
+def _wrap(
+    model: Callable[..., Any], code: Code, number: int, *, is_inference: bool = False, **_: Any
 ) -> Callable[..., Any]:
-    mode = _compiling.mode or config.cudagraphs
-    if mode == "trees":
-        return make_tree(original, model, static_input_idxs, **kwargs)
-    if mode == "off" or kwargs.get("kernel_free_cudagraph"):
-        return model
     from torch_overlay._inductor.relaunch.runner import Runner
 
-    number = _compiling.partition
-    made = Runner(model, describe(static_input_idxs, **kwargs))
-    if _compiling.record is not None:
-        _compiling.record.add(made, number)
+    record = _thread.record
+    if (why := _needs_hooks(model, is_inference)) is not None:
+        found = "policy-alone", f"without the overlay {why}"
+        refuse(Refused(code, *found))
+        if record is not None:
+            record.without = found
+        return model
+    made = Runner(model, code)
+    if record is not None:
+        record.add(made, number)
     return made
 
 
-def make_tree(
-    original: Callable[..., Any], model: Callable[..., Any], static_input_idxs: Sequence[int], **kwargs: Any
-) -> Callable[..., Any]:
-    return original(model, static_input_idxs, **kwargs)
+def _needs_hooks(model: Callable[..., Any], is_inference: bool) -> str | None:
+    """Return what would go wrong in a graph of generated code, if it was compiled without our hooks."""
+    names = getattr(getattr(model, "__code__", None), "co_names", ())
+    if _had_hooks(_thread.graph):
+        return None
+    if not STREAMS.isdisjoint(names):
+        return "work on streams of the caller's would not be captured"
+    if not is_inference and not ATTENTION.isdisjoint(names):
+        return "seeds of attention would be where the operators don't expect them"
+    return None
+
+
+# ---- descriptions
 
 
 def describe(
+    graph: Any,
     static_input_idxs: Sequence[int],
     *,
     device_index: int,
@@ -288,36 +256,60 @@ def describe(
     stack_traces: Sequence[str | None] = (),
     placeholders: Sequence[Any] = (),
     mutated_input_idxs: Sequence[int] = (),
+    partition: int | None = None,
     **_: Any,
 ) -> Code:
+    """Describe a graph, or the partition of it that has this number. The graph is unknown to a policy that is called by
+    another one."""
     kind, name = _named(is_backward, is_inference)
-    graph, number = _compiling.graph, _compiling.partition
-    _compiling.partition += 1
     maps = getattr(graph, "partition_maps", None) or ()
-    partition = maps[number] if _is_partitioned(graph) and number < len(maps) else None
     if partition is not None and len(maps) > 1:
-        name += f", partition {number}"
+        name += f", partition {partition}"
     return Code(
         name=name,
         device=index_now(written_index(device_index)),  # that of this rank, whichever compiled the code
         static_inputs=tuple(static_input_idxs),
         mutated_inputs=tuple(mutated_input_idxs),
-        saved_outputs=_saved(graph, partition) if kind == "forward" else frozenset(),
+        saved_outputs=_saved(graph, partition, len(stack_traces)) if kind == "forward" else frozenset(),
         is_backward=is_backward,
-        source=_partition_line(graph, number) or _first_line(placeholders, stack_traces),
-        compile_id=_compile_id(),
-        numbers=frozenset(_numbers(graph, partition, number)),
+        source=_first_kernel(graph, partition or 0) or _first_line(placeholders, stack_traces),
+        compile_id=_compile_id() if _had_hooks(graph) else None,
+        numbers=frozenset(_numbers(graph, partition)),
     )
 
 
-def _numbers(graph: Any, partition: Any, number: int) -> tuple[int, ...]:
+def describe_partition(
+    graph: CompiledFxGraph,
+    number: int,
+    static_input_idxs: Sequence[int],
+    *,
+    stack_traces: Sequence[str | None] = (),
+    placeholders: Sequence[Any] = (),
+    mutated_input_idxs: Sequence[int] = (),
+    **kwargs: Any,
+) -> Code:
+    assert graph.partition_maps is not None
+    partition = graph.partition_maps[number]
+    inputs = partition.input_index_mapping
+    return describe(
+        graph,
+        [i for i, k in enumerate(inputs) if k in static_input_idxs],
+        stack_traces=[stack_traces[among[0]] if among else None for among in partition.output_index_mapping],
+        placeholders=[placeholders[k] for k in inputs if k is not None],
+        mutated_input_idxs=[i for i, k in enumerate(inputs) if k in mutated_input_idxs],
+        partition=number,
+        **kwargs,
+    )
+
+
+def _numbers(graph: Any, partition: int | None) -> tuple[int, ...]:
     whole, *partitions = getattr(graph, "_overlay_numbers", ((),))
     if partition is None:
         return whole
-    return partitions[number] if number < len(partitions) else ()
+    return partitions[partition] if partition < len(partitions) else ()
 
 
-def _partition_line(graph: Any, number: int) -> str:
+def _first_kernel(graph: Any, number: int) -> str:
     graphs = Partitions.read(getattr(graph, "_overlay_partitions", ())).graphs
     return graphs[number][1] if number < len(graphs) else ""
 
@@ -336,7 +328,7 @@ def describe_whole(compiled: Any) -> Code:
 
 def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:
     kind = "backward" if is_backward else "inference" if is_inference else "forward"
-    return kind, f"{kind} of {_compiled_frame()}"
+    return kind, f"{kind} of {compiled_frame()}"
 
 
 def _compile_id() -> Any:
@@ -345,7 +337,7 @@ def _compile_id() -> Any:
     return CompileContext.current_compile_id()
 
 
-def _compiled_frame() -> str:
+def compiled_frame() -> str:
     return f"compiled frame {_compile_id() or '?'}"
 
 
@@ -354,20 +346,36 @@ def _first_line(placeholders: Sequence[Any], stack_traces: Sequence[str | None])
     return source_line(traces[0]) if traces else ""
 
 
+def _had_hooks(graph: Any) -> bool:
+    """True if a graph was compiled with our hooks in place."""
+    return hasattr(graph, "_overlay_partitions")
+
+
 def _is_partitioned(graph: Any) -> bool:
     import torch._inductor.config as inductor_config
 
-    return bool(inductor_config.graph_partition and inductor_config.cudagraph_policy is None)
+    return inductor_config.graph_partition and getattr(graph, "partition_maps", None) is not None
 
 
-def _saved(graph: Any, partition: Any) -> frozenset[int]:
+def _saved(graph: Any, partition: int | None, outputs: int) -> frozenset[int]:
     """Return the outputs of a forward that are saved for the backward: those after the outputs that the user sees. An
     output of a partition that only the next partition reads is not among them."""
-    visible = getattr(graph, "_overlay_visible_outputs", ())
-    if not visible:
+    first = _first_saved(graph)
+    if first is None:
         return frozenset()
-    first = max(visible) + 1
     if partition is None:
-        return frozenset(range(first, len(graph.cudagraph_info.stack_traces)))
-    outputs = enumerate(partition.output_index_mapping)
-    return frozenset(i for i, among in outputs if among and min(among) >= first)
+        return frozenset(range(first, outputs))
+    mapping = enumerate(graph.partition_maps[partition].output_index_mapping)
+    return frozenset(i for i, among in mapping if among and min(among) >= first)
+
+
+def _first_saved(graph: Any) -> int | None:
+    """Return the number of a forward's first output that is saved for the backward; None if it isn't known. Without a
+    seam, AOTAutograd knows it while it compiles, not when the code comes from its cache."""
+    from torch._guards import TracingContext
+
+    visible = getattr(graph, "_overlay_visible_outputs", None)
+    if visible is not None:
+        return max(visible) + 1 if visible else None
+    context = TracingContext.try_get()
+    return None if context is None or context.fw_metadata is None else context.fw_metadata.num_forward

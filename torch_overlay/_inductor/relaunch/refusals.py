@@ -32,7 +32,7 @@ class Code:
     saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
     is_backward: bool = False
     source: str = ""  # the first line of the user's program that the region was compiled from
-    compile_id: Any = None  # Dynamo's, of the frame that it was compiled for
+    compile_id: Any = None  # Dynamo's, of the frame that it was compiled for, if that could be cut at an operator
     # Positions of numbers that no tensor's size or stride depends on; negative ones count from the end.
     numbers: frozenset[int] = frozenset()
 

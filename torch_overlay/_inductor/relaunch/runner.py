@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
+from torch_overlay._inductor.relaunch.any_size_graphs import AnySize
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
@@ -49,8 +50,8 @@ from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
 from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
+from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
-from torch_overlay._inductor.relaunch.sizes.any_size_graphs import AnySize
 from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -358,6 +359,7 @@ class Runner:
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled, and note which of its allocations are outputs, and which inputs are seeds."""
+        listen()
         self.device.prepare()
         self.any_size.note(self, inputs)
         if self.plan is not None and not self.code.is_backward:
@@ -575,7 +577,10 @@ def _give_up(runner: weakref.ref[Runner], state: weakref.ref[State], why: str) -
         found.refused, found.relaunch = "host-memory", None
 
 
+@on_reset
 def forget_all() -> None:
+    """Drop the graphs of all runners. Compiled code may still be referenced, by a backward yet to run, or by Dynamo
+    after a graph break: its runners make new ones."""
     for runner in list(live_runners):
         runner.forget()
 

@@ -22,6 +22,8 @@ import threading
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
+from torch_overlay._inductor.relaunch.on_reset import on_reset
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +99,7 @@ def remember(operator: str, why: str) -> None:
             log.info("later processes will find out again that %s fails in a capture: %s", operator, error)
 
 
+@on_reset
 def forget() -> None:
     """Drop what this process knows, as `torch._dynamo.reset()` does; what is kept beside the cache stays."""
     with _lock:

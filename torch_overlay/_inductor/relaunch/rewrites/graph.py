@@ -25,14 +25,13 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from torch_overlay import config
 from torch_overlay._functorch.streams.ids import written_index
 from torch_overlay._functorch.streams.placed import placement
 from torch_overlay._inductor.relaunch.refusals import source_line
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import GraphModule, Node
 
@@ -98,35 +97,6 @@ def compiling(rewrites: Rewrites) -> Iterator[None]:
         yield
     finally:
         _current.rewrites = before
-
-
-def compile_fx_inner(
-    original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
-    if not _is_asked(kwargs.get("cudagraphs")):
-        return original(gm, example_inputs, *args, **kwargs)
-    rewrites, inputs = rewrite(gm, example_inputs, _donated() if kwargs.get("is_backward") else ())
-    with compiling(rewrites):
-        return original(gm, inputs, *args, **kwargs)
-
-
-def _is_asked(cudagraphs: Any) -> bool:
-    import torch._inductor.config as inductor_config
-    from torch._inductor.virtualized import V
-
-    asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
-    ours = config.cudagraphs == "relaunch" and inductor_config.cudagraph_policy is None
-    return (
-        bool(asked and ours and config.cudagraph_rewrites and inductor_config.graph_partition) and not V.aot_compilation
-    )
-
-
-def _donated() -> Sequence[int]:
-    """Return the positions of a backward's inputs whose memory the compiled code may use for something else."""
-    from torch._inductor.utils import get_donated_idxs
-
-    return get_donated_idxs() or ()
 
 
 def rewrite(gm: GraphModule, example_inputs: Sequence[Any], donated: Sequence[int] = ()) -> tuple[Rewrites, list[Any]]:

@@ -1,4 +1,5 @@
-"""Keeps a region's graph for any size: decides when it is made, and launches it. Note [Graphs for any size], `any_size`
+"""Keeps a region's graph for any size: decides when it is made, and launches it. Note [Graphs for any size] of
+`sizes.any_size`
 
 It is made at the first call with a second size. Numbers that were the same in both calls are in its key; when a call
 shows another value of one, a new graph takes its place. A size that has a graph of its own keeps it.

@@ -1,0 +1,83 @@
+"""Lets torch.compile take the host for a GPU, so that what it compiles is captured and relaunched for real, by the
+stand-in device of `relaunch_fakes`.
+
+Dynamo, AOTAutograd and Inductor run in full, up to the generated module: in its place the FX graph that it was
+generated from is run, an operator at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.codecache import PyCodeCache
+
+from torch_overlay._inductor.relaunch import policy, runner
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from relaunch_fakes import FakeDevice
+
+WHOLE = """
+def call(args):
+    inputs = list(args)
+    args.clear()
+    return run(inputs)
+"""
+modules: dict[str, Any] = {}  # by the cache's key of generated code
+
+
+def module_of(graph: Any, device: FakeDevice) -> Any:
+    """Stands for `GraphLowering.compile_to_module`."""
+    code, _ = graph.codegen()
+    graph.cache_key, graph.cache_path = PyCodeCache.write(code.value)
+    graph.device_idxs.add(device.index)
+    interpreter = torch.fx.Interpreter(graph.module)
+
+    def run(inputs: list[Any]) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return tuple(interpreter.run(*inputs))
+
+    module = modules[graph.cache_key] = generated(WHOLE, device, run=run)
+    return module
+
+
+def generated(text: str, device: FakeDevice, **scope: Any) -> Any:
+    """A module like those that Inductor generates, with a function `call`, and a `runner` if it is partitioned."""
+    scope = {"torch": torch, "empty_strided_cuda": device.empty, **scope}
+    exec(text, scope)
+    named = {name: scope[name] for name in ("call", "runner", "recursively_apply_fns") if name in scope}
+    return SimpleNamespace(**named, __file__=__file__)
+
+
+def load(graph: Any, constants: Any) -> str:
+    """Stands for `CompiledFxGraph.after_deserialization`."""
+    graph.current_callable = modules[graph.cache_key].call
+    return __file__
+
+
+@contextlib.contextmanager
+def host_as_gpu(device: FakeDevice) -> Iterator[list[Any]]:
+    """Yield the runners that are made."""
+    real, made = runner.Runner, []
+
+    def keep(model: Any, code: Any) -> Any:
+        made.append(real(model, code, device))
+        return made[-1]
+
+    with (
+        inductor_config.patch(graph_partition=False, fx_graph_cache=False, compile_threads=1),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        mock.patch("torch._inductor.graph.GraphLowering.compile_to_module", lambda graph: module_of(graph, device)),
+        mock.patch("torch._inductor.output_code.CompiledFxGraph.after_deserialization", load),
+        mock.patch("torch._inductor.cudagraph_utils.check_lowering_disable_cudagraph", lambda mapping: None),
+        mock.patch.object(policy, "_launches", lambda compiled: not compiled.kernel_free_cudagraph),
+        mock.patch.object(runner, "Runner", keep),
+    ):
+        yield made

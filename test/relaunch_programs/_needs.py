@@ -1,0 +1,49 @@
+"""Lists the programs that have their graphs with a seam only: a `RelaunchPolicy` alone runs them without, or with
+fewer. What they compute has to be right all the same. Note [What a policy can't do] of `policy`"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Need(NamedTuple):
+    """The target of a seam, and why."""
+
+    seam: str
+    why: str
+
+
+COLLECTIVE = Need("torch._inductor.utils:is_cudagraph_unsafe_fx_node", "collectives are split off")
+BRANCH = Need("torch._inductor.ir:Switch.create", "a condition that the host reads is split off")
+NUMBER = Need(
+    "torch._inductor.output_code:CompiledFxGraph.__init__",
+    "a number that no size depends on is a parameter of one graph",
+)
+SEEDS = Need(
+    "torch._inductor.lowering:", "seeds of memory-efficient attention are moved to where operators expect them"
+)
+STREAM = Need(
+    "torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
+    "the caller's streams are replaced by those of a capture",
+)
+
+NEEDS: dict[str, Need] = {
+    "attention_efficient": SEEDS,
+    "attention_without_dropout": SEEDS,
+    "attention_late_backward": SEEDS,
+    "attention_retained": SEEDS,
+    "attention_evaluated": SEEDS,
+    "attention_of_sizes": SEEDS,
+    "branches": BRANCH,
+    "collectives": COLLECTIVE,
+    "collectives_of_a_backward": COLLECTIVE,
+    "computed_numbers": NUMBER,
+    "decode_position": NUMBER,
+    "integer_that_changes": NUMBER,
+    "number_and_dropout": NUMBER,
+    "number_and_mutation": NUMBER,
+    "number_in_training": NUMBER,
+    "number_too_large": NUMBER,
+    "numbers_and_sizes": NUMBER,
+    "streams_inside": STREAM,
+}

@@ -1,0 +1,192 @@
+"""Takes Inductor's request for CUDA graphs to our policy, for users who set none, and gives the policy what only a hook
+sees: Note [What a policy can't do] of `policy`.
+
+`config.cudagraphs` chooses between our graphs, upstream's trees, and none. The choice is made when a forward is
+compiled, and its backward uses the same one: autograd may compile the backward much later, in another thread, where the
+option has another value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TYPE_CHECKING
+
+import torch._inductor.config as inductor_config
+
+from torch_overlay import config
+from torch_overlay._inductor.relaunch import partitions
+from torch_overlay._inductor.relaunch.policy import compiled_frame, is_of_others, RelaunchPolicy, rewritten
+from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
+from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
+from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.fx import GraphModule
+
+    from torch_overlay._inductor.relaunch.partitions import Partitions
+
+RELAUNCH = RelaunchPolicy()
+
+
+def chosen_mode(device_box: Any) -> str:
+    """Return the value of `config.cudagraphs` at the forward's compilation. It is kept on the device box, which a
+    forward and its backward share."""
+    mode = getattr(device_box, "overlay_cudagraphs", None) or config.cudagraphs
+    if device_box is not None:
+        device_box.overlay_cudagraphs = mode
+    return mode
+
+
+def compile_fx_inner(
+    original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
+    if not _is_rewritten(kwargs.get("cudagraphs")):
+        return original(gm, example_inputs, *args, **kwargs)
+    found, inputs = rewrites.rewrite(gm, example_inputs, _donated() if kwargs.get("is_backward") else ())
+    with rewrites.compiling(found):
+        return original(gm, inputs, *args, **kwargs)
+
+
+def _is_rewritten(cudagraphs: Any) -> bool:
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
+    ours = config.cudagraphs == "relaunch" and not is_of_others()
+    allowed = config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation
+    return bool(asked and ours and allowed)
+
+
+def _donated() -> Sequence[int]:
+    """Return the positions of a backward's inputs whose memory the compiled code may use for something else."""
+    from torch._inductor.utils import get_donated_idxs
+
+    return get_donated_idxs() or ()
+
+
+def post_compile(
+    original: Callable[..., None],
+    compiled: Any,
+    example_inputs: Sequence[Any],
+    constants: Any,
+    graph_kwargs: dict[str, Any],
+) -> None:
+    """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
+    what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
+    saves."""
+    found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
+    residents = Residents(found.resident)
+    with _choosing(graph_kwargs, found, residents):
+        original(compiled, example_inputs, constants, graph_kwargs)
+        if inductor_config.cudagraph_policy is RELAUNCH:
+            RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
+    settle_owners(getattr(compiled, "_overlay_owners", ()))
+    if residents.rows:
+        compiled.current_callable = residents.around(compiled.current_callable)
+
+
+@contextlib.contextmanager
+def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Residents) -> Iterator[None]:
+    """Have Inductor ask our policy inside, or one of the user's, or none."""
+    wanted: Any = graph_kwargs.get("cudagraphs")
+    if is_of_others() or not (wanted or getattr(wanted, "overlay_wanted", False)):
+        yield
+        return
+    users = inductor_config.cudagraph_policy
+    mode = "relaunch" if users is not None else chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
+    if mode != "relaunch":
+        if mode == "off":
+            type(wanted).disable(wanted)
+        yield
+        return
+    with inductor_config.patch(cudagraph_policy=users or RELAUNCH), rewritten(found.made, residents):
+        yield
+    wanted.value = True
+
+
+def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
+    """Seam: call the original for trees alone, since only trees have generations."""
+    if not isinstance(inductor_config.cudagraph_policy, RelaunchPolicy):
+        original(compiled_graph, device_box)
+
+
+def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
+    """Seam of CompiledFxGraph.__init__: note which outputs of a graph the user sees, and what was split off. The FX
+    graph is not available later, when the code is taken from the cache. Also note if the constructor disables CUDA
+    graphs."""
+    from torch_overlay._inductor.streams.alignment import left_to_runtime
+
+    given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
+    wanted = given["cudagraphs"]
+    before = bool(wanted)
+    original(compiled, *args, **kwargs)
+    if before and not wanted:
+        wanted.overlay_wanted = True
+    (output,) = given["gm"].graph.find_nodes(op="output")
+    compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
+    notes = partitions.of_graph(given["graph"])
+    compiled._overlay_partitions = notes.plain()
+    compiled._overlay_rewrites = rewrites.current().plain()
+    compiled._overlay_owners = owners_of(given["graph"])
+    compiled._overlay_numbers = free_numbers(given["gm"], notes)
+    compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
+
+
+def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the inputs that are integers on which no tensor's size or stride depends: those of the
+    graph, then those of each partition, which count from the end. Offsets don't matter here: where generated code makes
+    a view, its offset is computed from the number in sight, and an input's is in its address."""
+    from torch import SymInt, Tensor
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+    from torch.utils._pytree import tree_leaves
+
+    in_shapes: set[str] = set()
+    for module in gm.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+            for shape in [dims for tensor in tensors for dims in (tensor.size(), tensor.stride())]:
+                in_shapes.update(map(str, free_symbols(shape)))
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    names = [str(v.node.expr) if isinstance(v, SymInt) and v.node.expr.is_Symbol else None for v in values]
+
+    def free(symbols: Sequence[str | None]) -> Iterator[int]:
+        return (k for k, symbol in enumerate(symbols) if symbol is not None and symbol not in in_shapes)
+
+    partitions = [tuple(k - len(symbols) for k in free(symbols)) for _, _, symbols in notes.graphs]
+    return tuple(free(names)), *partitions
+
+
+def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
+    """Seam: True for what we split off, too."""
+    return original(node) or partitions.is_unsafe(node)
+
+
+def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
+    """Seam: report that code with a C++ wrapper gets no graph, since Inductor turns graphs off for it at this point."""
+    from torch._inductor.virtualized import V
+
+    asked = inductor_config.triton.cudagraphs and log_cudagraph_skip and not V.aot_compilation
+    changed = original(log_cudagraph_skip)
+    if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
+        message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
+        refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
+    return changed
+
+
+def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
+    """Seam: give each buffer of an inference graph its own memory. If a kernel wrote a buffer that another kernel has
+    read, the two couldn't run in parallel; and a capture packs the buffers itself, into as little memory."""
+    from torch._inductor.virtualized import V
+
+    from torch_overlay._inductor.streams.codegen import has_streams
+
+    asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
+    if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
+        with inductor_config.patch(allow_buffer_reuse=False):
+            return original(wrapper)
+    return original(wrapper)
