@@ -13,12 +13,17 @@ A pull request is declared by a folder beside its patch:
     test_*.py            its tests, in upstream's style
 
 New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
-module. Their imports of one another are renamed, and the text is formatted as upstream's.
+module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
+modules in their comments. The text is formatted as upstream's.
+
+    python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would be: of each
+                                                            module the lines, and what it imports of the overlay
 
 The tool applies the edits to the installed tree of the base, with what the pull request needs applied before, and
 writes the difference with its tests and its message, as `git am --keep-non-patch` reads it. It refuses edits that
-mention the overlay, new files that import a module which isn't listed, a seam that is not in the seam table or whose
-module isn't declared, a test that is missing, lines that are longer than upstream's, and more than 800 lines.
+mention the overlay, new files that import a module which isn't listed or name such a module, a seam that is not in the
+seam table or whose module isn't declared, a test that is missing, lines that are longer than upstream's, and more than
+800 lines.
 """
 
 from __future__ import annotations
@@ -93,7 +98,7 @@ def read(path: Path) -> PullRequest:
         found = tomllib.loads((path / DECLARATION).read_text())
         tests = {target: (path / source).read_text() for target, source in found["tests"].items()}
         edits = (path / EDITS).read_text() if (path / EDITS).is_file() else ""
-        files = found.get("files", {})
+        names = _names(path)
         made = PullRequest(
             name,
             found["title"],
@@ -102,7 +107,7 @@ def read(path: Path) -> PullRequest:
             tuple(found["seams"]),
             tuple(found["modules"]),
             edits,
-            {target: _travelled(module, files) for target, module in files.items()},
+            {target: _renamed(module, names) for target, module in found.get("files", {}).items()},
             tests,
         )
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
@@ -113,15 +118,45 @@ def read(path: Path) -> PullRequest:
     return made
 
 
-def _travelled(module: str, files: Mapping[str, str]) -> str:
+def _names(path: Path) -> dict[str, str]:
+    """Return upstream's names of the overlay's modules that a pull request and those that it needs add."""
+    found = {p.parent.name: tomllib.loads(p.read_text()) for p in path.parent.glob(f"*/{DECLARATION}")}
+    names: dict[str, str] = {}
+    reached, todo = set(), [path.name]
+    while todo:
+        if (name := todo.pop()) in found and name not in reached:
+            reached.add(name)
+            todo += found[name].get("needs", ())
+            names |= {module: _dotted(target) for target, module in found[name].get("files", {}).items()}
+    return names
+
+
+def _renamed(module: str, names: Mapping[str, str]) -> str:
     """Return the text of a module as a new file of upstream's."""
-    stem = ROOT / module.replace(".", "/")
-    source = stem.with_suffix(".py") if stem.with_suffix(".py").is_file() else stem / "__init__.py"
-    text = source.read_text()
-    for target, other in sorted(files.items(), key=lambda item: -len(item[1])):  # a module before its package
-        name = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", name, text)
+    text = source_of(module).read_text()
+    package = module.rpartition(".")[0].rpartition(".")[0]
+
+    def mentioned(match: re.Match[str]) -> str:
+        """A comment says `folder.module`; upstream's modules are in one folder."""
+        other = f"{package}.{match[1]}"
+        if not source_of(other).is_file():
+            return match[0]
+        return f"`{names[other].rpartition('.')[2]}" if other in names else f"`{other}"
+
+    text = re.sub(r"`(\w+\.\w+)", mentioned, text)
+    for other in sorted(names, key=len, reverse=True):  # a module before its package
+        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", names[other], text)
     return text
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module of the overlay."""
+    stem = ROOT / module.replace(".", "/")
+    return stem.with_suffix(".py") if not (stem / "__init__.py").is_file() else stem / "__init__.py"
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _formatted(path: str, text: str) -> str:
@@ -148,7 +183,7 @@ def _problems(made: PullRequest) -> Iterator[str]:
         yield f"a line of code has more than {CODE} characters: {long[0]!r}"
     for text in made.files.values():
         for module in sorted(set(re.findall(r"torch_overlay[\w.]*", text))):
-            yield f"{module} would be pulled in"
+            yield f"{module} is imported or named, but neither it nor what it needs adds that"
     for text in (made.edits, *made.tests.values(), *made.files.values()):
         if "overlay" in text:
             yield "its text mentions the overlay"
@@ -195,7 +230,7 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
 
 
 def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
-    """Return the text of the files that are edited by what the request needs, and by what that needs."""
+    """Return the text of the files that what the request needs edits and adds, and what that needs."""
     by_name = {other.name: other for other in every}
     wanted: set[str] = set()
     todo = list(request.needs)
@@ -206,7 +241,7 @@ def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, 
     texts: dict[str, str] = {}
     for other in every:  # in order
         if other.name in wanted:
-            texts |= other.edited(texts)
+            texts |= {**other.edited(texts), **other.files}
     return texts
 
 
