@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.memory.packing import Life
-    from torch_overlay._inductor.relaunch.numbers.launches import Use
+    from torch_overlay._inductor.relaunch.numbers.words import Use
     from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library checks for more

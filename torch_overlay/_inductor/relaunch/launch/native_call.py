@@ -24,7 +24,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from torch_overlay._inductor.relaunch.memory.outputs import Empty, Given, OfStorage, Recipe, Repeated, SameInput
-from torch_overlay._inductor.relaunch.numbers.expressions import Program
+from torch_overlay._inductor.relaunch.numbers.program import Program
 
 
 if TYPE_CHECKING:

@@ -7,20 +7,19 @@ are expressions:
     fadd fsub fmul fdiv fneg            of floats
     float                               an integer as a float
 
-`Program` is the form that the C module runs (`csrc/numbers.c`). There, integers have 64 bits, and an integer that
-becomes a float has at most 53. Numbers for which that is not enough are unfit: the region then runs as compiled.
+A launch computes them in C, where integers have 64 bits, and an integer that becomes a float has at most 53. Numbers
+for which that is not enough are unfit: the region then runs as compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
 import operator
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 Expression: TypeAlias = "tuple[Any, ...]"
 
@@ -41,7 +40,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "fneg": operator.neg,
     "float": float,
 }
-CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C source
 
 # Types of kernel parameters by the letter of torch's static launcher.
 TYPES: dict[str, Any] = {
@@ -56,7 +54,6 @@ TYPES: dict[str, Any] = {
     "f": ctypes.c_float,
     "d": ctypes.c_double,
 }
-LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 FLOATS = "fd"
 
 
@@ -69,9 +66,17 @@ def constant(value: Any) -> Expression:
     return "const", value, value.hex() if type(value) is float else ""
 
 
+def parts_of(expression: Expression) -> Iterator[Expression]:
+    """Yield the expressions that this one is made of, operands first."""
+    if expression[0] in OPERATIONS:
+        for operand in expression[1:]:
+            yield from parts_of(operand)
+    yield expression
+
+
 def inputs_of(expressions: Iterable[Expression]) -> frozenset[int]:
     """Return the positions of the inputs that the expressions are computed from."""
-    return frozenset(part[1] for expression in expressions for part in _parts(expression) if part[0] == "input")
+    return frozenset(part[1] for expression in expressions for part in parts_of(expression) if part[0] == "input")
 
 
 def moved(expression: Expression, positions: Mapping[int, int]) -> Expression:
@@ -115,35 +120,3 @@ def pack(letter: str, value: Any) -> bytes:
     if type(value) is not int or kind(value).value != value:
         raise Unfit(f"{value!r} does not fit into a parameter of type {kind.__name__}")
     return bytes(kind(value))
-
-
-@dataclass(frozen=True)
-class Program:
-    """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
-    one for the result of each operation. Types are 0 for integers and 1 for floats."""
-
-    inputs: tuple[tuple[int, int], ...]  # (position, type)
-    constants: tuple[tuple[int, Any], ...]  # (type, value)
-    code: tuple[tuple[int, int, int], ...]  # (operation, register, register)
-    results: tuple[int, ...]  # the register of each expression
-
-    @staticmethod
-    def of(expressions: Sequence[Expression]) -> Program:
-        parts = dict.fromkeys(part for expression in expressions for part in _parts(expression))
-        inputs, constants = ([part for part in parts if part[0] == kind] for kind in ("input", "const"))
-        steps = [part for part in parts if part[0] in CODES]
-        register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}
-        return Program(
-            tuple((part[1], int(part[2] is float)) for part in inputs),
-            tuple((int(type(part[1]) is float), part[1]) for part in constants),
-            tuple((CODES[part[0]], register[part[1]], register[part[-1]]) for part in steps),
-            tuple(register[expression] for expression in expressions),
-        )
-
-
-def _parts(expression: Expression) -> Iterator[Expression]:
-    """Yield the expressions that this one is made of, operands first."""
-    if expression[0] in CODES:
-        for operand in expression[1:]:
-            yield from _parts(operand)
-    yield expression

@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any, NamedTuple, NoReturn, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.numbers.expressions import Expression, inputs_of, TYPES
+from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPES
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.words import Use
 from torch_overlay._inductor.relaunch.proof.signatures import binary_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-
-class Use(NamedTuple):
-    """A parameter of a node that is an expression of numbers. `letter` has the parameter's type."""
-
-    handle: int
-    parameter: int
-    letter: str
-    expression: Expression
 
 
 class Launches:
