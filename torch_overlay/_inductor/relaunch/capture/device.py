@@ -33,7 +33,7 @@ from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
-from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
+from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.prepare import prepare
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -78,7 +78,7 @@ class Cuda:
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
-        except segments larger than a chunk that are entirely free. Note [Chunks] of `memory.outputs`"""
+        except segments larger than a chunk that are entirely free. See `memory.chunks`."""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
         found = []
         for segment in torch.cuda.memory_snapshot(include_traces=False):
