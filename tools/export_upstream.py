@@ -146,6 +146,8 @@ def _renamed(module: str, names: Mapping[str, str]) -> str:
     text = re.sub(r"`(\w+\.\w+)", mentioned, text)
     for other in sorted(names, key=len, reverse=True):  # a module before its package
         text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", names[other], text)
+        ours, theirs = ("from {} import {}".format(*name.rsplit(".", 1)) for name in (other, names[other]))
+        text = re.sub(rf"\b{re.escape(ours)}\b", theirs, text)
     return text
 
 
