@@ -16,8 +16,8 @@ New files whose text is that of the overlay's modules are listed under [files]: 
 module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
 modules in their comments. The text is formatted as upstream's.
 
-    python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would be: of each
-                                                            module the lines, and what it imports of the overlay
+    python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would pull in: lines
+                                                            of each, and what it imports; a package is its modules
 
 The tool applies the edits to the installed tree of the base, with what the pull request needs applied before, and
 writes the difference with its tests and its message, as `git am --keep-non-patch` reads it. It refuses edits that
@@ -29,6 +29,7 @@ seam table or whose module isn't declared, a test that is missing, lines that ar
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 import subprocess
@@ -60,6 +61,7 @@ DECLARATION, EDITS = "pull_request.toml", "edits.patch"
 MOST_LINES = 800
 TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
 ROOTS = ("torch/", "test/")
+PACKAGE = "torch_overlay"
 
 
 @dataclass(frozen=True)
@@ -254,13 +256,58 @@ def export(every: Sequence[PullRequest]) -> dict[str, str]:
     return files | {"series": "# A patch, and what it needs.\n" + "".join(rows)}
 
 
+def imports_of(module: str) -> list[str]:
+    """Return the modules of the overlay that a module imports, inside of functions and for type checkers too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source_of(module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if source_of(name).is_file() else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return sorted(name for name in found if name.partition(".")[0] == PACKAGE and name != PACKAGE)
+
+
+def pulled_in(modules: Sequence[str], every: Sequence[PullRequest]) -> list[str]:
+    """Return a table of the modules, and of all that they import. Raises SeriesError for a module that is not there."""
+    given: list[str] = []
+    for name in modules:
+        path = source_of(name)
+        if not path.is_file():
+            raise SeriesError(f"{name}: there is no such module")
+        inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+        given += sorted(_dotted(p.relative_to(ROOT).as_posix()) for p in inside if p.name != "__init__.py")
+    names = {request.name: _names(folder() / request.name) for request in every}
+    there = {module: name for name in reversed(names) for module in names[name]}
+    reached = dict.fromkeys(given)
+    for module in reached.copy():
+        todo = [module]
+        while todo:
+            new = [name for name in imports_of(todo.pop()) if name not in reached]
+            reached |= dict.fromkeys(new)
+            todo += new
+    lines = {module: source_of(module).read_text().count("\n") for module in reached}
+    rows = []
+    for module in reached:
+        short = [name.removeprefix(f"{PACKAGE}.") for name in imports_of(module)]
+        where = f" [{there[module]}]" if module in there else "" if module in given else " [besides]"
+        rows.append(f"{lines[module]:5} {module.removeprefix(f'{PACKAGE}.')}{where}: {', '.join(short) or 'nothing'}")
+    besides = [module for module in reached if module not in given and module not in there]
+    sums = [f"{len(part)} modules with {sum(lines[m] for m in part)} lines" for part in (given, besides)]
+    return [*rows, f"{sums[0]}; besides, not in the stack: {sums[1]}"]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--imports", nargs="+", metavar="MODULE")
     options = parser.parse_args(argv)
     try:
         every = declared()
+        if options.imports:
+            print("\n".join(pulled_in(options.imports, every)))
+            return 0
         wanted = export(every)
         if options.list:
             for request in every:

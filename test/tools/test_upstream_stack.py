@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
@@ -190,6 +192,45 @@ class TestDeclarations(TestCase):
                 self.assertEqual(apply_change(changes[path], before), wanted)
             new = request.tests.keys() | request.files.keys()
             self.assertEqual(changes.keys(), request.edited({}).keys() | new)
+
+    def test_each_has_a_row_in_the_documents(self):
+        text = (form.ROOT / "docs" / "upstreaming.md").read_text()
+        rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+        self.assertEqual(sorted(rows), sorted(request.name for request in EVERY))
+        for request in EVERY:
+            needs = ", ".join(f"`{name}`" for name in request.needs)
+            self.assertTrue(not needs or rows[request.name].endswith(f"| {needs} |"), rows[request.name])
+
+
+@form.overlay_only
+class TestImports(TestCase):
+    """What a pull request of some modules would pull in."""
+
+    def table(self, *modules: str) -> list[str]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            self.assertEqual(export_upstream.main(["--imports", *modules]), 0)
+        return out.getvalue().splitlines()
+
+    def test_modules_and_what_they_import(self):
+        planner, tokens, total = self.table("torch_overlay._inductor.streams.planner")
+        self.assertRegex(planner, r"^ *\d+ _inductor\.streams\.planner: _functorch\.streams\.tokens$")
+        self.assertRegex(tokens, r"^ *\d+ _functorch\.streams\.tokens \[besides\]: nothing$")
+        lines = [int(row.split()[0]) for row in (planner, tokens)]
+        self.assertEqual(
+            total, f"1 modules with {lines[0]} lines; besides, not in the stack: 1 modules with {lines[1]} lines"
+        )
+
+    def test_what_the_stack_has(self):
+        rows = self.table("torch_overlay._inductor.relaunch.memory")
+        found = {row.split()[1].rpartition(".")[2]: row for row in rows}
+        self.assertIn("packing [relaunch-packing]: nothing", found["packing"])
+        self.assertIn("nodes [relaunch-proof]: nothing", found["nodes"])
+        self.assertIn("not in the stack: 0 modules", rows[-1])
+
+    def test_module_that_is_not_there(self):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            self.assertEqual(export_upstream.main(["--imports", "torch_overlay.nothing"]), 1)
+        self.assertEqual(err.getvalue(), "torch_overlay.nothing: there is no such module\n")
 
 
 instantiate_parametrized_tests(TestStack)
