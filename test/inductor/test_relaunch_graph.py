@@ -66,7 +66,7 @@ class GraphTest(unittest.TestCase):
         return graphs.read(0x77, segments, 0, 1 << 20, driver=self.driver, keeps=runtime.holds)
 
     def tidy(self):
-        return tidy.tidy(0x77, driver=self.driver, kernels=self.kernels)
+        return tidy.tidy(0x77, driver=self.driver, kernels=self.kernels, keeps=runtime.holds)
 
     def refused(self, reason, pattern):
         with self.assertRaisesRegex(Refusal, pattern) as context:

@@ -125,7 +125,7 @@ class Cuda:
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=runtime.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
         graph = graphs.read(

@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.graph.driver import handle_of
 from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
-from torch_overlay._inductor.relaunch.graph.read import copy_node
+from torch_overlay._inductor.relaunch.graph.read import copy_node, never
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch_overlay._inductor.relaunch.graph.driver import Driver
 
@@ -32,8 +31,10 @@ class TidyReport:
     kept: tuple[str, ...] = ()  # memset and memcpy nodes left as they are, with the reason
 
 
-def tidy(graph: Any, *, driver: Driver, kernels: PlainKernels | None = None) -> TidyReport:
-    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself."""
+def tidy(
+    graph: Any, *, driver: Driver, kernels: PlainKernels | None = None, keeps: Callable[[int], bool] = never
+) -> TidyReport:
+    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself. `keeps`: as for `read`."""
     handle = handle_of(graph)
     structure = driver.structure(handle)
     foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
@@ -49,7 +50,7 @@ def tidy(graph: Any, *, driver: Driver, kernels: PlainKernels | None = None) -> 
         try:
             if kernels is None:
                 kernels = _default_kernels()
-            editor.replace(node, _replacement(driver, kernels, index, node, kind))
+            editor.replace(node, _replacement(driver, kernels, keeps, index, node, kind))
             done[kind] += 1
         except Exception as error:  # also Triton's; the node is kept
             kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
@@ -78,7 +79,9 @@ def _default_kernels() -> PlainKernels:
     return fill_copy_kernels
 
 
-def _replacement(driver: Driver, kernels: PlainKernels, index: int, handle: int, kind: int) -> Launch:
+def _replacement(
+    driver: Driver, kernels: PlainKernels, keeps: Callable[[int], bool], index: int, handle: int, kind: int
+) -> Launch:
     if kind == cu.MEMSET:
         p = driver.memset(handle)
         size, width, height = int(p.elementSize), int(p.width), int(p.height)
@@ -86,7 +89,7 @@ def _replacement(driver: Driver, kernels: PlainKernels, index: int, handle: int,
             raise Refusal("shape", "its rows are not adjacent")
         launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
     else:
-        node = copy_node(driver, index, handle, runtime.holds)
+        node = copy_node(driver, index, handle, keeps)
         if node.dst_on_host or node.src_on_host:
             raise Refusal("host-memory", "a copy engine moves saved activations beside the kernels")
         lines = node.height * node.depth
