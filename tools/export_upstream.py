@@ -76,6 +76,10 @@ class PullRequest:
     files: Mapping[str, str]  # path in upstream's tree -> text, of new files; not formatted yet
     tests: Mapping[str, str]  # the same, of tests
 
+    @property
+    def commit_message(self) -> str:
+        return self.message + (f"\n\nNeeds: {', '.join(self.needs)}" if self.needs else "")
+
     def edited(self, read: Mapping[str, str]) -> dict[str, str]:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
         after = {}
@@ -226,15 +230,14 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
     files = {path: _formatted(path, text) for path, text in request.files.items()}
     diffs += [new_file_diff(path, text) for path, text in sorted({**files, **request.tests}.items())]
-    needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
-    text = f"{mail(request.title, request.message + needs)}{''.join(diffs)}--\n2.15.0\n"
+    text = f"{mail(request.title, request.commit_message)}{''.join(diffs)}--\n2.15.0\n"
     if (count := text.count("\n")) > MOST_LINES:
         raise SeriesError(f"{request.name}: {count} lines; a pull request has at most {MOST_LINES}")
     return text
 
 
-def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
-    """Return the text of the files that what the request needs edits and adds, and what that needs."""
+def needed(request: PullRequest, every: Sequence[PullRequest]) -> list[PullRequest]:
+    """Return what the request needs, and what that needs, in order."""
     by_name = {other.name: other for other in every}
     wanted: set[str] = set()
     todo = list(request.needs)
@@ -242,10 +245,14 @@ def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, 
         name = todo.pop()
         wanted.add(name)
         todo += by_name[name].needs
+    return [other for other in every if other.name in wanted]
+
+
+def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
+    """Return the text of the files that what the request needs edits and adds."""
     texts: dict[str, str] = {}
-    for other in every:  # in order
-        if other.name in wanted:
-            texts |= {**other.edited(texts), **other.files}
+    for other in needed(request, every):
+        texts |= {**other.edited(texts), **other.files}
     return texts
 
 
