@@ -58,10 +58,10 @@ class Region:
         own = self.sizes[inputs:]
         storages = [Storage(own[0] + own[1], dtype=torch.uint8), *map(Storage, own[2:])]
         at = [(0, 0), (0, own[0]), *((i, 0) for i in range(1, outputs - 1))]
-        recipes = [
-            OfStorage(n, bytes_view(s, d)) for (n, d), s in zip(at, own, strict=True)
-        ]
-        recipes += [Repeated(2), SameInput(1), OfStorage(2, bytes_view(100, MIB // 2))]
+        recipes = [OfStorage(2, bytes_view(100, MIB // 2))]
+        rows = zip(at, own, strict=True)
+        recipes += [OfStorage(n, bytes_view(s, d)) for (n, d), s in rows]
+        recipes += [Repeated(3), SameInput(1)]
         layout = Layout(layout_inputs, tuple(storages), tuple(recipes), ())
         # Scratch: allocated before its first node, freed after its last one.
         steps = sorted(rng.randrange(self.length) for _ in range(pieces))
@@ -201,8 +201,9 @@ class TestArrange(TestCase):
             size = recipe.view.extent
             cells = [memory.cells[cell] for cell in memory.span(found[output], size)]
             self.assertEqual(set(cells), {r}, f"output {output}")
+        self.assertEqual(found[0], found[4] + MIB // 2)
         if arrangement.stages:
-            self.assertEqual(found[layout.recipes.index(Repeated(2))], found[2])
+            self.assertEqual(found[layout.recipes.index(Repeated(3))], found[3])
         return memory.peak
 
     def test_drawn_regions(self):
