@@ -286,13 +286,11 @@ def pulled_in(modules: Sequence[str], every: Sequence[PullRequest]) -> list[str]
         given += sorted(_dotted(p.relative_to(ROOT).as_posix()) for p in inside if p.name != "__init__.py")
     names = {request.name: _names(folder() / request.name) for request in every}
     there = {module: name for name in reversed(names) for module in names[name]}
-    reached = dict.fromkeys(given)
-    for module in reached.copy():
-        todo = [module]
-        while todo:
-            new = [name for name in imports_of(todo.pop()) if name not in reached]
-            reached |= dict.fromkeys(new)
-            todo += new
+    reached, todo = dict.fromkeys(given), list(given)
+    while todo:
+        new = [name for name in imports_of(todo.pop()) if name not in reached]
+        reached |= dict.fromkeys(new)
+        todo += new
     lines = {module: source_of(module).read_text().count("\n") for module in reached}
     rows = []
     for module in reached:

@@ -154,6 +154,15 @@ class TestDeclarations(TestCase):
             with self.assertRaisesRegex(SeriesError, r"torch_overlay\S*proof\.nodes is imported or named"):
                 export_upstream.read(path)
 
+    def test_names_of_modules_in_comments(self):
+        relaunch = "torch_overlay._inductor.relaunch"
+        names = {f"{relaunch}.memory.packing": "torch._inductor.cudagraph_relaunch.packing"}
+        text = export_upstream._renamed(f"{relaunch}.graph.concurrency", names)
+        self.assertIn("(`packing`)", text)
+        self.assertIn(f"(`{relaunch}.proof.prove`)", text)  # it is not there, which is refused
+        text = named("relaunch-concurrency").files["torch/_inductor/cudagraph_relaunch/concurrency.py"]
+        self.assertIn("(`prove`)", text)
+
     def test_edit_that_does_not_fit_the_base(self):
         request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
