@@ -395,6 +395,19 @@ class TestUnfinishedRuns(unittest.TestCase):
                 self.assertEqual(patch_faults.snapshot(root), before)
             (root / name).chmod(0o755)
 
+    def test_something_else_in_the_place_of_the_folder(self) -> None:
+        root = self.small()
+        folder = root / "torch" / ".apply_patches"
+        for make, what in ((folder.touch, "a file"), (lambda: folder.symlink_to(root), "a symbolic link")):
+            make()
+            for options in ((), ("--check",), ("--reverse",)):
+                before = patch_faults.snapshot(root)
+                result = patch_faults.run(root, *options)
+                self.assertEqual(result.status, 1)
+                self.assertIn(f"{folder} is {what}: remove it\nNothing was changed", result.output)
+                self.assertEqual(patch_faults.snapshot(root), before)
+            folder.unlink()
+
     def test_output_that_nobody_can_read_changes_nothing_in_what_is_done(self) -> None:
         """A pipe that was closed, and a log on a disk that is full."""
         root = self.small()
