@@ -30,7 +30,7 @@ LAYERS = (
     ("_inductor.scheduler_nodes", "_inductor.schedule_notes"),
     ("_inductor.offload",),
     ("_inductor.streams",),
-    ("_inductor.relaunch.causes", "_inductor.relaunch.refusals", "_inductor.relaunch.keys"),
+    ("_inductor.relaunch.causes", "_inductor.relaunch.refusals", "_inductor.relaunch.keys", "_inductor.relaunch.exact"),
     ("_inductor.relaunch.proof",),
     ("_inductor.relaunch.graph",),
     ("_inductor.relaunch.numbers",),

@@ -17,7 +17,9 @@ rolled back by the next one, which says so (see tree_change.py). Needs Python's 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +28,15 @@ from tree_change import is_locked, locked, read_journal
 
 
 Contents = dict[str, str | None]
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Prints a line. That nobody can read it is no failure of the run, whose status says how it ended."""
+    stream = sys.stderr if error else sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # or Python would fail again at its end
 
 
 class AsWanted(SeriesError):
@@ -125,9 +136,9 @@ def is_applied(contents: Contents, series: list[PatchFile], root: Path) -> bool:
 
 def list_series(series: list[PatchFile]) -> None:
     for patch in series:
-        print(patch.name)
+        say(patch.name)
         for change in patch.changes:
-            print(f"  {'new ' if change.is_new else 'edit'} {change.path}")
+            say(f"  {'new ' if change.is_new else 'edit'} {change.path}")
 
 
 def compute(root: Path, series: list[PatchFile], reverse: bool) -> tuple[Contents, Contents]:
@@ -156,7 +167,7 @@ def check(root: Path, reverse: bool) -> int:
         )
     series = read_series(series_folder())
     _, after = compute(root, series, reverse)
-    print(f"{len(series)} patches would be {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    say(f"{len(series)} patches would be {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
     return 0
 
 
@@ -166,23 +177,26 @@ def change(root: Path, reverse: bool) -> int:
     with locked(root) as tree:
         try:
             recovered = tree.recover()
-            print(recovered, end="\n" if recovered else "")
+            if recovered:
+                say(recovered)
             series = read_series(series_folder())
             before, after = compute(root, series, reverse)
             tree.run("--reverse" if reverse else "apply", before, after)
         except (SeriesError, OSError) as error:
             if isinstance(error, AsWanted) and recovered:
-                print(f"{error}: nothing else to do")
+                say(f"{error}: nothing else to do")
                 return 0
-            print(error, file=sys.stderr)
+            say(str(error), error=True)
             if tree.journal.exists():
-                print("The tree is half changed; the next run of this tool puts it back first.", file=sys.stderr)
+                say("The tree is half changed; the next run of this tool puts it back first.", error=True)
             else:
-                print(f"Nothing {'else ' if recovered else ''}was changed.", file=sys.stderr)
+                say(f"Nothing {'else ' if recovered else ''}was changed.", error=True)
             return 1
-    print(f"{len(series)} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
-    for path in (path for path in leftovers(root, after) if reverse):
-        print(f"kept, for it is not of the series: {path}")
+    say(f"{len(series)} patches {'reversed' if reverse else 'applied'}: {len(after)} files in {root}")
+    if reverse:
+        with contextlib.suppress(OSError):  # the tree is as it was to be
+            for path in leftovers(root, after):
+                say(f"kept, for it is not of the series: {path}")
     return 0
 
 
@@ -208,8 +222,8 @@ def main(argv: list[str]) -> int:
         root = tree_root(options.path)
         return check(root, options.reverse) if options.check else change(root, options.reverse)
     except (SeriesError, OSError) as error:
-        print(error, file=sys.stderr)
-        print("Nothing was changed.", file=sys.stderr)
+        say(str(error), error=True)
+        say("Nothing was changed.", error=True)
         return 1
 
 

@@ -294,12 +294,39 @@ def _find(lines: Sequence[str], hunk: Hunk, shift: int) -> int | None:
 # ---- the report
 
 
-def report(new: Tree, name: str, with_diffs: bool) -> tuple[str, bool]:
-    """Return the text of the report, and whether anything needs work."""
+@dataclass(frozen=True)
+class Report:
+    seams: Sequence[SeamReport]
+    queue: Sequence[PatchReport]  # the patches of the series
+    stack: Sequence[PatchReport]  # the pull requests
+
+    @property
+    def needs_work(self) -> bool:
+        return any(seam.state != UNCHANGED for seam in self.seams) or any(
+            patch.verdict == NEEDS_WORK for patch in (*self.queue, *self.stack)
+        )
+
+    def text(self, name: str, with_diffs: bool) -> str:
+        counts = Counter(found.state for found in self.seams)
+        states = ", ".join(f"{counts[state]} {state}" for state in (UNCHANGED, MOVED, CHANGED, GONE))
+        lines = [f"{name}, against the base {base()['tag']}", "", f"{len(self.seams)} seams: {states}"]
+        for found in self.seams:
+            if found.state != UNCHANGED:
+                lines += [f"  {found.state:9} {found.target}  [{found.patch}]", f"            {found.said}"]
+                lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
+        parts = ("patches of the series, one after the other", self.queue), ("pull requests, each alone", self.stack)
+        for title, patches in parts:
+            lines += ["", f"{title}:"]
+            for patch in patches:
+                lines += [f"  {patch.verdict:19} {patch.name}", *[f"                      {s}" for s in patch.said]]
+        return "\n".join(lines)
+
+
+def compare(new: Tree) -> Report:
+    """Compare all seams and patches with another PyTorch."""
     from torch_overlay.seam_table import SEAMS
 
-    compare = Seams(Folder(installed_root()), new)
-    seams = [compare.report(seam) for seam in SEAMS]
+    seams = Seams(Folder(installed_root()), new)
     texts: dict[str, str | None] = {}
     queue = [check_patch(patch.name, patch.changes, texts, new) for patch in read_series(series_folder())]
     stack = []
@@ -309,21 +336,7 @@ def report(new: Tree, name: str, with_diffs: bool) -> tuple[str, bool]:
         for path in request.files:
             if new.read(path) is not None:
                 _worsen(stack[-1], NEEDS_WORK, f"{path} is there already")
-    counts = Counter(found.state for found in seams)
-    lines = [f"{name}, against the base {base()['tag']}", ""]
-    lines += [
-        f"{len(seams)} seams: " + ", ".join(f"{counts[state]} {state}" for state in (UNCHANGED, MOVED, CHANGED, GONE))
-    ]
-    for found in seams:
-        if found.state != UNCHANGED:
-            lines += [f"  {found.state:9} {found.target}  [{found.patch}]", f"            {found.said}"]
-            lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
-    for title, patches in (("patches of the series, one after the other", queue), ("pull requests, each alone", stack)):
-        lines += ["", f"{title}:"]
-        for patch in patches:
-            lines += [f"  {patch.verdict:19} {patch.name}", *[f"                      {said}" for said in patch.said]]
-    work = any(found.state != UNCHANGED for found in seams) or any(p.verdict == NEEDS_WORK for p in (*queue, *stack))
-    return "\n".join(lines), work
+    return Report([seams.report(seam) for seam in SEAMS], queue, stack)
 
 
 def main(argv: list[str]) -> int:
@@ -339,16 +352,15 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = download(options.torch, folder) if options.torch else options.path
             name = f"torch {options.torch}" if options.torch else str(options.path)
-            tree = tree_of(path)
-            text, work = report(tree, name, options.diff)
+            found = compare(tree_of(path))
             if options.out:
                 options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / "drift.txt").write_text(report(tree, name, True)[0] + "\n")
+                (options.out / "drift.txt").write_text(found.text(name, True) + "\n")
     except SeriesError as error:
         print(error, file=sys.stderr)
         return 2
-    print(text)
-    return 1 if work else 0
+    print(found.text(name, options.diff))
+    return 1 if found.needs_work else 0
 
 
 if __name__ == "__main__":

@@ -13,17 +13,23 @@ A pull request is declared by a folder beside its patch:
     test_*.py            its tests, in upstream's style
 
 New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
-module. Their imports of one another are renamed, and the text is formatted as upstream's.
+module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
+modules in their comments. The text is formatted as upstream's.
+
+    python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would pull in: lines
+                                                            of each, and what it imports; a package is its modules
 
 The tool applies the edits to the installed tree of the base, with what the pull request needs applied before, and
 writes the difference with its tests and its message, as `git am --keep-non-patch` reads it. It refuses edits that
-mention the overlay, new files that import a module which isn't listed, a seam that is not in the seam table or whose
-module isn't declared, a test that is missing, lines that are longer than upstream's, and more than 800 lines.
+mention the overlay, new files that import a module which isn't listed or name such a module, a seam that is not in the
+seam table or whose module isn't declared, a test that is missing, lines that are longer than upstream's, and more than
+800 lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import re
 import subprocess
@@ -55,6 +61,7 @@ DECLARATION, EDITS = "pull_request.toml", "edits.patch"
 MOST_LINES = 800
 TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
 ROOTS = ("torch/", "test/")
+PACKAGE = "torch_overlay"
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class PullRequest:
     edits: str
     files: Mapping[str, str]  # path in upstream's tree -> text, of new files; not formatted yet
     tests: Mapping[str, str]  # the same, of tests
+
+    @property
+    def commit_message(self) -> str:
+        return self.message + (f"\n\nNeeds: {', '.join(self.needs)}" if self.needs else "")
 
     def edited(self, read: Mapping[str, str]) -> dict[str, str]:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
@@ -93,7 +104,7 @@ def read(path: Path) -> PullRequest:
         found = tomllib.loads((path / DECLARATION).read_text())
         tests = {target: (path / source).read_text() for target, source in found["tests"].items()}
         edits = (path / EDITS).read_text() if (path / EDITS).is_file() else ""
-        files = found.get("files", {})
+        names = _names(path)
         made = PullRequest(
             name,
             found["title"],
@@ -102,7 +113,7 @@ def read(path: Path) -> PullRequest:
             tuple(found["seams"]),
             tuple(found["modules"]),
             edits,
-            {target: _travelled(module, files) for target, module in files.items()},
+            {target: _renamed(module, names) for target, module in found.get("files", {}).items()},
             tests,
         )
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
@@ -113,15 +124,47 @@ def read(path: Path) -> PullRequest:
     return made
 
 
-def _travelled(module: str, files: Mapping[str, str]) -> str:
+def _names(path: Path) -> dict[str, str]:
+    """Return upstream's names of the overlay's modules that a pull request and those that it needs add."""
+    found = {p.parent.name: tomllib.loads(p.read_text()) for p in path.parent.glob(f"*/{DECLARATION}")}
+    names: dict[str, str] = {}
+    reached, todo = set(), [path.name]
+    while todo:
+        if (name := todo.pop()) in found and name not in reached:
+            reached.add(name)
+            todo += found[name].get("needs", ())
+            names |= {module: _dotted(target) for target, module in found[name].get("files", {}).items()}
+    return names
+
+
+def _renamed(module: str, names: Mapping[str, str]) -> str:
     """Return the text of a module as a new file of upstream's."""
-    stem = ROOT / module.replace(".", "/")
-    source = stem.with_suffix(".py") if stem.with_suffix(".py").is_file() else stem / "__init__.py"
-    text = source.read_text()
-    for target, other in sorted(files.items(), key=lambda item: -len(item[1])):  # a module before its package
-        name = target.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", name, text)
+    text = source_of(module).read_text()
+    package = module.rpartition(".")[0].rpartition(".")[0]
+
+    def mentioned(match: re.Match[str]) -> str:
+        """A comment says `folder.module`; upstream's modules are in one folder."""
+        other = f"{package}.{match[1]}"
+        if not source_of(other).is_file():
+            return match[0]
+        return f"`{names[other].rpartition('.')[2]}" if other in names else f"`{other}"
+
+    text = re.sub(r"`(\w+\.\w+)", mentioned, text)
+    for other in sorted(names, key=len, reverse=True):  # a module before its package
+        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", names[other], text)
+        ours, theirs = ("from {} import {}".format(*name.rsplit(".", 1)) for name in (other, names[other]))
+        text = re.sub(rf"\b{re.escape(ours)}\b", theirs, text)
     return text
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module of the overlay."""
+    stem = ROOT / module.replace(".", "/")
+    return stem.with_suffix(".py") if not (stem / "__init__.py").is_file() else stem / "__init__.py"
+
+
+def _dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _formatted(path: str, text: str) -> str:
@@ -148,7 +191,7 @@ def _problems(made: PullRequest) -> Iterator[str]:
         yield f"a line of code has more than {CODE} characters: {long[0]!r}"
     for text in made.files.values():
         for module in sorted(set(re.findall(r"torch_overlay[\w.]*", text))):
-            yield f"{module} would be pulled in"
+            yield f"{module} is imported or named, but neither it nor what it needs adds that"
     for text in (made.edits, *made.tests.values(), *made.files.values()):
         if "overlay" in text:
             yield "its text mentions the overlay"
@@ -187,15 +230,14 @@ def patch_of(request: PullRequest, before: Mapping[str, str]) -> str:
         diffs.append(f"diff --git a/{path} b/{path}\n{''.join(lines)}")
     files = {path: _formatted(path, text) for path, text in request.files.items()}
     diffs += [new_file_diff(path, text) for path, text in sorted({**files, **request.tests}.items())]
-    needs = f"\n\nNeeds: {', '.join(request.needs)}" if request.needs else ""
-    text = f"{mail(request.title, request.message + needs)}{''.join(diffs)}--\n2.15.0\n"
+    text = f"{mail(request.title, request.commit_message)}{''.join(diffs)}--\n2.15.0\n"
     if (count := text.count("\n")) > MOST_LINES:
         raise SeriesError(f"{request.name}: {count} lines; a pull request has at most {MOST_LINES}")
     return text
 
 
-def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
-    """Return the text of the files that are edited by what the request needs, and by what that needs."""
+def needed(request: PullRequest, every: Sequence[PullRequest]) -> list[PullRequest]:
+    """Return what the request needs, and what that needs, in order."""
     by_name = {other.name: other for other in every}
     wanted: set[str] = set()
     todo = list(request.needs)
@@ -203,10 +245,14 @@ def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, 
         name = todo.pop()
         wanted.add(name)
         todo += by_name[name].needs
+    return [other for other in every if other.name in wanted]
+
+
+def with_needs(request: PullRequest, every: Sequence[PullRequest]) -> dict[str, str]:
+    """Return the text of the files that what the request needs edits and adds."""
     texts: dict[str, str] = {}
-    for other in every:  # in order
-        if other.name in wanted:
-            texts |= other.edited(texts)
+    for other in needed(request, every):
+        texts |= {**other.edited(texts), **other.files}
     return texts
 
 
@@ -217,13 +263,56 @@ def export(every: Sequence[PullRequest]) -> dict[str, str]:
     return files | {"series": "# A patch, and what it needs.\n" + "".join(rows)}
 
 
+def imports_of(module: str) -> list[str]:
+    """Return the modules of the overlay that a module imports, inside of functions and for type checkers too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source_of(module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if source_of(name).is_file() else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return sorted(name for name in found if name.partition(".")[0] == PACKAGE and name != PACKAGE)
+
+
+def pulled_in(modules: Sequence[str], every: Sequence[PullRequest]) -> list[str]:
+    """Return a table of the modules, and of all that they import. Raises SeriesError for a module that is not there."""
+    given: list[str] = []
+    for name in modules:
+        path = source_of(name)
+        if not path.is_file():
+            raise SeriesError(f"{name}: there is no such module")
+        inside = path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+        given += sorted(_dotted(p.relative_to(ROOT).as_posix()) for p in inside if p.name != "__init__.py")
+    names = {request.name: _names(folder() / request.name) for request in every}
+    there = {module: name for name in reversed(names) for module in names[name]}
+    reached, todo = dict.fromkeys(given), list(given)
+    while todo:
+        new = [name for name in imports_of(todo.pop()) if name not in reached]
+        reached |= dict.fromkeys(new)
+        todo += new
+    lines = {module: source_of(module).read_text().count("\n") for module in reached}
+    rows = []
+    for module in reached:
+        short = [name.removeprefix(f"{PACKAGE}.") for name in imports_of(module)]
+        where = f" [{there[module]}]" if module in there else "" if module in given else " [besides]"
+        rows.append(f"{lines[module]:5} {module.removeprefix(f'{PACKAGE}.')}{where}: {', '.join(short) or 'nothing'}")
+    besides = [module for module in reached if module not in given and module not in there]
+    sums = [f"{len(part)} modules with {sum(lines[m] for m in part)} lines" for part in (given, besides)]
+    return [*rows, f"{sums[0]}; besides, not in the stack: {sums[1]}"]
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--imports", nargs="+", metavar="MODULE")
     options = parser.parse_args(argv)
     try:
         every = declared()
+        if options.imports:
+            print("\n".join(pulled_in(options.imports, every)))
+            return 0
         wanted = export(every)
         if options.list:
             for request in every:

@@ -88,8 +88,8 @@ def sync_folder(path: Path) -> None:
 
 def find_folder(root: Path) -> Path:
     folder = root / "torch" / FOLDER
-    if folder.is_symlink():
-        raise SeriesError(f"{folder} is a symbolic link: remove it")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise SeriesError(f"{folder} is {'a symbolic link' if folder.is_symlink() else 'a file'}: remove it")
     return folder
 
 

@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
-from torch_overlay._inductor.relaunch.keys import exact
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove

@@ -28,6 +28,7 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import hooks, keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
@@ -306,7 +307,7 @@ def region(args):
             want = x * (1 / value if value else math.copysign(math.inf, value))
             got, same = run([x, place(value)])
             self.assertTrue(torch.equal(got.view(torch.int64), want.view(torch.int64)), value)
-            self.assertEqual(keys.exact(float(same)), keys.exact(value))
+            self.assertEqual(exact(float(same)), exact(value))
         self.assertEqual(refusals.refusals(), [])
         self.assertEqual((self.counted("captures"), len(run.states)), (captures, captures))
         self.assertEqual(self.counted("relaunches"), 3 * len(values) - captures)
@@ -341,8 +342,8 @@ def region(args):
 
     def test_complex_numbers_differ_in_each_part(self):
         values = [complex(a, b) for a in (0.0, -0.0) for b in (0.0, -0.0, math.nan)]
-        self.assertEqual(len({keys.exact(value) for value in values}), 6)
-        self.assertEqual(keys.exact(complex(0.0, math.nan)), keys.exact(complex(0.0, float("nan"))))
+        self.assertEqual(len({exact(value) for value in values}), 6)
+        self.assertEqual(exact(complex(0.0, math.nan)), exact(complex(0.0, float("nan"))))
 
     def test_tensor_in_host_memory_differs_by_type_and_bits(self):
         made = [torch.tensor(v, dtype=t) for t in (torch.float32, torch.bfloat16) for v in (0.0, -0.0, 1.0, math.nan)]

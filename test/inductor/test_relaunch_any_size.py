@@ -16,7 +16,8 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Result, Unfit
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
+from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
 
 

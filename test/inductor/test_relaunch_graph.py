@@ -19,7 +19,9 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 from relaunch_graph_driver import DriverInC
 
 import form
-from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs
+from torch_overlay._functorch.offload import runtime
+from torch_overlay._inductor.relaunch.graph import driver as cu, edit, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, FillNode, KernelNode, Refusal, Segment
 from torch_overlay._inductor.relaunch.proof.prove import prove
 from torch_overlay._inductor.relaunch.proof.signatures import signatures_of
@@ -52,7 +54,7 @@ class GraphTest(unittest.TestCase):
         if self.in_c is None:
             return cu.Driver(api)
         self.in_c.ask(api)
-        return cu.Driver(api, self.in_c.module)
+        return NativeDriver(api, self.in_c.module)
 
     def setUp(self):
         self.api = FakeApi()
@@ -61,10 +63,10 @@ class GraphTest(unittest.TestCase):
         self.kernels.declare(self.api)
 
     def read(self, segments=()):
-        return graphs.read(0x77, segments, 0, 1 << 20, driver=self.driver)
+        return graphs.read(0x77, segments, 0, 1 << 20, driver=self.driver, keeps=runtime.holds)
 
     def tidy(self):
-        return graphs.tidy(0x77, driver=self.driver, kernels=self.kernels)
+        return tidy.tidy(0x77, driver=self.driver, kernels=self.kernels, keeps=runtime.holds)
 
     def refused(self, reason, pattern):
         with self.assertRaisesRegex(Refusal, pattern) as context:
@@ -255,7 +257,7 @@ class TestTidy(GraphTest):
         fill = self.api.memset(0x1000, value=9, element_size=4, width=4, after=[first])
         copy = self.api.memcpy(0x2000, 0x1000, 16, after=[fill])
         last = self.api.kernel(7, u64(2), after=[copy])
-        self.assertEqual(self.tidy(), graphs.TidyReport(fills=1, copies=1))
+        self.assertEqual(self.tidy(), tidy.TidyReport(fills=1, copies=1))
         graph = self.read()
         handles = [n.handle for n in graph.nodes]
         self.assertEqual(self.names(), ["work", "work", "fill", "copy"])
@@ -274,7 +276,7 @@ class TestTidy(GraphTest):
     def test_rows_that_are_adjacent(self):
         self.api.memset(0x1000, element_size=2, width=8, height=3, pitch=16)
         self.api.memcpy(0x2000, 0x1000, 32, height=4, dstPitch=32, srcPitch=32)
-        self.assertEqual(self.tidy(), graphs.TidyReport(fills=1, copies=1))
+        self.assertEqual(self.tidy(), tidy.TidyReport(fills=1, copies=1))
         fill, copy = self.read().nodes
         self.assertEqual((fill.parameters[2][1], copy.parameters[2][1]), (u64(48), u64(128)))
 
@@ -354,20 +356,20 @@ class TestTidy(GraphTest):
         a = self.api.kernel(7, u64(1))
         b = self.api.kernel(7, u64(2), after=[a])
         c = self.api.kernel(7, u64(3), after=[b])
-        self.assertTrue(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertTrue(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual([e[:2] for e in self.api.edge_list], [(a, c), (a, b)])
 
     def test_programmatic_edges_stay_or_go(self):
         a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
         self.api.edge_list += [(a, b, "programmatic"), (b, c, "programmatic")]
-        self.assertTrue(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertTrue(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual(self.api.edge_list, [(a, b, "programmatic"), (a, c, "plain")])
 
     def test_edges_that_order_nothing_are_left_alone(self):
         a, b, c = (self.api.kernel(7, u64(i)) for i in range(3))
         before = self.api.edge_list[:] + [(a, b, "launch order"), (b, c, "plain")]
         self.api.edge_list[:] = before
-        self.assertFalse(graphs.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
+        self.assertFalse(tidy.set_edges(0x77, [a, b, c], [(0, 2), (0, 1)], driver=self.driver))
         self.assertEqual(self.api.edge_list, before)
 
     def test_tidied_captures_are_proven(self):
@@ -644,7 +646,7 @@ class TestOnGpu(unittest.TestCase):
         a, b = torch.empty(5000, device="cuda"), torch.empty(5000, device="cuda")
         small, odd = torch.empty(4, dtype=torch.int32, device="cuda"), torch.empty(77, dtype=torch.uint8, device="cuda")
 
-        driver = cu.Driver()
+        driver = NativeDriver()
         api = driver.api
 
         def memset(tensor, function, count):
@@ -660,10 +662,10 @@ class TestOnGpu(unittest.TestCase):
             memset(odd, "cuMemsetD8Async", odd.numel())
 
         graph = self.capture(fn)
-        report = graphs.tidy(graph)
+        report = tidy.tidy(graph, driver=driver)
         self.assertEqual(report.kept, ())
         self.assertEqual((report.fills, report.copies), (3, 2))
-        captured = graphs.read(graph, (), 0, 1)
+        captured = graphs.read(graph, (), 0, 1, driver=driver)
         self.assertEqual({type(n) for n in captured.nodes}, {KernelNode}, [n.name for n in captured.nodes])
         graph.instantiate()
         for t in (a, b, small, odd):
@@ -679,7 +681,7 @@ class TestOnGpu(unittest.TestCase):
         source = torch.randint(0, 255, (1 << 16,), dtype=torch.uint8, device="cuda")
         target = torch.zeros(1 << 16, dtype=torch.uint8, device="cuda")
         graph = self.capture(lambda: target.copy_(source))
-        driver = cu.Driver()
+        driver = NativeDriver()
         handle = graph.raw_cuda_graph()
         editor = edit.Editor(driver, handle, structure := driver.structure(handle))
         (node,) = structure.nodes
@@ -715,11 +717,11 @@ class TestOnGpu(unittest.TestCase):
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(x)
         graph = self.capture(lambda: (torch.mm(x, x, out=out), out.float().sum(0), torch.softmax(x, 1)))
-        for node in graphs.read(graph, (), 0, 1).nodes:
+        for node in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes:
             if isinstance(node, KernelNode):
                 self.assertTrue(node.name)
                 self.assertTrue(node.parameters, node.name)
-        blobs = b"".join(v for n in graphs.read(graph, (), 0, 1).nodes for _, v in n.parameters)
+        blobs = b"".join(v for n in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes for _, v in n.parameters)
         for tensor in (x, out):
             self.assertIn(u64(tensor.data_ptr()), blobs)
 
@@ -733,7 +735,7 @@ class TestOnGpu(unittest.TestCase):
         found = {}
         for module in PyCodeCache.modules:
             found |= signatures_of(vars(module))
-        nodes = [n for n in graphs.read(graph, (), 0, 1).nodes if isinstance(n, KernelNode)]
+        nodes = [n for n in graphs.read(graph, (), 0, 1, driver=NativeDriver()).nodes if isinstance(n, KernelNode)]
         declared = [n for n in nodes if n.func in found]
         handles = f"the nodes have {[(n.name, hex(n.func), hex(n.kern)) for n in nodes]}, the modules {found}"
         self.assertTrue(declared, handles)
@@ -752,7 +754,7 @@ class TestOnGpu(unittest.TestCase):
 
         fn(*(torch.ones(256, 256, device="cuda") for _ in range(2)))
         torch.cuda.synchronize()
-        captured, keep = [], []
+        captured, keep, driver = [], [], NativeDriver()
         for gap in (1, 3):
             space = AddressSpace(torch.cuda.current_device(), gap=gap)
             graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -765,13 +767,13 @@ class TestOnGpu(unittest.TestCase):
                 with torch.cuda.graph(graph, pool=space.pool().id):
                     fn(*tensors)
             torch._C._cuda_clearCublasWorkspaces()
-            graphs.tidy(graph)
+            tidy.tidy(graph, driver=driver)
             segments, scratch = [], 0
             for address, length in space.allocations():
                 known = address in at
                 segments.append(Segment(address, length, at.index(address) if known else 2, 0 if known else scratch))
                 scratch += 0 if known else length
-            captured.append(graphs.read(graph, segments, space.low, space.high))
+            captured.append(graphs.read(graph, segments, space.low, space.high, driver=driver))
             keep.append((tensors, graph, space))
         found = prove(*captured, foreign=graphs.freed_memory(torch.cuda.memory_snapshot))
         print(found.table({0: "x", 1: "y", 2: "scratch"}))
@@ -781,7 +783,5 @@ class TestOnGpu(unittest.TestCase):
         torch = self.torch
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         graph = self.capture(lambda: (x @ x, torch.softmax(x, 1), x.float().sum(0), x.clone()))
-        one_by_one = cu.Driver()
-        one_by_one.fast = None
-        self.assertIsNotNone(cu.Driver().fast)
-        self.assertEqual(graphs.read(graph, (), 0, 1), graphs.read(graph, (), 0, 1, driver=one_by_one))
+        in_c, one_by_one = (graphs.read(graph, (), 0, 1, driver=made) for made in (NativeDriver(), cu.Driver()))
+        self.assertEqual(in_c, one_by_one)

@@ -27,7 +27,7 @@ from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.graph import native_read
 from torch_overlay._inductor.relaunch.launch import native, native_call
-from torch_overlay._inductor.relaunch.numbers.expressions import Result
+from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, KernelNode, PointerSlot, Refusal, Segment
 
 
@@ -908,7 +908,7 @@ class TestBuild(TestCase):
                 with self.assertRaisesRegex(Refusal, r"no compiler.* a C compiler \(gcc,"):
                     native.implementation()
             with self.assertRaisesRegex(csrc.NotBuiltError, "no compiler"):
-                native_read.implementation()
+                native_read.NativeDriver(mock.Mock())
         build.assert_called_once_with()
 
     def test_missing_driver_is_named(self):
@@ -992,7 +992,8 @@ class TestOnAGpu(TestCase):
             for address, size in space.allocations():
                 segments.append(Segment(address, size, at.get(address, 3), 0 if address in at else scratch))
                 scratch += 0 if address in at else size
-            return space, graph, graphs.read(graph, segments, space.low, space.high), scratch
+            captured = graphs.read(graph, segments, space.low, space.high, driver=native_read.NativeDriver())
+            return space, graph, captured, scratch
 
         warm = [torch.ones(1000, device="cuda") for _ in range(3)]
         region(*warm)

@@ -14,7 +14,8 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Program, Unfit
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, pack, Unfit
+from torch_overlay._inductor.relaunch.numbers.program import Program
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay.testing import compile_only, simulated_gpu
 

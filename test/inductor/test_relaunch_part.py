@@ -10,6 +10,7 @@ from relaunch_graph_driver import DriverInC
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, Template
 
@@ -68,7 +69,7 @@ class TestPart(unittest.TestCase):
     def part(self, api, nodes):
         if self.in_c is not None:
             self.in_c.ask(api)
-        driver = Driver(api, self.in_c and self.in_c.module)
+        driver = NativeDriver(api, self.in_c.module) if self.in_c else Driver(api)
         return Part(1, nodes, SimpleNamespace(device="cuda"), driver)
 
     def test_clone_keeps_its_own_nodes_alone(self):

@@ -10,7 +10,7 @@ from torch.testing._internal.common_utils import TestCase
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import prepare as preparing
-from torch_overlay._inductor.relaunch.graph import driver, fill_copy_kernels
+from torch_overlay._inductor.relaunch.graph import fill_copy_kernels, native_read
 from torch_overlay._inductor.relaunch.launch import native
 
 
@@ -30,7 +30,7 @@ class TestPrepare(TestCase):
     def fakes(self, **how):
         """Nothing is loaded; a call of each is noted."""
         self.fake(native, "implementation", new=lambda: self.done.append("module"))
-        self.fake(driver, "Driver", new=lambda: self.done.append("bindings"))
+        self.fake(native_read, "NativeDriver", new=lambda: self.done.append("bindings"))
         return self.fake(fill_copy_kernels, "_function", return_value=1, **how)
 
     def wait(self, mode="relaunch", wanted=True, ready=True, used=True, capturing=False):

@@ -127,20 +127,28 @@ def snapshot(root: Path) -> Tree:
 
 
 def make_small(folder: Path) -> None:
-    """A tree and a series of two patches that edit, create in new folders, and create an empty file."""
+    """A tree and a series of two patches that edit, create in new folders, and create an empty file. Of the files that
+    are edited, one may not be written, and one is a link."""
     files = {"torch/a.py": "".join(f"a{i} = {i}\n" for i in range(20)), "torch/sub/b.py": "# ünicode\nb = 1\n"}
+    files["torch/sub/linked.py"] = files["torch/sub/b.py"]
     for name, text in files.items():
         path = folder / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
     (folder / "tree" / "torch" / "sub" / "b.py").chmod(0o755)
+    (folder / "tree" / "torch" / "a.py").chmod(0o444)
+    link = folder / "tree" / "torch" / "sub" / "linked.py"
+    link.rename(link.with_name("elsewhere.py"))
+    link.symlink_to("elsewhere.py")
     patches = {
         "one.patch": "Subject: one\n---\n\n"
         + series.insertion_diff("torch/a.py", files["torch/a.py"], {3: ["# “first”"], 18: ["# second"]})
         + series.new_file_diff("torch/_overlay/__init__.py", "")
         + series.new_file_diff("torch/_overlay/deep/c.py", "c = '…'\n"),
         "two.patch": "Subject: two\n---\n\n"
-        + series.insertion_diff("torch/sub/b.py", files["torch/sub/b.py"], {0: ["x"]}),
+        + "".join(
+            series.insertion_diff(f"torch/sub/{n}.py", files[f"torch/sub/{n}.py"], {0: ["x"]}) for n in ("b", "linked")
+        ),
     }
     patches["series"] = "one.patch\ntwo.patch\n"
     write_series(folder / "patches" / "v0", patches)
@@ -171,14 +179,15 @@ class Faults:
         self.job, self.jobs = job, jobs
         self.trees = {APPLY: folder / "tree", REVERSE: folder / "applied"}  # by what can be done to them
         self.copy = folder / "copy"
-        shutil.copytree(self.trees[APPLY], self.trees[REVERSE])
+        shutil.copytree(self.trees[APPLY], self.trees[REVERSE], symlinks=True)
         must(run(self.trees[REVERSE]).status == 0, "the series does not apply")
         self.pristine, self.applied = snapshot(self.trees[APPLY]), snapshot(self.trees[REVERSE])
         self.steps: collections.Counter[str] = collections.Counter()
 
     def fresh(self, source: Path) -> Path:
         shutil.rmtree(self.copy, ignore_errors=True)
-        shutil.copytree(source, self.copy, copy_function=os.link if len(self.pristine) > 20 else shutil.copy2)
+        copy = os.link if len(self.pristine) > 20 else shutil.copy2
+        shutil.copytree(source, self.copy, symlinks=True, copy_function=copy)
         return self.copy
 
     @staticmethod
@@ -233,7 +242,7 @@ class Faults:
                     continue
                 first = root.with_name("first")
                 shutil.rmtree(first, ignore_errors=True)
-                shutil.copytree(root, first)
+                shutil.copytree(root, first, symlinks=True)
                 back = REVERSE if options == APPLY else APPLY
                 for second in range(1, 100_000):
                     root = self.fresh(first)

@@ -28,6 +28,15 @@ from series import installed_root
 
 Tree = dict[str, tuple[bytes, int]]
 
+TOOL = """
+import series, sys, pathlib
+series.BASE, series.ROOT = map(pathlib.Path, sys.argv[1:3])
+import apply_patches
+sys.exit(apply_patches.main(sys.argv[3:]))
+"""
+
+SOMEBODY = 65534  # a user who isn't root: the owner of no file
+
 WAITS = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -365,6 +374,63 @@ class TestUnfinishedRuns(unittest.TestCase):
         patch_faults.make_small(folder)
         return folder / "tree"
 
+    def test_folders_that_may_not_be_written(self) -> None:
+        """The files of one of them come after others, which are put back."""
+
+        def as_somebody(count: int, kind: str) -> None:
+            if os.getuid() == 0:
+                os.setuid(SOMEBODY)
+
+        for name in ("torch/sub", "torch"):
+            root = self.small()
+            root.parent.chmod(0o755)
+            for path in (root, *root.rglob("*")) if os.getuid() == 0 else ():
+                os.chown(path, SOMEBODY, -1, follow_symlinks=False)
+            (root / name).chmod(0o555)
+            before = patch_faults.snapshot(root)
+            with self.subTest(name):
+                result = patch_faults.run(root, fault=as_somebody)
+                self.assertEqual(result.status, 1)
+                self.assertRegex(result.output, rf"Permission denied: .*{name}.*\nNothing was changed")
+                self.assertEqual(patch_faults.snapshot(root), before)
+            (root / name).chmod(0o755)
+
+    def test_something_else_in_the_place_of_the_folder(self) -> None:
+        root = self.small()
+        folder = root / "torch" / ".apply_patches"
+        for make, what in ((folder.touch, "a file"), (lambda: folder.symlink_to(root), "a symbolic link")):
+            make()
+            for options in ((), ("--check",), ("--reverse",)):
+                before = patch_faults.snapshot(root)
+                result = patch_faults.run(root, *options)
+                self.assertEqual(result.status, 1)
+                self.assertIn(f"{folder} is {what}: remove it\nNothing was changed", result.output)
+                self.assertEqual(patch_faults.snapshot(root), before)
+            folder.unlink()
+
+    def test_output_that_nobody_can_read_changes_nothing_in_what_is_done(self) -> None:
+        """A pipe that was closed, and a log on a disk that is full."""
+        root = self.small()
+        before = patch_faults.snapshot(root)
+        reader, closed = os.pipe()
+        os.close(reader)
+        with open(closed, "w") as pipe, Path("/dev/full").open("w") as full:
+            for output, options, message in (
+                (pipe, (), ""),
+                (full, ("--reverse",), ""),
+                (full, ("--reverse",), "not applied"),
+            ):
+                result = subprocess.run(
+                    [sys.executable, "-S", "-c", TOOL, str(series.BASE), str(series.ROOT), *options, str(root)],
+                    env={**os.environ, "PYTHONPATH": str(form.ROOT / "tools")},
+                    stdout=output,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                self.assertEqual(result.returncode, int(bool(message)), result.stderr)
+                self.assertIn(message, result.stderr)
+                self.assertEqual(patch_faults.snapshot(root) == before, bool(options))
+
     def test_a_file_that_was_edited_since_is_not_overwritten(self) -> None:
         root = self.small()
         before = (root / "torch" / "a.py").read_bytes()
@@ -574,9 +640,7 @@ class TestSeries(unittest.TestCase):
     def test_utf_8_whatever_the_locale(self) -> None:
         environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PATH": os.environ["PATH"]}
         root = self.root.rename(self.root.with_name("bäume"))
-        code = "import series, sys, pathlib; series.BASE, series.ROOT = map(pathlib.Path, sys.argv[1:3]); "
-        code += "import apply_patches; sys.exit(apply_patches.main(sys.argv[3:]))"
-        command = [sys.executable, "-S", "-c", code, str(series.BASE), str(series.ROOT)]
+        command = [sys.executable, "-S", "-c", TOOL, str(series.BASE), str(series.ROOT)]
         for options in ([], ["--reverse"]):
             result = subprocess.run(
                 [*command, *options, str(root)],

@@ -57,15 +57,16 @@ class TestCheckout(TestCase):
     def test_pull_requests(self) -> None:
         for request in export_upstream.declared():
             said = self.checkout.apply(export_upstream.folder() / f"{request.name}.patch")
-            self.assertEqual(said, (request.title, request.message))
+            self.assertEqual(said, (request.title, request.commit_message))
             for path in request.tests:
                 self.assertTrue((self.checkout.root / path).is_file())
 
-    def test_each_pull_request_alone(self) -> None:
-        for request in export_upstream.declared():
-            if not request.needs:
-                self.checkout.apply(export_upstream.folder() / f"{request.name}.patch")
-                self.checkout.git("reset", "-q", "--hard", "base")
+    def test_each_pull_request_with_what_it_needs_alone(self) -> None:
+        every = export_upstream.declared()
+        for request in every:
+            for other in (*export_upstream.needed(request, every), request):
+                self.checkout.apply(export_upstream.folder() / f"{other.name}.patch")
+            self.checkout.git("reset", "-q", "--hard", "base")
 
     def test_series(self) -> None:
         patches = read_series(series_folder())

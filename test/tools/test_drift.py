@@ -227,9 +227,15 @@ class TestTool(TestCase):
                 archive.writestr("torch/_inductor/ir.py", "")
             return mock.Mock(returncode=0)
 
-        with mock.patch.object(drift.subprocess, "run", download):
-            status, out, _ = self.run_tool("--torch", "2.14.1")
+        with (
+            mock.patch.object(drift.subprocess, "run", download),
+            mock.patch.object(drift, "compare", wraps=drift.compare) as compare,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            status, out, _ = self.run_tool("--torch", "2.14.1", "--out", folder)
+            self.assertEqual(Path(folder, "drift.txt").read_text().partition("\n")[0], out.partition("\n")[0])
         self.assertEqual(status, 1)
+        compare.assert_called_once()
         self.assertTrue(out.startswith("torch 2.14.1, against the base v2.15.0\n"))
         with mock.patch.object(drift, "download", side_effect=SeriesError("no")):
             self.assertEqual(self.run_tool("--torch", "2.14.1")[0], 2)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import shutil
 import subprocess
 import sys
 import tempfile
 import unittest
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, TestCase
@@ -22,9 +25,16 @@ if not form.PATCHED:
     from export_upstream import PullRequest
     from series import apply_change, installed_root, parse_patch, SeriesError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 EVERY = [] if form.PATCHED else export_upstream.declared()
 QUICK = "wrapped-numbers"  # compiles nothing
 NAMES = [QUICK, *[request.name for request in EVERY if request.name != QUICK]]
+
+
+def named(name: str) -> PullRequest:
+    return {request.name: request for request in EVERY}[name]
 
 
 @form.overlay_only
@@ -40,50 +50,67 @@ class TestStack(TestCase):
     def test_it_is_what_the_declarations_say(self):
         self.assertEqual(export_upstream.main(["--check"]), 0)
 
-    def run_tests(self, request: PullRequest) -> tuple[int, str]:
+    def run_tests(self, tests: Mapping[str, str], *, at_once: bool = False) -> tuple[int, str]:
+        """Run test files, each as upstream does or all in one process. Return the first status that is not 0, and the
+        output."""
         run = ""
+        env = run_patched.environment(self.copy) | {"TORCH_OVERLAY_DISABLE": "1", "PYTHONPATH": str(self.copy)}
+        env.pop("CI", None)  # there upstream's run_tests writes reports, with packages that are not required
+        files = {Path(path).name: text for path, text in tests.items()}
         with tempfile.TemporaryDirectory() as folder:
-            for path, text in request.tests.items():
-                test = Path(folder, Path(path).name)
-                test.write_text(text)
-                env = run_patched.environment(self.copy) | {"TORCH_OVERLAY_DISABLE": "1", "PYTHONPATH": str(self.copy)}
-                env.pop("CI", None)  # there upstream's run_tests writes reports, with packages that are not required
+            for name, text in files.items():
+                Path(folder, name).write_text(text)
+            for options in [["-m", "unittest", *files]] if at_once else [[name] for name in files]:
                 done = subprocess.run(
-                    [sys.executable, str(test)], env=env, cwd=folder, capture_output=True, text=True, timeout=600
+                    [sys.executable, *options], env=env, cwd=folder, capture_output=True, text=True, timeout=600
                 )
                 run += done.stderr + done.stdout
                 if done.returncode:
                     return done.returncode, run
         return 0, run
 
-    def replace(self, path: str, text: str) -> None:
-        """Files of the copy are links to those of the installed tree."""
-        target = self.copy / path
+    def replace(self, texts: Mapping[str, str]) -> None:
+        """Put files into the copy, whose other files are links to those of the installed tree."""
+        for path, text in texts.items():
+            target = self.copy / path
+            target.unlink(missing_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+            self.addCleanup(self.restore, path)
+
+    def restore(self, path: str) -> None:
+        target, installed = self.copy / path, installed_root() / path
         target.unlink(missing_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        if installed.is_file():
+            run_patched.link(str(installed), str(target))
+
+    def tearDown(self):
+        self.doCleanups()
+        self.assertEqual(run_patched.differences(installed_root(), self.copy), [])
+        super().tearDown()
 
     @parametrize("name", form.sampled(NAMES, len(NAMES)))
     def test_fails_without_its_edits_and_passes_with_them(self, name):
-        request = next(request for request in EVERY if request.name == name)
+        request = named(name)
         before = export_upstream.with_needs(request, EVERY)
         after = request.edited(before)
-        for path, text in before.items():
-            self.replace(path, text)
-        status, said = self.run_tests(request)
-        without = r"FAILED \((failures|errors)=" if after else "No module named"
+        self.replace(before)
+        status, said = self.run_tests(request.tests)
+        without = r"FAILED \((failures|errors)=" if after else "No module named|cannot import name"
         self.assertRegex(said, without, "its tests pass without it")
         self.assertNotEqual(status, 0)
-        for path, text in (*after.items(), *request.files.items()):
-            self.replace(path, text)
-        status, said = self.run_tests(request)
+        self.replace({**after, **request.files})
+        status, said = self.run_tests(request.tests)
         self.assertEqual(status, 0, said)
-        for path in (*before, *after):
-            (self.copy / path).unlink()
-            run_patched.link(str(installed_root() / path), str(self.copy / path))
-        for path in request.files:
-            (self.copy / path).unlink()
-        self.assertEqual(run_patched.differences(installed_root(), self.copy), [])
+
+    def test_new_files_work_together(self):
+        """Those of all pull requests that edit nothing: each by itself runs with `--slow`."""
+        pure = [request for request in EVERY if not request.edits]
+        self.replace({path: text for request in pure for path, text in request.files.items()})
+        tests = {path: text for request in pure for path, text in request.tests.items()}
+        status, said = self.run_tests(tests, at_once=True)
+        self.assertEqual(status, 0, said)
+        self.assertRegex(said, rf"Ran {sum(text.count('    def test_') for text in tests.values())} tests")
 
 
 @form.overlay_only
@@ -124,16 +151,25 @@ class TestDeclarations(TestCase):
             toml = path / "pull_request.toml"
             lines = [line for line in toml.read_text().splitlines() if "proof.nodes" not in line]
             toml.write_text("\n".join(lines))
-            with self.assertRaisesRegex(SeriesError, r"torch_overlay\S*proof\.nodes would be pulled in"):
+            with self.assertRaisesRegex(SeriesError, r"torch_overlay\S*proof\.nodes is imported or named"):
                 export_upstream.read(path)
 
+    def test_names_of_modules_in_comments(self):
+        relaunch = "torch_overlay._inductor.relaunch"
+        names = {f"{relaunch}.memory.packing": "torch._inductor.cudagraph_relaunch.packing"}
+        text = export_upstream._renamed(f"{relaunch}.graph.concurrency", names)
+        self.assertIn("(`packing`)", text)
+        self.assertIn(f"(`{relaunch}.proof.prove`)", text)  # it is not there, which is refused
+        text = named("relaunch-concurrency").files["torch/_inductor/cudagraph_relaunch/concurrency.py"]
+        self.assertIn("(`prove`)", text)
+
     def test_edit_that_does_not_fit_the_base(self):
-        request = next(request for request in EVERY if request.name == "wrapped-numbers")
+        request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
             request.edited({path: "nothing\n" for path in request.edited({})})
 
     def test_patch_that_is_too_long(self):
-        request = next(request for request in EVERY if request.name == "wrapped-numbers")
+        request = named("wrapped-numbers")
         with mock.patch.object(export_upstream, "MOST_LINES", 10), self.assertRaisesRegex(SeriesError, "at most 10"):
             export_upstream.patch_of(request, {})
 
@@ -165,6 +201,45 @@ class TestDeclarations(TestCase):
                 self.assertEqual(apply_change(changes[path], before), wanted)
             new = request.tests.keys() | request.files.keys()
             self.assertEqual(changes.keys(), request.edited({}).keys() | new)
+
+    def test_each_has_a_row_in_the_documents(self):
+        text = (form.ROOT / "docs" / "upstreaming.md").read_text()
+        rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+        self.assertEqual(sorted(rows), sorted(request.name for request in EVERY))
+        for request in EVERY:
+            needs = ", ".join(f"`{name}`" for name in request.needs)
+            self.assertTrue(not needs or rows[request.name].endswith(f"| {needs} |"), rows[request.name])
+
+
+@form.overlay_only
+class TestImports(TestCase):
+    """What a pull request of some modules would pull in."""
+
+    def table(self, *modules: str) -> list[str]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            self.assertEqual(export_upstream.main(["--imports", *modules]), 0)
+        return out.getvalue().splitlines()
+
+    def test_modules_and_what_they_import(self):
+        planner, tokens, total = self.table("torch_overlay._inductor.streams.planner")
+        self.assertRegex(planner, r"^ *\d+ _inductor\.streams\.planner: _functorch\.streams\.tokens$")
+        self.assertRegex(tokens, r"^ *\d+ _functorch\.streams\.tokens \[besides\]: nothing$")
+        lines = [int(row.split()[0]) for row in (planner, tokens)]
+        self.assertEqual(
+            total, f"1 modules with {lines[0]} lines; besides, not in the stack: 1 modules with {lines[1]} lines"
+        )
+
+    def test_what_the_stack_has(self):
+        rows = self.table("torch_overlay._inductor.relaunch.memory")
+        found = {row.split()[1].rpartition(".")[2]: row for row in rows}
+        self.assertIn("packing [relaunch-packing]: nothing", found["packing"])
+        self.assertIn("nodes [relaunch-proof]: nothing", found["nodes"])
+        self.assertIn("not in the stack: 0 modules", rows[-1])
+
+    def test_module_that_is_not_there(self):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            self.assertEqual(export_upstream.main(["--imports", "torch_overlay.nothing"]), 1)
+        self.assertEqual(err.getvalue(), "torch_overlay.nothing: there is no such module\n")
 
 
 instantiate_parametrized_tests(TestStack)

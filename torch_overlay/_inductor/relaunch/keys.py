@@ -1,8 +1,7 @@
 """Makes the key of a call: the values that a graph keeps from the inputs that are not tensors on the device.
 
-A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart.
-Values are compared by type and bits: True is not 1, 1 is not 1.0, 0.0 is not -0.0, and a NaN is itself. An integer,
-which most keys are made of, is in the key as it is.
+A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart
+(`exact`). An integer, which most keys are made of, is in the key as it is.
 
 A small tensor in host memory is in the key by its values, a slab of saved activations (`offload.runtime`) by its
 address.
@@ -10,10 +9,10 @@ address.
 
 from __future__ import annotations
 
-import struct
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.offload import runtime
+from torch_overlay._inductor.relaunch.exact import exact
 
 
 if TYPE_CHECKING:
@@ -23,22 +22,6 @@ if TYPE_CHECKING:
 
 LARGEST_HOST_TENSOR = 8  # values; up to here they become a part of the key
 LARGE = object()  # in a key: a tensor in host memory with more values, so there can be no graph
-
-bits_of = struct.Struct("<d").pack
-
-
-def exact(value: Any) -> Any:
-    """Return an object that equals that of another value if and only if both have the same type and the same bits."""
-    kind = type(value)
-    if kind is int:
-        return value
-    if isinstance(value, float):
-        return kind, bits_of(value)
-    if isinstance(value, complex):
-        return kind, bits_of(value.real), bits_of(value.imag)
-    if isinstance(value, (tuple, list)):
-        return kind, tuple(map(exact, value))
-    return kind, value
 
 
 def key_of(numbers: Sequence[int], scalars: Sequence[int]) -> Callable[[Sequence[Any]], Any]:

@@ -13,7 +13,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.attention_seeds import may_be_seed
 from torch_overlay._inductor.relaunch.capture import capture
-from torch_overlay._inductor.relaunch.keys import exact
+from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, OfStorage, Repeated, SameInput
 
 

@@ -1,6 +1,6 @@
 """Find the races of a captured CUDA graph (`check_graph`) from its nodes and edges; nothing runs.
 
-    graph = relaunch.graph.read.read(raw_graph, segments, low, high)
+    graph = relaunch.graph.read.read(raw_graph, segments, low, high, driver=NativeDriver())
     print(check_graph(graph, inputs={0, 1}, names={0: "x", 1: "weight", 2: "scratch"}))
 
 Two nodes that no path of edges connects may run at the same time. The memory that a node accesses follows from its
@@ -69,9 +69,11 @@ def check_graph(
     if isinstance(raw_graph, CapturedGraph):
         graph = raw_graph
     else:
+        from torch_overlay._functorch.offload import runtime
+        from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
         from torch_overlay._inductor.relaunch.graph.read import read
 
-        graph = read(raw_graph, segments, low, high)
+        graph = read(raw_graph, segments, low, high, driver=NativeDriver(), keeps=runtime.holds)
     order = _order(graph)
     before = _ancestors(graph, order)
     touches = list(_touches(graph, kernels or {}))

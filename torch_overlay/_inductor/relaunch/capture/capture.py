@@ -39,6 +39,7 @@ from torch_overlay._inductor.relaunch.capture.allocations import (
     Watch,
 )
 from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
+from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
@@ -46,7 +47,6 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Layout,
     OfInput,
     OfStorage,
-    place,
     Recipe,
     Repeated,
     SameInput,

@@ -27,13 +27,15 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
+from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.recording import Recording
-from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs
-from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
+from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
+from torch_overlay._inductor.relaunch.graph.driver import DriverError
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
-from torch_overlay._inductor.relaunch.memory.outputs import CHUNK
+from torch_overlay._inductor.relaunch.memory.chunks import CHUNK
 from torch_overlay._inductor.relaunch.prepare import prepare
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal, Template
 from torch_overlay._inductor.relaunch.proof.prove import prove
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,10 @@ class Cuda:
         self.raw_delete: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
         self.functions = native.torch_functions()
 
+    @functools.cached_property
+    def driver(self) -> Driver:
+        return NativeDriver()
+
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
         slow."""
@@ -78,7 +85,7 @@ class Cuda:
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
-        except segments larger than a chunk that are entirely free. Note [Chunks] of `memory.outputs`"""
+        except segments larger than a chunk that are entirely free. See `memory.chunks`."""
         mine = {"device": self.index, "stream": self.stream_of(self.index), "segment_pool_id": (0, 0)}
         found = []
         for segment in torch.cuda.memory_snapshot(include_traces=False):
@@ -90,7 +97,7 @@ class Cuda:
 
     def is_capture_broken(self) -> bool:
         """True if the current stream's capture has failed."""
-        return Driver().is_broken(self.stream_of(self.index))
+        return self.driver.is_broken(self.stream_of(self.index))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
@@ -118,10 +125,17 @@ class Cuda:
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in graphs.tidy(captured.recording.graph).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=runtime.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
-        graph = graphs.read(captured.recording.graph, captured.segments, space.low, space.high)
+        graph = graphs.read(
+            captured.recording.graph,
+            captured.segments,
+            space.low,
+            space.high,
+            driver=self.driver,
+            keeps=runtime.holds,
+        )
         check_libraries(graph)
         return graph
 
@@ -131,7 +145,7 @@ class Cuda:
         return prove(
             *graphs_read,
             foreign=graphs.freed_memory(snapshot),
-            on_device=graphs.is_device_memory,
+            on_device=functools.partial(graphs.is_device_memory, driver=self.driver),
             signatures=signatures_of(namespace),
         )
 
@@ -145,7 +159,6 @@ class Cuda:
         """Remove edges from the graph that order nodes needlessly; return the edges that are left."""
         if captured.products is None:
             return graph.edges
-        driver = Driver()
         edges = concurrency.relaxed(
             template,
             graph.edges,
@@ -154,12 +167,12 @@ class Cuda:
             letters=parameters_of(namespace) | fill_copy_kernels.letters,
             products=captured.products,
             results=captured.results,
-            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=driver)),
-            room=self._room(driver),
+            is_device_memory=functools.cache(functools.partial(graphs.is_device_memory, driver=self.driver)),
+            room=self._room(),
             extent=fill_copy_kernels.extent,
         )
         handles = [node.handle for node in graph.nodes]
-        if edges is None or not graphs.set_edges(captured.recording.graph, handles, edges, driver=driver):
+        if edges is None or not tidy.set_edges(captured.recording.graph, handles, edges, driver=self.driver):
             return graph.edges
         return tuple(edges)
 
@@ -184,10 +197,10 @@ class Cuda:
         shared = native.shared(arrangement.template) if is_shared else None
         return arrangement, [Launcher(graph, arrangement.template, not captured.recording.fixed, shared)]
 
-    def _room(self, driver: Driver) -> Callable[[KernelNode], int]:
+    def _room(self) -> Callable[[KernelNode], int]:
         """Return a function that says how many blocks of a kernel this device runs at once."""
         multiprocessors = torch.cuda.get_device_properties(self.index).multi_processor_count
-        at_once = functools.cache(driver.blocks_at_once)
+        at_once = functools.cache(self.driver.blocks_at_once)
 
         def room(node: KernelNode) -> int:
             x, y, z = node.block

@@ -33,13 +33,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
 from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
-from torch_overlay._inductor.relaunch.graph.driver import Driver
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.outputs import View
 
 # Blocks. A snapshot of an empty pool takes 0.13 ms; in that time, a snapshot of all memory lists more blocks than this.
@@ -143,7 +144,7 @@ class Recording:
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
-            driver, stream = Driver(), streams_of(self.device.index, self.blocking).get(0)
+            driver, stream = NativeDriver(), streams_of(self.device.index, self.blocking).get(0)
             self._capturing = driver, driver.captured_into(stream.cuda_stream)
         return self._capturing
 

@@ -1,15 +1,9 @@
-"""Wraps the CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception.
-
-`api` is the module cuda.bindings.driver, or a test's replacement. `fast` is the C module of `graph.native_read`, or
-None: it reads or removes many nodes in one call; the rest is done node by node.
-"""
+"""Wraps the CUDA driver's graph functions as plain Python: handles are integers, and an error is an exception."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any, NamedTuple, TYPE_CHECKING
-
-from torch_overlay._inductor.relaunch.graph import native_read
 
 
 if TYPE_CHECKING:
@@ -61,30 +55,30 @@ class Structure(NamedTuple):
     edges: list[Edge]
 
 
+def handle_of(graph: Any) -> int:
+    """Return the handle of a torch.cuda.CUDAGraph, or of what has one; a handle is its own."""
+    return graph if isinstance(graph, int) else int(graph.raw_cuda_graph())
+
+
 def kind_of(data: Any) -> tuple[int, int, int]:
     """Return (type, from port, to port) of an edge."""
     return int(data.type), int(data.from_port), int(data.to_port)
 
 
 class Driver:
-    def __init__(self, api: Any = None, fast: Any = None) -> None:
+    """The driver, asked node by node. `api` is the module cuda.bindings.driver, or a test's replacement."""
+
+    def __init__(self, api: Any = None) -> None:
         self.api = api or importlib.import_module("cuda.bindings.driver")
-        self.fast = fast if api or fast else native_read.implementation()
 
     def structure(self, graph: int) -> Structure:
-        if self.fast is not None:
-            try:
-                nodes, kinds, edges = self.fast.structure(graph)
-                return Structure(nodes, kinds, [Edge(*edge) for edge in edges])
-            except RuntimeError:  # the calls below raise it with more detail
-                pass
         nodes = self.nodes(graph)
         return Structure(nodes, [self.kind(node) for node in nodes], self.edges(graph))
 
     def kernels(self, nodes: Sequence[int]) -> Sequence[tuple[Any, ...] | None]:
-        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters, attributes) of each node, or None if
-        the C module can't read it."""
-        return self.fast.kernels(nodes) if self.fast is not None else [None] * len(nodes)
+        """Return (func, kern, ctx, grid, block, shared bytes, name, parameters, attributes) of each node, or None for a
+        node that is to be read by itself: `kernel`, `name` and `layout`."""
+        return [None] * len(nodes)
 
     def call(self, function: str, *args: Any) -> Any:
         """Call a driver function, and return its values without the error code: None, one value, or a tuple of
@@ -104,11 +98,6 @@ class Driver:
 
     def count(self, graph: int) -> int:
         """Return the number of nodes."""
-        if self.fast is not None:
-            try:
-                return self.fast.count(graph)
-            except RuntimeError:  # the calls below raise it with more detail
-                pass
         return int(self.call("cuGraphGetNodes", self.api.CUgraph(graph), 0)[1])
 
     def captured_into(self, stream: int) -> int:
@@ -224,12 +213,6 @@ class Driver:
 
     def part(self, graph: int, wanted: set[int]) -> tuple[int, dict[int, int]]:
         """Return a clone that has only the wanted nodes, and node -> its handle in the clone."""
-        if self.fast is not None:
-            clone = self.clone(graph)
-            try:
-                return clone, self.fast.cut(graph, clone, wanted)
-            except RuntimeError:  # the calls below raise it with more detail
-                self.destroy_graph(clone)
         clone, handles = self.clone(graph), {}
         try:
             for node in self.nodes(graph):

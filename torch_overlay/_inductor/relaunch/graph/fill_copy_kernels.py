@@ -5,8 +5,8 @@ among 249 kernels made a launch cost 319 us of host time instead of 3.4. Triton 
 caches them; no Triton launcher is involved, for a graph node needs only a function handle and arguments.
 
 Triton declares pointers to its scratch memories after a kernel's own parameters. These kernels use none, so the
-pointers are null; `graph.read.tidy` checks the layout that the driver reports against `Launch.arguments` before it uses
-the handle.
+pointers are null; the layout that the driver reports has to be compared with `Launch.arguments` before a handle is
+used.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""Reads a captured CUDA graph through the driver, and tidies it before it is instantiated.
+"""Reads a captured CUDA graph through the driver.
 
 `read` turns the graph into the plain data that `prove.prove` compares: the launch of every kernel node with its
 parameters (cut out of the packed block by the layout that the driver reports), the addresses of memset and memcpy
 nodes, and the edges. Nodes that can't be patched from outside (host callbacks, copies from host memory, child graphs,
-...) are refused by name. A copy between the device and a slab of saved activations (`offload.runtime`) is not refused:
-the slab never moves, and its address is a constant of the graph.
-
-`tidy` changes the graph, and has to run on every capture before `read`: memset nodes and device-to-device memcpy nodes
-become kernel nodes (see `graph.fill_copy_kernels`), and edges that other edges imply are removed. It treats equal
-graphs equally, so two captures stay comparable. It keeps a node that it can't replace.
+...) are refused by name. A copy between the device and host memory that never moves is not refused, if the caller knows
+the memory: its address is a constant of the graph.
 """
 
 from __future__ import annotations
@@ -16,14 +12,10 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
-import logging
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.graph import driver as cu
-from torch_overlay._inductor.relaunch.graph.driver import Driver, DriverError
-from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
+from torch_overlay._inductor.relaunch.graph.driver import DriverError, handle_of
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
     CopyNode,
@@ -37,9 +29,9 @@ from torch_overlay._inductor.relaunch.proof.nodes import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-log = logging.getLogger(__name__)
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 # Keys of the `extra` array of a launch: pairs of key and value.
 PARAM_END, PARAM_BUFFER_POINTER, PARAM_BUFFER_SIZE = 0, 1, 2
@@ -55,23 +47,23 @@ ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class TidyReport:
-    fills: int = 0
-    copies: int = 0
-    edges_removed: int = 0
-    kept: tuple[str, ...] = ()  # memset and memcpy nodes left as they are, with the reason
+def never(address: int) -> bool:
+    return False
 
 
 def read(
-    graph: Any, segments: Iterable[Segment], low: int, high: int, *, driver: Driver | None = None
+    graph: Any,
+    segments: Iterable[Segment],
+    low: int,
+    high: int,
+    *,
+    driver: Driver,
+    keeps: Callable[[int], bool] = never,
 ) -> CapturedGraph:
     """Return the graph as plain data. `graph` is a torch.cuda.CUDAGraph(keep_graph=True) after its capture, or its
-    handle."""
-    driver = driver or Driver()
-    handle = _handle(graph)
-    graph_nodes, kinds, graph_edges = driver.structure(handle)
-    reader = _Reader(driver)
+    handle. `keeps(address)` says whether host memory stays where it is for as long as there are graphs."""
+    graph_nodes, kinds, graph_edges = driver.structure(handle_of(graph))
+    reader = _Reader(driver, keeps)
     kernels = iter(driver.kernels([node for node, kind in zip(graph_nodes, kinds) if kind == cu.KERNEL]))
     nodes: list[Node] = []
     for index, (node, kind) in enumerate(zip(graph_nodes, kinds)):
@@ -86,27 +78,10 @@ def read(
     return CapturedGraph(tuple(nodes), edges, tuple(segments), low, high, partial)
 
 
-def set_edges(
-    graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver | None = None
-) -> bool:
-    """Replace a graph's edges by `edges`, pairs of indices into `handles`. A programmatic edge among them remains
-    programmatic: its later node waits for the earlier one by itself. Return False, and change nothing, if the graph has
-    edges of other kinds, which don't order their nodes."""
-    driver, handle = driver or Driver(), _handle(graph)
-    old = driver.edge_data(handle)
-    if not all(cu.kind_of(data) in (cu.PLAIN, cu.PROGRAMMATIC) for data in old.values()):
-        return False
-    new = {(handles[u], handles[v]): None for u, v in edges}
-    kept = {edge for edge, data in old.items() if edge in new and cu.kind_of(data) != cu.PLAIN}
-    driver.remove_edges(handle, [edge for edge in old if edge not in kept], old)
-    driver.add_edges(handle, [edge for edge in new if edge not in kept])
-    return True
-
-
-def is_device_memory(address: int, *, driver: Driver | None = None) -> bool:
+def is_device_memory(address: int, *, driver: Driver) -> bool:
     """True if the driver knows the address as device memory, for `prove.prove(on_device=...)`. That includes the state
     of random generators, which a capture has outside of its range."""
-    return (driver or Driver()).memory_kind(address) == cu.MEMORY_DEVICE
+    return driver.memory_kind(address) == cu.MEMORY_DEVICE
 
 
 def freed_memory(
@@ -135,8 +110,8 @@ def freed_memory(
 
 
 class _Reader:
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+    def __init__(self, driver: Driver, keeps: Callable[[int], bool]) -> None:
+        self.driver, self.keeps = driver, keeps
         self.functions: dict[tuple[int, int], tuple[str, tuple[tuple[int, int], ...]]] = {}
 
     def node(self, index: int, handle: int, kind: int) -> Node:
@@ -155,7 +130,7 @@ class _Reader:
                 pitch=int(p.pitch),
             )
         if kind == cu.MEMCPY:
-            return _copy_node(self.driver, index, handle)
+            return copy_node(self.driver, index, handle, self.keeps)
         if kind == cu.EMPTY:
             return EmptyNode(index=index, handle=handle)
         what = cu.KIND_NAMES.get(kind, cu.KIND_NAMES[cu.UNKNOWN])
@@ -231,7 +206,8 @@ def _extra_block(extra: int, node: str) -> tuple[int, int]:
     return base, size
 
 
-def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
+def copy_node(driver: Driver, index: int, handle: int, keeps: Callable[[int], bool]) -> CopyNode:
+    """Read a memcpy node. Refuses what is neither in device memory nor in host memory that `keeps` its place."""
     p = driver.memcpy(handle)
     sides = []
     for side in ("dst", "src"):
@@ -244,7 +220,7 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
             kind = driver.memory_kind(address)
         elif kind == cu.MEMORY_HOST:
             address = int(getattr(p, f"{side}Host"))
-        on_host = kind == cu.MEMORY_HOST and runtime.holds(address)
+        on_host = kind == cu.MEMORY_HOST and keeps(address)
         if kind != cu.MEMORY_DEVICE and not on_host:
             where = "host memory" if kind in (0, cu.MEMORY_HOST) else "an array"
             text = f"it copies {'to' if side == 'dst' else 'from'} {where}"
@@ -268,72 +244,3 @@ def _copy_node(driver: Driver, index: int, handle: int) -> CopyNode:
         dst_on_host=dst_on_host,
         src_on_host=src_on_host,
     )
-
-
-def tidy(graph: Any, *, driver: Driver | None = None, kernels: PlainKernels | None = None) -> TidyReport:
-    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself."""
-    driver = driver or Driver()
-    handle = _handle(graph)
-    structure = driver.structure(handle)
-    foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
-    if foreign:
-        # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
-        return TidyReport(kept=tuple(f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign))
-    editor = Editor(driver, handle, structure)
-    done = {cu.MEMSET: 0, cu.MEMCPY: 0}
-    kept = []
-    for index, (node, kind) in enumerate(zip(structure.nodes, structure.kinds)):
-        if kind not in done:
-            continue
-        try:
-            if kernels is None:
-                kernels = _default_kernels()
-            editor.replace(node, _replacement(driver, kernels, index, node, kind))
-            done[kind] += 1
-        except Exception as error:  # also Triton's; the node is kept
-            kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
-    removed = editor.remove_implied_edges()
-    return TidyReport(fills=done[cu.MEMSET], copies=done[cu.MEMCPY], edges_removed=removed, kept=tuple(kept))
-
-
-def upload(graph: Any, stream: int, *, driver: Driver | None = None) -> None:
-    """Upload the executable to the device, which has to be done before its first node is patched: measured on an H200,
-    the kernels of an executable that is patched before its upload take 0.3 us longer each, at every launch (llama with
-    16 layers, 265 nodes: 880 us instead of 795).
-    """
-    (driver or Driver()).upload(graph.raw_cuda_graph_exec(), stream)
-
-
-def _default_kernels() -> PlainKernels:
-    from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
-
-    return fill_copy_kernels
-
-
-def _replacement(driver: Driver, kernels: PlainKernels, index: int, handle: int, kind: int) -> Launch:
-    if kind == cu.MEMSET:
-        p = driver.memset(handle)
-        size, width, height = int(p.elementSize), int(p.width), int(p.height)
-        if height > 1 and int(p.pitch) != width * size:
-            raise Refusal("shape", "its rows are not adjacent")
-        launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
-    else:
-        node = _copy_node(driver, index, handle)
-        if node.dst_on_host or node.src_on_host:
-            raise Refusal("host-memory", "a copy engine moves saved activations beside the kernels")
-        lines = node.height * node.depth
-        adjacent = node.depth <= 1 and node.dst_pitch == node.src_pitch == node.width
-        if lines > 1 and not adjacent:
-            raise Refusal("shape", "its rows are not adjacent")
-        launch = kernels.copy(node.dst, node.src, node.width * lines)
-    layout = [size for _, size in driver.layout(launch.func)]
-    if layout != [len(value) for value in launch.arguments]:
-        sizes = [len(value) for value in launch.arguments]
-        raise Refusal("layout", f"the kernel for it takes parameters of {layout} bytes, not {sizes}")
-    if not 0 < launch.grid[0] < 1 << 31:
-        raise Refusal("shape", f"{launch.grid[0]} blocks")
-    return launch
-
-
-def _handle(graph: Any) -> int:
-    return graph if isinstance(graph, int) else int(graph.raw_cuda_graph())

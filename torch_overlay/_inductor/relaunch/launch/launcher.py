@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.graph import read as graphs
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 
@@ -61,4 +61,8 @@ class Launcher:
 
 
 def upload(graph: Any) -> None:
-    graphs.upload(graph, torch.cuda.current_stream().cuda_stream)
+    """Upload the executable to the device, which has to be done before its first node is patched: measured on an H200,
+    the kernels of an executable that is patched before its upload take 0.3 us longer each, at every launch (llama with
+    16 layers, 265 nodes: 880 us instead of 795).
+    """
+    NativeDriver().upload(graph.raw_cuda_graph_exec(), torch.cuda.current_stream().cuda_stream)

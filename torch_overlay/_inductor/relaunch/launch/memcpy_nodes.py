@@ -1,7 +1,7 @@
 """Patches the memcpy nodes of a captured graph: the copies between the device and pinned host memory.
 
 A copy engine does a copy between device and host beside the kernels, so it remains the memcpy node that was captured.
-(Copies within the device become kernels: `graph.read.tidy`.)
+(Copies within the device become kernels: `graph.tidy`.)
 
 Note [The memory that a memcpy node was made for]
 1. The driver patches a memcpy node of an executable only if the new memory is of the same kind as the node's memory
@@ -21,7 +21,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.relaunch.graph.driver import Driver
+from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 from torch_overlay._inductor.relaunch.launch import native
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FIXED, Template
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ def settle(
     nodes = moving(template)
     if not nodes:
         return None
-    driver = driver or Driver()
+    driver = driver or NativeDriver()
     # Two halves, for the two ends of a copy.
     half = max(extent(node, parameter) for node, parameters in nodes.items() for parameter in parameters)
     half = -(-half // 512) * 512
@@ -147,7 +149,7 @@ class Patcher:
 
     def rebuild(self) -> int:
         """Instantiate again: Note [The memory that a memcpy node was made for], 2. Return the number of nodes set."""
-        self.driver = self.driver or Driver()
+        self.driver = self.driver or NativeDriver()
         wanted = self.wanted()
         for node, addresses in wanted.items():
             self.driver.set_memcpy(node.handle, pointed(node, addresses))

@@ -59,7 +59,7 @@ import torch
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
-from torch_overlay._inductor.relaunch.numbers.expressions import LETTERS
+from torch_overlay._inductor.relaunch.numbers.program import LETTERS
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, EmptyNode, FillNode, KernelNode, Refusal
 
 

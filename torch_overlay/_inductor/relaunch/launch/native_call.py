@@ -35,7 +35,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     Repeated,
     SameInput,
 )
-from torch_overlay._inductor.relaunch.numbers.expressions import Program
+from torch_overlay._inductor.relaunch.numbers.program import Program
 
 
 if TYPE_CHECKING:

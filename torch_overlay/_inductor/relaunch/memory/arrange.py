@@ -31,8 +31,9 @@ from typing import cast, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._inductor.relaunch.memory.cuts import cuts, Held, need_of
 from torch_overlay._inductor.relaunch.memory.outputs import Layout, OfStorage, Recipe, Repeated, Storage, View
-from torch_overlay._inductor.relaunch.memory.packing import aligned, cuts, Held, Life, need_of, Order
+from torch_overlay._inductor.relaunch.memory.packing import aligned, Life, Order
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, moved
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, PointerSlot, Template
 

@@ -9,8 +9,8 @@ are expressions:
     max                                 of two integers
     positive nonzero zero               an integer itself; it is unfit if it is anything else
 
-`Program` is the form that the C module runs (`csrc/numbers.c`). There, integers have 64 bits, and an integer that
-becomes a float has at most 53. Numbers for which that is not enough are unfit: the region then runs as compiled.
+A launch computes them in C, where integers have 64 bits, and an integer that becomes a float has at most 53. Numbers
+for which that is not enough are unfit: the region then runs as compiled.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 Expression: TypeAlias = "tuple[Any, ...]"
 
@@ -57,7 +56,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 SAID = {"positive": lambda v: v > 0, "nonzero": lambda v: v != 0, "zero": lambda v: v == 0}
 OPERATIONS |= {"max": max, **{name: functools.partial(_checked, name) for name in SAID}}
-CODES = {name: number for number, name in enumerate(OPERATIONS)}  # as in the C source
 
 # Types of kernel parameters by the letter of torch's static launcher.
 TYPES: dict[str, Any] = {
@@ -72,7 +70,6 @@ TYPES: dict[str, Any] = {
     "f": ctypes.c_float,
     "d": ctypes.c_double,
 }
-LETTERS = "".join(TYPES)  # a type's place here is its number in the C source
 FLOATS = "fd"
 
 
@@ -81,9 +78,17 @@ def constant(value: Any) -> Expression:
     return "const", value, value.hex() if type(value) is float else ""
 
 
+def parts_of(expression: Expression) -> Iterator[Expression]:
+    """Yield the expressions that this one is made of, operands first."""
+    if expression[0] in OPERATIONS:
+        for operand in expression[1:]:
+            yield from parts_of(operand)
+    yield expression
+
+
 def inputs_of(expressions: Iterable[Expression]) -> frozenset[int]:
     """Return the positions of the inputs that the expressions are computed from."""
-    return frozenset(part[1] for expression in expressions for part in _parts(expression) if part[0] == "input")
+    return frozenset(part[1] for expression in expressions for part in parts_of(expression) if part[0] == "input")
 
 
 def moved(expression: Expression, positions: Mapping[int, int]) -> Expression:
@@ -127,48 +132,3 @@ def pack(letter: str, value: Any) -> bytes:
     if type(value) is not int or kind(value).value != value:
         raise Unfit(f"{value!r} does not fit into a parameter of type {kind.__name__}")
     return bytes(kind(value))
-
-
-class Result(int):
-    """The number of a program's result, in a place where a launch takes the result: in a size, a stride, an offset."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Result and int(self) == int(other)
-
-    def __hash__(self) -> int:
-        return hash((Result, int(self)))
-
-    def __repr__(self) -> str:
-        return f"Result({int(self)})"
-
-
-@dataclass(frozen=True)
-class Program:
-    """Expressions as one list of operations on registers: first those of the inputs, then those of the constants, then
-    one for the result of each operation. Types are 0 for integers and 1 for floats."""
-
-    inputs: tuple[tuple[int, int], ...]  # (position, type)
-    constants: tuple[tuple[int, Any], ...]  # (type, value)
-    code: tuple[tuple[int, int, int], ...]  # (operation, register, register)
-    results: tuple[int, ...]  # the register of each expression
-
-    @staticmethod
-    def of(expressions: Sequence[Expression]) -> Program:
-        parts = dict.fromkeys(part for expression in expressions for part in _parts(expression))
-        inputs, constants = ([part for part in parts if part[0] == kind] for kind in ("input", "const"))
-        steps = [part for part in parts if part[0] in CODES]
-        register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}
-        return Program(
-            tuple((part[1], int(part[2] is float)) for part in inputs),
-            tuple((int(type(part[1]) is float), part[1]) for part in constants),
-            tuple((CODES[part[0]], register[part[1]], register[part[-1]]) for part in steps),
-            tuple(register[expression] for expression in expressions),
-        )
-
-
-def _parts(expression: Expression) -> Iterator[Expression]:
-    """Yield the expressions that this one is made of, operands first."""
-    if expression[0] in CODES:
-        for operand in expression[1:]:
-            yield from _parts(operand)
-    yield expression

@@ -17,28 +17,20 @@ from typing import Any, NamedTuple, NoReturn, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.numbers.expressions import Expression, inputs_of, TYPES
+from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPES
 from torch_overlay._inductor.relaunch.numbers.shapes import plain
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.words import Use
 from torch_overlay._inductor.relaunch.proof.signatures import binary_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch_overlay._inductor.relaunch.numbers.expressions import Expression
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 
 MOST_IN_A_ROW = (1 << 16) - 1  # blocks in the second and in the third dimension of a grid
-
-
-class Use(NamedTuple):
-    """A parameter of a node that is an expression of numbers, or a dimension of its grid, with the numbers and letters
-    of a `NumberSlot`."""
-
-    handle: int
-    parameter: int
-    letter: str
-    expression: Expression
 
 
 class Offset(NamedTuple):

@@ -8,9 +8,9 @@ the values of the first there (`settled`), so that the proof of the pointers fin
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, inputs_of, pack, Unfit
+from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Expression, inputs_of, pack, Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, NumberSlot
 
@@ -18,7 +18,15 @@ from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNo
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.numbers.launches import Use
+
+class Use(NamedTuple):
+    """A parameter of a node that is an expression of numbers, or a dimension of its grid, with the numbers and letters
+    of a `NumberSlot`."""
+
+    handle: int
+    parameter: int
+    letter: str
+    expression: Expression
 
 
 def another(value: Any) -> Any:

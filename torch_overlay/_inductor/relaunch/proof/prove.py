@@ -24,8 +24,8 @@ differs between the captures, and is not patched.
 How far "outside" reaches: a kernel that takes a base minus an offset adds the offset again before it reads, so the
 offset is less than a device's memory, and the pointer lies within `REACH` of the range. Two numbers farther away that
 differ just like two addresses are remains of addresses: for example a lower half, beside four bytes that a launcher
-wrote since. A window whose upper half is zero is always stale, for memory begins at `LOWEST` (`native` ensures it for
-the ranges). It may still be an address that was shifted.
+wrote since. A window whose upper half is zero is always stale, for memory begins at `LOWEST`, and so do
+the ranges. It may still be an address that was shifted.
 
 An integer may equal an address by coincidence; then it is the same in the second capture. If it is the address of an
 allocation in the first capture, it could also be a pointer that some library kept from there: the proof refuses it, and
@@ -143,9 +143,9 @@ def prove(
     """Return the template of `a`, proven against `b`: the same program, captured again after `a` at other addresses.
 
     `foreign(address)` says whether an address outside of both ranges is memory that the graph must not use, like memory
-    that is freed (`graph.read.freed_memory`). `on_device(address)` says whether an address outside of its range is
-    device memory at all (`graph.read.is_device_memory`). `signatures` has what is known of a kernel, by its function
-    handle: a letter per parameter, "p" pointer, "s" scalar, "?" unknown.
+    that is freed. `on_device(address)` says whether an address outside of its range is device memory at all.
+    `signatures` has what is known of a kernel, by its function handle: a letter per parameter, "p" pointer, "s" scalar,
+    "?" unknown.
     """
     if a.low < b.high and b.low < a.high:
         raise Refusal("segments", f"the ranges {a.low:#x}..{a.high:#x} and {b.low:#x}..{b.high:#x} overlap")

@@ -24,7 +24,8 @@ from typing import Any, NoReturn, TYPE_CHECKING
 from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Order
-from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, Result
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression
+from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay._inductor.relaunch.numbers.words import settled, slots_of
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, PointerSlot, Template

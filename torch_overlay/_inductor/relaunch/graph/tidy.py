@@ -1,0 +1,106 @@
+"""Tidies a captured CUDA graph before it is read and instantiated.
+
+`tidy` has to run on every capture: memset nodes and device-to-device memcpy nodes become kernel nodes (see
+`graph.fill_copy_kernels`), and edges that other edges imply are removed. It treats equal graphs equally, so two
+captures stay comparable. It keeps a node that it can't replace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.graph import driver as cu
+from torch_overlay._inductor.relaunch.graph.driver import handle_of
+from torch_overlay._inductor.relaunch.graph.edit import Editor, Launch, PlainKernels
+from torch_overlay._inductor.relaunch.graph.read import copy_node, never
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch_overlay._inductor.relaunch.graph.driver import Driver
+
+
+@dataclass(frozen=True)
+class TidyReport:
+    fills: int = 0
+    copies: int = 0
+    edges_removed: int = 0
+    kept: tuple[str, ...] = ()  # memset and memcpy nodes left as they are, with the reason
+
+
+def tidy(
+    graph: Any, *, driver: Driver, kernels: PlainKernels | None = None, keeps: Callable[[int], bool] = never
+) -> TidyReport:
+    """Replace memset and memcpy nodes and remove implied edges, in the cudaGraph_t itself. `keeps`: as for `read`."""
+    handle = handle_of(graph)
+    structure = driver.structure(handle)
+    foreign = {kind for kind in structure.kinds if kind not in (cu.KERNEL, cu.MEMCPY, cu.MEMSET, cu.EMPTY)}
+    if foreign:
+        # `read` will refuse the graph, and the driver forbids edits of graphs with allocation nodes.
+        return TidyReport(kept=tuple(f"graph with {cu.KIND_NAMES.get(kind, str(kind))} nodes" for kind in foreign))
+    editor = Editor(driver, handle, structure)
+    done = {cu.MEMSET: 0, cu.MEMCPY: 0}
+    kept = []
+    for index, (node, kind) in enumerate(zip(structure.nodes, structure.kinds)):
+        if kind not in done:
+            continue
+        try:
+            if kernels is None:
+                kernels = _default_kernels()
+            editor.replace(node, _replacement(driver, kernels, keeps, index, node, kind))
+            done[kind] += 1
+        except Exception as error:  # also Triton's; the node is kept
+            kept.append(f"{cu.KIND_NAMES[kind]} node {index}: {error}")
+    removed = editor.remove_implied_edges()
+    return TidyReport(fills=done[cu.MEMSET], copies=done[cu.MEMCPY], edges_removed=removed, kept=tuple(kept))
+
+
+def set_edges(graph: Any, handles: Sequence[int], edges: Iterable[tuple[int, int]], *, driver: Driver) -> bool:
+    """Replace a graph's edges by `edges`, pairs of indices into `handles`. A programmatic edge among them remains
+    programmatic: its later node waits for the earlier one by itself. Return False, and change nothing, if the graph has
+    edges of other kinds, which don't order their nodes."""
+    handle = handle_of(graph)
+    old = driver.edge_data(handle)
+    if not all(cu.kind_of(data) in (cu.PLAIN, cu.PROGRAMMATIC) for data in old.values()):
+        return False
+    new = {(handles[u], handles[v]): None for u, v in edges}
+    kept = {edge for edge, data in old.items() if edge in new and cu.kind_of(data) != cu.PLAIN}
+    driver.remove_edges(handle, [edge for edge in old if edge not in kept], old)
+    driver.add_edges(handle, [edge for edge in new if edge not in kept])
+    return True
+
+
+def _default_kernels() -> PlainKernels:
+    from torch_overlay._inductor.relaunch.graph import fill_copy_kernels
+
+    return fill_copy_kernels
+
+
+def _replacement(
+    driver: Driver, kernels: PlainKernels, keeps: Callable[[int], bool], index: int, handle: int, kind: int
+) -> Launch:
+    if kind == cu.MEMSET:
+        p = driver.memset(handle)
+        size, width, height = int(p.elementSize), int(p.width), int(p.height)
+        if height > 1 and int(p.pitch) != width * size:
+            raise Refusal("shape", "its rows are not adjacent")
+        launch = kernels.fill(int(p.dst), int(p.value), size, width * height)
+    else:
+        node = copy_node(driver, index, handle, keeps)
+        if node.dst_on_host or node.src_on_host:
+            raise Refusal("host-memory", "a copy engine moves saved activations beside the kernels")
+        lines = node.height * node.depth
+        adjacent = node.depth <= 1 and node.dst_pitch == node.src_pitch == node.width
+        if lines > 1 and not adjacent:
+            raise Refusal("shape", "its rows are not adjacent")
+        launch = kernels.copy(node.dst, node.src, node.width * lines)
+    layout = [size for _, size in driver.layout(launch.func)]
+    if layout != [len(value) for value in launch.arguments]:
+        sizes = [len(value) for value in launch.arguments]
+        raise Refusal("layout", f"the kernel for it takes parameters of {layout} bytes, not {sizes}")
+    if not 0 < launch.grid[0] < 1 << 31:
+        raise Refusal("shape", f"{launch.grid[0]} blocks")
+    return launch
