@@ -1,0 +1,93 @@
+"""Counts what CUDA graph relaunch does with the programs of `test/relaunch_programs`, on a device of host memory.
+
+Dynamo and AOTAutograd compile a program, and each of its graphs becomes a region of aten operators, which run on the
+host, are captured as nodes, proven, arranged and launched by the overlay's own code. Inductor isn't asked, so a node is
+an operator, and not a fused kernel. A row counts the whole program:
+
+    captures, nodes      graphs that were made, and their nodes;  refusals: regions that got no graph
+    relaunches, patched  launches, and nodes that were set for them
+    outputs, scratch     bytes of the plans: what a launch of each graph allocates;  allocations: in how many blocks
+
+Programs that ask for a GPU, for several processes, for threads or for a process of their own aren't counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+
+if TYPE_CHECKING:
+    import records  # pyrefly: ignore[missing-import]
+
+
+ARENA = 1 << 28  # bytes of addresses for a capture
+UNSTEADY = ("concurrency",)  # modules whose programs' counts depend on what their threads do
+
+
+def names() -> list[str]:
+    from relaunch_programs import PROGRAMS
+
+    return [
+        p.name
+        for p in PROGRAMS
+        if not (p.gpu_only or p.ranks > 1 or p.random or p.alone)
+        and p.body.__module__.rpartition(".")[2] not in UNSTEADY
+    ]
+
+
+def figures(name: str) -> records.Figures:
+    """Run a program of the corpus once."""
+    import relaunch_fakes
+    import torch
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.utils import counters
+
+    from relaunch_programs import by_name, Kit
+    from torch_overlay._inductor.relaunch import runner
+    from torch_overlay._inductor.relaunch.refusals import Code
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counters.clear()
+    patched: list[int] = []
+    patch = relaunch_fakes.Launcher.patch
+
+    def counted_patch(launcher: Any, *args: Any) -> int:
+        patched.append(patch(launcher, *args))
+        return patched[-1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(relaunch_fakes, "ARENA", ARENA))
+        stack.enter_context(mock.patch.object(relaunch_fakes.Launcher, "patch", counted_patch))
+        device = stack.enter_context(relaunch_fakes.fake_device())
+
+        def compiled(module: Any, inputs: Any, is_backward: bool = False) -> Any:
+            def region(args: list[Any]) -> tuple[Any, ...]:
+                given = list(args)
+                args.clear()
+                return tuple(module(*given))
+
+            run = runner.Runner(region, Code(name, 0, is_backward=is_backward), device)
+            call = lambda args: run(args)  # noqa: E731
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        class Relaunched(Kit):
+            def _how(self) -> dict[str, Any]:
+                backward = functools.partial(compiled, is_backward=True)
+                return {"backend": aot_autograd(fw_compiler=compiled, bw_compiler=backward)}
+
+        by_name(name).body(Relaunched("relaunched", "cpu"))
+        runner.forget_all()
+    torch._dynamo.reset()
+    found = counters["torch_overlay"]
+    counted = {key: found[f"cudagraph_{key}"] for key in ("captures", "nodes", "refusals", "relaunches")}
+    layouts = [layout for a in device.arrangements for layout in ([s.layout for s in a.stages] or [a.layout])]
+    counted["patched"] = sum(patched)
+    counted["outputs"] = sum(s.size for layout in layouts for s in layout.storages)
+    counted["scratch"] = sum(layout.scratch_size for layout in layouts)
+    counted["allocations"] = sum(len(layout.own) + bool(layout.scratch_size) for layout in layouts)
+    return {"exact": {key: [value] for key, value in counted.items()}}
