@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts what the programs of the tests' corpora do: kernels, events, waits, nodes, allocations. Needs no GPU.
 
-    python tools/bench/counts.py --jsonl FILE [--every 25] [--jobs 2]
+    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--every 25] [--jobs 2]
 
 `stream_counts` says what is counted of programs with streams, `relaunch_counts` of those with CUDA graphs. Nothing is
 timed, and every count is the same on every machine. --every N takes each Nth program alone.
@@ -56,16 +56,17 @@ def measure(program: tuple[str, str]) -> records.Figures:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take each Nth program; odd, for both modes")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     records.add_option(parser)
     args = parser.parse_args(argv)
-    programs = [(corpus, name) for corpus, module in CORPORA.items() for name in module.names()[:: args.every]]
+    programs = [(corpus, name) for corpus in args.corpora for name in CORPORA[corpus].names()[:: args.every]]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
         found = dict(zip(programs, pool.map(measure, programs, chunksize=4)))
     about = describe()
-    rows = {corpus: {name: f for (c, name), f in found.items() if c == corpus} for corpus in CORPORA}
+    rows = {corpus: {name: f for (c, name), f in found.items() if c == corpus} for corpus in args.corpora}
     records.write(args.jsonl, about, rows)
     for corpus, figures in rows.items():
         total: dict[str, float] = {}

@@ -3,9 +3,9 @@
 
     python tools/bench/instructions.py --jsonl FILE
 
-    relaunch         a call of a region of four kernels that has a graph: two of three inputs have moved, and three
-                     nodes are patched
-    region           entering and leaving a region that forks to two streams and joins them, and two switches between
+    region      entering and leaving a region that forks to two streams and joins them, and what it records there
+    relaunch    a call of a region that has a graph of four kernels: two inputs, two outputs and the scratch have moved,
+                and all four nodes are patched
 
 The C module runs on stand-ins for the driver, whose own instructions are few. Each is called in two loops of different
 length, so that what is done once drops out. The counts are those of one processor model, compiler and Python, which the
@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import platform
@@ -42,8 +43,7 @@ import records  # noqa: E402  # pyrefly: ignore[missing-import]
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-LOOPS = 50, 250
-WARM_UP = 20
+LOOPS = 20, 50, 250  # calls; the first loop warms up
 LOW, STEP = 4 << 30, 1 << 20  # bytes
 _held: list[mmap.mmap] = []
 _process = contextlib.ExitStack()  # what lasts as long as the process
@@ -102,8 +102,17 @@ def relaunch() -> Callable[[], Any]:
 
     _fill_low_addresses()
     device = _process.enter_context(relaunch_fakes.fake_device(relaunch_fakes.native_module()))
-    record, empty = device.empty, torch._C._dynamo.guards._empty_strided_cpu
-    device.empty = lambda *args: (record if getattr(device.thread, "recording", None) else empty)(*args)
+    record, pools = device.empty, {}
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Hands out a few tensors in turn: what malloc takes depends on all that came before."""
+        if getattr(device.thread, "recording", None) is not None:
+            return record(size, stride, dtype)
+        if size not in pools:
+            pools[size] = itertools.cycle([torch.empty_strided(size, stride, dtype=dtype) for _ in range(8)])
+        return next(pools[size])
+
+    device.empty = empty
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
     exec(REGION, scope)
     run = Runner(scope["region"], Code("the region", 0, static_inputs=(2,)), device)
@@ -114,13 +123,8 @@ def relaunch() -> Callable[[], Any]:
         raise RuntimeError(f"the region has no graph that C launches: {refusals.refusals()}")
     relaunch_driver.driver().library.stub_reset()
     relaunch_driver.driver().library.stub_quiet()
-    turn = iter(range(1 << 30))
-
-    def call() -> Any:
-        x, y = sets[next(turn) % 4]
-        return run([x, y, w])
-
-    return call
+    turn = itertools.cycle(sets)
+    return lambda: run([*next(turn), w])
 
 
 def _fill_low_addresses() -> None:
@@ -167,24 +171,26 @@ def region() -> Callable[[], Any]:
     return call
 
 
-CASES = {"relaunch": relaunch, "region": region}
+CASES = {"region": region, "relaunch": relaunch}
 
 
-def run(name: str, folder: Path) -> None:
-    """Run the two loops, between commands to callgrind."""
+def run(folder: Path) -> None:
+    """Run the loops of each case, between commands to callgrind."""
     import driver_stand_in
 
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     commands = ctypes.CDLL(driver_stand_in.build(COMMANDS, folder / "libcommands.so"))
-    call = CASES[name]()
-    gc.collect()
-    gc.disable()
-    for loop in (WARM_UP, *LOOPS):
-        turns = range(loop)
-        commands.begin()
-        for _ in turns:
-            call()
-        commands.end()
+    for make in CASES.values():
+        call = make()
+        gc.collect()
+        gc.disable()
+        for loop in LOOPS:
+            turns = range(loop)
+            commands.begin()
+            for _ in turns:
+                call()
+            commands.end()
+        gc.enable()
     sys.stdout.flush()
     os._exit(0)
 
@@ -192,18 +198,22 @@ def run(name: str, folder: Path) -> None:
 # ---- in the process that measures
 
 
-def measure(name: str) -> float:
-    """Instructions a call. Raises RuntimeError, with what the process said, if it failed."""
+def measure() -> dict[str, float]:
+    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        command = [*valgrind, sys.executable, __file__, "--run", name, folder]
+        command = [*valgrind, sys.executable, __file__, "--run", folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        totals = [_total(out.with_name(f"callgrind.{i}")) for i in (2, 3)]
+        totals = [_total(out.with_name(f"callgrind.{i + 1}")) for i in range(len(CASES) * len(LOOPS))]
     if None in totals:
-        raise RuntimeError(f"{name}: the process ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
-    return (totals[1] - totals[0]) / (LOOPS[1] - LOOPS[0])
+        raise RuntimeError(f"the process ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+    _, few, many = LOOPS
+    return {
+        name: (totals[at + 2] - totals[at + 1]) / (many - few)
+        for name, at in zip(CASES, range(0, len(totals), len(LOOPS)))
+    }
 
 
 def _total(dump: Path) -> int | None:
@@ -239,18 +249,18 @@ def missing() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     records.add_option(parser)
     args = parser.parse_args(argv)
     if args.run:
-        run(args.run[0], Path(args.run[1]))
+        run(args.run)
     if what := missing():
         print(f"instructions are not counted: this needs {what}")
         return 0
-    rows = {}
-    for name in CASES:
-        rows[name] = {"instructions": {"a call": [measure(name)]}}
-        print(f"{name}: {rows[name]['instructions']['a call'][0]:.0f} instructions a call")
+    found = measure()
+    for name, count in found.items():
+        print(f"{name}: {count:.0f} instructions a call")
+    rows = {name: {"instructions": {"a call": [count]}} for name, count in found.items()}
     records.write(args.jsonl, {**counts.describe(), "depends": depends()}, {"instructions": rows})
     return 0
 

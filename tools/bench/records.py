@@ -56,18 +56,14 @@ def device_of(hardware: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", hardware.splitlines()[0].partition(",")[0].lower()).strip("-") if hardware else ""
 
 
-def ratios(samples: Sequence[float], others: Sequence[float]) -> list[float]:
+def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
     """Of each sample to the other side's of the same turn; none where a side lacks a turn."""
-    return [a / b for a, b in zip(samples, others) if b] if len(samples) == len(others) else []
+    return [a / b for a, b in zip(mine, others) if b] if len(mine) == len(others) else []
 
 
-def columns(results: Iterable[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, list[float]]:
-    """Samples of several processes, for each key of `names` (key of a result -> name of a figure) that all of them
-    have."""
-    found = list(results)
-    return {
-        new: [r[old] for r in found] for old, new in names.items() if found and all(number(r.get(old)) for r in found)
-    }
+def samples(results: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[float]]:
+    """The samples of several processes or turns, for each name that all of them have a number for."""
+    return {name: [r[name] for r in results] for name in names if all(number(r.get(name)) for r in results)}
 
 
 def number(value: Any) -> bool:
@@ -91,7 +87,8 @@ def text(records: Iterable[Record]) -> str:
     lines: list[str] = []
     before: tuple[str, dict[str, Any]] | None = None
     for record in records:
-        figures = {kind: named for kind, named in record.figures.items() if any(named.values())}
+        figures = {kind: {name: s for name, s in named.items() if s} for kind, named in record.figures.items()}
+        figures = {kind: named for kind, named in figures.items() if named}
         if not figures:
             continue
         if before != (record.bench, record.about):

@@ -5,8 +5,9 @@ host, are captured as nodes, proven, arranged and launched by the overlay's own 
 an operator, and not a fused kernel. A row counts the whole program:
 
     captures, nodes      graphs that were made, and their nodes;  refusals: regions that got no graph
-    relaunches, patched  launches, and nodes that were set for them
-    outputs, scratch     bytes of the plans: what a launch of each graph allocates;  allocations: in how many blocks
+    relaunches           launches of graphs;  pointer slots: in the nodes of all graphs
+    outputs, scratch     bytes of the plans: what a launch of each graph allocates;  allocations: in how many blocks.
+                         Scratch is packed, however small it is
 
 Programs that ask for a GPU, for several processes, for threads or for a process of their own aren't counted.
 """
@@ -47,21 +48,15 @@ def figures(name: str) -> records.Figures:
 
     from relaunch_programs import by_name, Kit
     from torch_overlay._inductor.relaunch import runner
+    from torch_overlay._inductor.relaunch.memory import arrange
     from torch_overlay._inductor.relaunch.refusals import Code
 
     torch._dynamo.reset()
     torch.manual_seed(0)
     counters.clear()
-    patched: list[int] = []
-    patch = relaunch_fakes.Launcher.patch
-
-    def counted_patch(launcher: Any, *args: Any) -> int:
-        patched.append(patch(launcher, *args))
-        return patched[-1]
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(relaunch_fakes, "ARENA", ARENA))
-        stack.enter_context(mock.patch.object(relaunch_fakes.Launcher, "patch", counted_patch))
+        stack.enter_context(mock.patch.object(arrange, "SMALL", 0))
         device = stack.enter_context(relaunch_fakes.fake_device())
 
         def compiled(module: Any, inputs: Any, is_backward: bool = False) -> Any:
@@ -86,7 +81,7 @@ def figures(name: str) -> records.Figures:
     found = counters["torch_overlay"]
     counted = {key: found[f"cudagraph_{key}"] for key in ("captures", "nodes", "refusals", "relaunches")}
     layouts = [layout for a in device.arrangements for layout in ([s.layout for s in a.stages] or [a.layout])]
-    counted["patched"] = sum(patched)
+    counted["pointer slots"] = sum(len(launcher.template.slots) for launcher in device.launchers)
     counted["outputs"] = sum(s.size for layout in layouts for s in layout.storages)
     counted["scratch"] = sum(layout.scratch_size for layout in layouts)
     counted["allocations"] = sum(len(layout.own) + bool(layout.scratch_size) for layout in layouts)
