@@ -20,10 +20,14 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import gate
+import models
+import offload
 import records
 import relaunch
 import relaunch_counts
+import shapes
 import stream_counts
+import streams
 
 import form
 from torch_overlay._inductor.relaunch.memory import packing
@@ -191,6 +195,67 @@ class TestBadInput(GateTestCase):
                 self.assert_told(f".*bad.jsonl: ?{expected}.*; measure again$", "check", str(path))
 
 
+class TestBenchmarks(GateTestCase):
+    """What each benchmark gives the gate, from what its processes said."""
+
+    def assert_found(self, rows: dict[str, Figures], worse: dict[str, Figures], expected: set[str]) -> None:
+        """The worse run regresses in the expected figures, and the same run in none."""
+        self.accept(rows)
+        self.assertEqual(self.check(rows)[0], 0)
+        status, out = self.check(worse)
+        found = {re.split(r"  +", line)[2] for line in out.splitlines() if line.startswith("regressed")}
+        self.assertEqual((status, found), (1, expected), out)
+
+    def test_streams(self) -> None:
+        def run(factor: float, name: str) -> dict[str, Figures]:
+            (row,) = (r for r in streams.ROWS if r.name == name)
+            ours, stock = streams.Side(), streams.Side()
+            for i in range(6):
+                ours.results.append({"one": 1000 + i, "two": factor * (1050 + i), "seconds": factor * (10 + i / 100)})
+                stock.results.append({"one": 1000 + i, "two": 2000 + i, "seconds": 10 + i / 100})
+            return {name: streams.figures(row, ours, stock)}
+
+        for name, what in (("two chains", "two 2 ms chains"), ("compile time", "compile time of GPT-2")):
+            self.accept(run(1.0, name))
+            status, out = self.check(run(1.2, name))
+            self.assertEqual(status, 1)
+            self.assertRegex(out, rf"regressed +bench: {name} +{what}.* wall time .* \+20.0%")
+
+    def test_models(self) -> None:
+        def run(factor: float, covered: float) -> dict[str, Figures]:
+            def turns(us: float) -> list[dict[str, Any]]:
+                keys = ("gpu us", "host us", "queued us")
+                return [{**dict.fromkeys(keys, us + i / 10), "reserved MiB": 64.0} for i in range(6)]
+
+            warm = {side: {"seen": "a", "some": [1.0]} for side in ("off", "trees", "relaunch")}
+            warm["relaunch"]["covered"] = covered
+            times = {"off": turns(200), "trees": turns(100), "relaunch": turns(80 * factor)}
+            return {"row": models.figures(models._result("row", warm, times))}
+
+        slower = {f"queued / {side}" for side in ("off", "trees")}
+        self.assert_found(run(1.0, 1.0), run(1.05, 0.9), {*slower, "kernels outside of graphs, %"})
+
+    def test_shapes(self) -> None:
+        def run(factor: float, captures: int) -> dict[str, Figures]:
+            off = {"row": "row", "side": "off", "second": [100.0, 200.0]}
+            rounds = [[factor * (50 + i / 10), factor * (90 + i / 10)] for i in range(4)]
+            mine = {"row": "row", "side": "relaunch", "rounds": rounds, "captures": captures, "nodes": 8}
+            return {"row": shapes.figures("row", [off, mine, off, mine])}
+
+        self.assert_found(run(1.0, 2), run(1.2, 3), {"later / off", "captures"})
+
+    def test_offload(self) -> None:
+        def run(factor: float, gib: float) -> dict[str, Figures]:
+            times = [100 + i / 10 for i in range(6)]
+            found = {"off measured ms": times, "on measured ms": [factor * t for t in times], "on peak GiB": gib}
+            return {"row": offload.figures({**found, "tensors": 12, "again": 3, "refused": []})}
+
+        self.assert_found(run(1.01, 20.0), run(1.06, 20.5), {"on / off", "on peak GiB"})
+
+    def test_benchmark_that_measured_nothing_writes_no_row(self) -> None:
+        self.assertEqual(records.text([records.Record("bench", "a", ABOUT, relaunch.Row("a").figures())]), "")
+
+
 # ---- what is made worse on purpose
 
 
@@ -297,7 +362,7 @@ class TestInjectedCounts(unittest.TestCase):
         yield "node", mock.patch.object(Kit, "compile", longer), {"nodes", "pointer slots"}
         yield (
             "bytes of the plan",
-            mock.patch.object(packing, "aligned", lambda size: -(-size // 4096) * 4096),
+            mock.patch.object(packing, "aligned", lambda size: -(-size >> 20) << 20),
             {"scratch"},
         )
         yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}

@@ -70,12 +70,10 @@ def figures(name: str) -> records.Figures:
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
 
-        class Relaunched(Kit):
-            def _how(self) -> dict[str, Any]:
-                backward = functools.partial(compiled, is_backward=True)
-                return {"backend": aot_autograd(fw_compiler=compiled, bw_compiler=backward)}
-
-        by_name(name).body(Relaunched("relaunched", "cpu"))
+        backward = functools.partial(compiled, is_backward=True)
+        backend = aot_autograd(fw_compiler=compiled, bw_compiler=backward)
+        stack.enter_context(mock.patch.object(Kit, "_how", lambda kit: {"backend": backend}))
+        by_name(name).body(Kit("relaunched", "cpu"))
         runner.forget_all()
     torch._dynamo.reset()
     found = counters["torch_overlay"]
