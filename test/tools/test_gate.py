@@ -20,6 +20,7 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import gate
+import instructions
 import models
 import offload
 import records
@@ -366,6 +367,36 @@ class TestInjectedCounts(unittest.TestCase):
             {"scratch"},
         )
         yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}
+
+
+SLOWER_RUNNER = """
+import sys
+from pathlib import Path
+import instructions
+from torch_overlay._inductor.relaunch.runner import Runner
+call = Runner.__call__
+Runner.__call__ = lambda runner, inputs: call(runner, inputs)
+instructions.run(Path(sys.argv[2]))
+"""
+
+
+@form.slow
+class TestInjectedInstructions(GateTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        if what := instructions.missing():
+            self.skipTest(f"needs {what}")
+
+    def test_one_more_python_call_a_relaunch(self) -> None:
+        def rows(script: str) -> dict[str, Figures]:
+            return {name: {"instructions": {"a call": [n]}} for name, n in instructions.measure(script).items()}
+
+        slower = self.folder / "slower.py"
+        slower.write_text(f"import sys\nsys.path[:0] = {[str(form.ROOT / 'tools' / 'bench')]}\n{SLOWER_RUNNER}")
+        self.accept(rows(instructions.__file__))
+        status, out = self.check(rows(str(slower)))
+        found = [re.split(r"  +", line)[:2] for line in out.splitlines() if "regressed  " in line]
+        self.assertEqual((status, found), (1, [["regressed", "bench: relaunch"]]), out)
 
 
 # ---- times

@@ -41,9 +41,13 @@ def describe() -> dict[str, Any]:
 
 def processor() -> str:
     """The model of the processor, as Linux names it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+    wanted = ("model name", "cpu family", "model", "stepping")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(said[name] for name in wanted if name in said) or platform.machine()
 
 
 def measure(program: tuple[str, str]) -> records.Figures:

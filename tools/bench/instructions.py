@@ -92,8 +92,8 @@ def region(args):
 
 def relaunch() -> Callable[[], Any]:
     """A call of a region that has its graph. What the stand-in driver would run is left out."""
-    import relaunch_driver
-    import relaunch_fakes
+    import relaunch_driver  # pyrefly: ignore[missing-import]
+    import relaunch_fakes  # pyrefly: ignore[missing-import]
     import torch
 
     from torch_overlay._inductor.relaunch import refusals
@@ -198,27 +198,23 @@ def run(folder: Path) -> None:
 # ---- in the process that measures
 
 
-def measure() -> dict[str, float]:
-    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed."""
+def measure(script: str = __file__) -> dict[str, float]:
+    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed. `script` is what
+    runs the cases for `--run FOLDER`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        command = [*valgrind, sys.executable, __file__, "--run", folder]
+        command = [*valgrind, sys.executable, script, "--run", folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        totals = [_total(out.with_name(f"callgrind.{i + 1}")) for i in range(len(CASES) * len(LOOPS))]
-    if None in totals:
+        dumps = [Path(f"{out}.{i + 1}") for i in range(len(CASES) * len(LOOPS))]
+        found = [re.search(r"^totals: (\d+)", d.read_text(), re.MULTILINE) for d in dumps if d.exists()]
+    totals = [int(match[1]) for match in found if match]
+    if len(totals) < len(dumps):
         raise RuntimeError(f"the process ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
     _, few, many = LOOPS
-    return {
-        name: (totals[at + 2] - totals[at + 1]) / (many - few)
-        for name, at in zip(CASES, range(0, len(totals), len(LOOPS)))
-    }
-
-
-def _total(dump: Path) -> int | None:
-    found = re.search(r"^(?:totals|summary): (\d+)", dump.read_text(), re.MULTILINE) if dump.exists() else None
-    return int(found[1]) if found else None
+    ends = zip(CASES, totals[1 :: len(LOOPS)], totals[2 :: len(LOOPS)])
+    return {name: (more - less) / (many - few) for name, less, more in ends}
 
 
 def depends() -> dict[str, str]:
@@ -239,12 +235,11 @@ def depends() -> dict[str, str]:
 
 def missing() -> str:
     """What is not installed that this needs; empty if all is."""
-    header = subprocess.run(
-        [os.environ.get("CC", "cc"), "-E", "-x", "c", "-"], input=COMMANDS, capture_output=True, text=True
-    )
-    if shutil.which("valgrind") is None or header.returncode:
-        return "valgrind, and its header valgrind/callgrind.h"
-    return ""
+    from triton.runtime.build import _find_compiler
+
+    command = [_find_compiler("c"), "-E", "-x", "c", "-"]
+    preprocessed = subprocess.run(command, input=COMMANDS, capture_output=True, text=True)
+    return "" if shutil.which("valgrind") and not preprocessed.returncode else "valgrind and its header callgrind.h"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.run:
         run(args.run)
     if what := missing():
-        print(f"instructions are not counted: this needs {what}")
+        print(f"instructions are not counted: {what} are not installed")
         return 0
     found = measure()
     for name, count in found.items():

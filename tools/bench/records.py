@@ -78,9 +78,10 @@ def write(path: Path | None, about: Mapping[str, Any], benches: Mapping[str, Map
     """Write the rows of one or more benchmarks, those without figures left out; nothing if there is no path."""
     if path is None:
         return
-    about = {"device": device_of(about.get("hardware", "")), **about}
+    where = {"device": device_of(about.get("hardware", "")), **about}
+    where.pop("command", None)  # it names the folders of whoever measured
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text(Record(bench, row, about, f) for bench, rows in benches.items() for row, f in rows.items()))
+    path.write_text(text(Record(bench, row, where, f) for bench, rows in benches.items() for row, f in rows.items()))
 
 
 def text(records: Iterable[Record]) -> str:
