@@ -41,7 +41,7 @@ import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 LOOPS = 20, 50, 250  # calls; the first loop warms up
 LOW, STEP = 4 << 30, 1 << 20  # bytes
@@ -102,17 +102,8 @@ def relaunch() -> Callable[[], Any]:
 
     _fill_low_addresses()
     device = _process.enter_context(relaunch_fakes.fake_device(relaunch_fakes.native_module()))
-    record, pools = device.empty, {}
-
-    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Hands out a few tensors in turn: what malloc takes depends on all that came before."""
-        if getattr(device.thread, "recording", None) is not None:
-            return record(size, stride, dtype)
-        if size not in pools:
-            pools[size] = itertools.cycle([torch.empty_strided(size, stride, dtype=dtype) for _ in range(8)])
-        return next(pools[size])
-
-    device.empty = empty
+    allocate = [device.empty]
+    device.empty = lambda *args: allocate[0](*args)
     scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
     exec(REGION, scope)
     run = Runner(scope["region"], Code("the region", 0, static_inputs=(2,)), device)
@@ -121,6 +112,15 @@ def relaunch() -> Callable[[], Any]:
         run([x, y, w])
     if run.attempt is None:
         raise RuntimeError(f"the region has no graph that C launches: {refusals.refusals()}")
+    pools: dict[Any, Iterator[torch.Tensor]] = {}
+
+    def hand_out(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """One of a few tensors, in turn: what malloc takes depends on all that came before."""
+        if size not in pools:
+            pools[size] = itertools.cycle([torch.empty_strided(size, stride, dtype=dtype) for _ in range(8)])
+        return next(pools[size])
+
+    allocate[0] = hand_out
     relaunch_driver.driver().library.stub_reset()
     relaunch_driver.driver().library.stub_quiet()
     turn = itertools.cycle(sets)
