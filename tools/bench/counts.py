@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import gc
 import multiprocessing
 import platform
 import sys
@@ -51,11 +52,16 @@ def processor() -> str:
 
 
 def measure(program: tuple[str, str]) -> records.Figures:
-    """The figures of a program of a corpus."""
+    """The figures of a program of a corpus. Python's garbage collector, which frees memory when it comes by, stays out
+    of it."""
     import form  # noqa: F401  # pyrefly: ignore[missing-import]
 
     corpus, name = program
-    return CORPORA[corpus].figures(name)
+    gc.disable()
+    try:
+        return CORPORA[corpus].figures(name)
+    finally:
+        gc.enable()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ an operator, and not a fused kernel. A row counts the whole program:
     outputs, scratch     bytes of the plans: what a launch of each graph allocates;  allocations: in how many blocks.
                          Scratch is packed, however small it is
 
-Programs that ask for a GPU, for several processes, for threads or for a process of their own aren't counted.
+Programs that ask for a GPU, for several processes, for threads, for the garbage collector or for a process of their own
+aren't counted.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ ARENA = 1 << 28  # bytes of addresses for a capture
 def names() -> list[str]:
     from relaunch_programs import PROGRAMS
 
-    left_out = (p.gpu_only or p.ranks > 1 or p.random or p.alone or _has_threads(p) for p in PROGRAMS)
+    left_out = (p.gpu_only or p.ranks > 1 or p.random or p.alone or _is_unsteady(p) for p in PROGRAMS)
     return [p.name for p, out in zip(PROGRAMS, left_out) if not out]
 
 
-def _has_threads(program: Any) -> bool:
-    """What threads do, and when, differs from run to run."""
-    return "thread" in inspect.getsource(program.body)
+def _is_unsteady(program: Any) -> bool:
+    """True if threads or the garbage collector decide what it does, and when."""
+    return any(word in inspect.getsource(program.body) for word in ("thread", "gc."))
 
 
 def figures(name: str) -> records.Figures:
