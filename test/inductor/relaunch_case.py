@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from unittest import mock
 
-import relaunch_driver
 import torch
-from relaunch_fakes import FakeDevice, is_tensor
+from relaunch_fakes import fake_device, native_module
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import alignment, refusals, runner
-from torch_overlay._inductor.relaunch.capture import capture, make_graph
-from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
-
-
-def is_region(value):
-    """On the fake device all tensors are its own but those that a test marks."""
-    return is_tensor(value) and not getattr(value, "on_host", False)
 
 
 def host(value, dtype=torch.float64):
@@ -40,14 +33,7 @@ class RelaunchTestCase(TestCase):
         super().setUp()
         counters.clear()
         refusals._refused.clear()
-        module = self.native_module()
-        self.device = FakeDevice(module)
-        if module is not None:
-            self.enterContext(mock.patch.object(native, "launching", module.launching))
-        # Host memory is aligned to 64 bytes.
-        for patch in (mock.patch.object(capture, "is_region", is_region), mock.patch.object(alignment, "FULL", 64)):
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.device = self.enterContext(fake_device(self.native_module()))
 
     def tearDown(self):
         runner.forget_all()  # what an exception still holds is not the next test's
@@ -81,6 +67,4 @@ class Native(RelaunchTestCase):
     """The same by the C module, whose driver delivers the addresses to the fake device."""
 
     def native_module(self):
-        relaunch_driver.driver().library.stub_reset()
-        relaunch_driver.driver().library.stub_deliver()
-        return relaunch_driver.module()
+        return native_module()

@@ -15,18 +15,26 @@ import mmap
 import struct
 import threading
 import weakref
-from typing import Any
+from typing import Any, TYPE_CHECKING
+from unittest import mock
 
+import relaunch_driver
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torch_overlay._inductor.relaunch import alignment
+from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
+from torch_overlay._inductor.relaunch.launch import native
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
 from torch_overlay._inductor.relaunch.proof.prove import prove
 
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ARENA = 1 << 20
 CPU = torch.device("cpu")
@@ -60,6 +68,11 @@ def storage_at(address: int, nbytes: int) -> torch.UntypedStorage:
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def is_region(value: Any) -> bool:
+    """On the fake device all tensors are its own but those that a test marks."""
+    return is_tensor(value) and not getattr(value, "on_host", False)
 
 
 class Recorder(TorchDispatchMode):
@@ -545,6 +558,24 @@ class FakeDevice:
 
     def launcher(self, template: Any, is_shared: bool) -> Launcher:
         return (NativeLauncher if self.native else Launcher)(self, template, is_shared)
+
+
+@contextlib.contextmanager
+def fake_device(module: Any = None) -> Iterator[FakeDevice]:
+    """A device on which runners relaunch, by the C module if there is one."""
+    with contextlib.ExitStack() as stack:
+        if module is not None:
+            stack.enter_context(mock.patch.object(native, "launching", module.launching))
+        stack.enter_context(mock.patch.object(capture, "is_region", is_region))
+        stack.enter_context(mock.patch.object(alignment, "FULL", 64))  # host memory is aligned to 64 bytes
+        yield FakeDevice(module)
+
+
+def native_module() -> Any:
+    """The C module, over the driver that delivers addresses to the fake device."""
+    relaunch_driver.driver().library.stub_reset()
+    relaunch_driver.driver().library.stub_deliver()
+    return relaunch_driver.module()
 
 
 def describe(part: Any) -> Any:

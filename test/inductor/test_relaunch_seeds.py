@@ -10,7 +10,8 @@ import types
 from unittest import mock
 
 import torch
-from relaunch_case import is_region, Native, RelaunchTestCase
+from relaunch_case import Native, RelaunchTestCase
+from relaunch_fakes import is_region
 from torch._dynamo.test_case import TestCase
 
 import form  # noqa: F401

@@ -16,7 +16,8 @@ order, while all others wait for their turn.
              add up in another order: with --compare-only they are the same in all (Inductor's `deterministic`)
     covered  percentage of kernels of generated code that run in graphs
 
-A JSON line for each row goes to DIR/models.jsonl; the table and the geometric mean of the ratios come last.
+A JSON line for each row goes to DIR/models.jsonl; the table and the geometric mean of the ratios come last. --jsonl
+FILE, with --rounds 3, writes what tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
@@ -178,7 +180,7 @@ class Process:
 
 
 def measure(
-    rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: float, compare_only: bool
+    rows: Sequence[str], sides: Sequence[str], jobs: int, deadline: float, compare_only: bool, rounds: int = 1
 ) -> list[dict[str, Any]]:
     """Rows by rows, as many as have `jobs` processes."""
     from relaunch_process import environment_of  # pyrefly: ignore[missing-import]
@@ -197,7 +199,7 @@ def measure(
         warm = {key: process.answer(deadline - time.monotonic()) for key, process in processes.items()}
         turns: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in processes}
         for row in [] if compare_only else group:
-            for side in [*sides, *reversed(sides)]:
+            for side in [*sides, *reversed(sides)] * rounds:
                 if "error" not in warm[row, side]:
                     processes[row, side].tell("measure")
                     turns[row, side].append(processes[row, side].answer(120))
@@ -220,6 +222,7 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
         if times := [t["gpu us"] for t in turns[side]]:
             answer |= {key: statistics.median(t[key] for t in turns[side]) for key in turns[side][0]}
             answer["noise"] = max(times) / min(times) - 1
+            answer["turns"] = turns[side]
     mine = result["sides"].get("relaunch")
     others = [side["gpu us"] for name, side in result["sides"].items() if name != "relaunch" and "gpu us" in side]
     if mine and others:
@@ -230,6 +233,20 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
         difference = max((abs(a - b) for a, b in zip(mine["some"], plain["some"])), default=0.0)
         result["equal"] = "bits" if same else f"{difference:.2g}"
     return result
+
+
+def figures(result: dict[str, Any]) -> records.Figures:
+    """What the gate compares: a sample is of one turn, divided by that of the other side's."""
+    turns = {name: side.get("turns", []) for name, side in result["sides"].items()}
+    mine = turns.pop("relaunch", [])
+    found: records.Figures = {"device time": {}, "wall time": {}, "bytes": records.samples(mine, ["reserved MiB"])}
+    for other, theirs in turns.items():
+        for kind, key in (("device time", "queued us"), ("wall time", "gpu us"), ("wall time", "host us")):
+            pair = [t[key] for t in mine], [t[key] for t in theirs]
+            found[kind][f"{key.partition(' ')[0]} / {other}"] = records.ratios(*pair)
+    if (covered := result["sides"].get("relaunch", {}).get("covered")) is not None:
+        found["count"] = {"kernels outside of graphs, %": [100 * (1 - covered)]}
+    return found
 
 
 def _cells(result: dict[str, Any]) -> list[str]:
@@ -264,20 +281,23 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=["off", "trees", "relaunch"])
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile together")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two turns of a row and a side")
     parser.add_argument("--compare-only", action="store_true", help="compare the results, with the same kernels")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
+    records.add_option(parser)
     args = parser.parse_args()
     if args.serve:
         serve(lambda: _Served(*args.serve))
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
-    results = measure(args.rows, args.sides, args.jobs, time.monotonic() + args.limit, args.compare_only)
+    results = measure(args.rows, args.sides, args.jobs, time.monotonic() + args.limit, args.compare_only, args.rounds)
     about = streams.describe()
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps({**about, **result}) for result in results]
         (args.out / "models.jsonl").write_text("\n".join(lines) + "\n")
+    records.write(args.jsonl, about, {"models": {result["row"]: figures(result) for result in results}})
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(results)}")
     wanted = "equal" if args.compare_only else "ratio"
     return 0 if all(wanted in r and not r["errors"] for r in results) else 1

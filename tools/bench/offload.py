@@ -21,7 +21,8 @@ table is what this run has measured, in any case.
 Rows that `--oom` names are at last tried with 85 % of P: without offload that must fail, and training with it must go
 on, with the losses that there are without offload and without the limit.
 
-Results are printed as they come, and with --out kept in DIR/offload.jsonl; then the table of what there is. `--limit`
+Results are printed as they come, and with --out kept in DIR/offload.jsonl; then the table of what there is. --jsonl
+FILE, with --turns 3, writes what tools/bench/gate.py compares. `--limit`
 ends what isn't ready after so many seconds. Rows and modes are measured in the order in which they are named.
 """
 
@@ -49,6 +50,7 @@ from unittest import mock
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
@@ -205,6 +207,7 @@ def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) ->
             yield {
                 "ms": statistics.median(times),
                 "all ms": [round(t, 1) for t in (*warm, *times)],
+                "measured ms": times,
                 "peak GiB": peak / GIB,
                 "reserved GiB": reserved / GIB,
                 "host GiB": runtime.live()["bytes"] / GIB,
@@ -406,6 +409,16 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
     return passed
 
 
+def figures(r: dict[str, Any]) -> records.Figures:
+    """What the gate compares: a sample of the time is a step with offload, divided by the same step without."""
+    wanted = ("on peak GiB", "on reserved GiB", "host GiB")
+    return {
+        "device time": {"on / off": records.ratios(r.get("on measured ms", []), r.get("off measured ms", []))},
+        "bytes": records.samples([r], wanted),
+        "count": {**records.samples([r], ("tensors", "again", "rebuilds")), "refused": [len(r["refused"])]},
+    }
+
+
 def is_good(r: dict[str, Any], cut: float) -> bool:
     if r["error"] or "ratio" not in r or r["ratio"] > MOST_RATIO or r["cut"] < cut or r["refused"]:
         return False
@@ -438,6 +451,7 @@ def main() -> int:
     parser.add_argument("--peaks", default="", help="what the rows take without offload, if it is known")
     parser.add_argument("--limit", type=float, default=420, help="seconds")
     parser.add_argument("--out", type=Path)
+    records.add_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--peak", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -449,12 +463,15 @@ def main() -> int:
             print(json.dumps(found), flush=True)
         os._exit(0)  # to unpin memory and to take everything down takes seconds
     began = time.perf_counter()
-    about = json.dumps({"about": streams.describe()})
+    described = streams.describe()
+    about = json.dumps({"about": described})
     print(about, flush=True)
     results = run_all(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "offload.jsonl").write_text("\n".join([about, *map(json.dumps, results)]) + "\n")
+    measured = {f"{r['row']}, {r['mode']}": figures(r) for r in results if not r["error"]}
+    records.write(options.jsonl, described, {"offload": measured})
     passed = table(results, options.cut)
     seconds = time.perf_counter() - began
     print(f"{'all within their limits' if passed else 'not all within their limits'}; {seconds:.0f} s")

@@ -3,6 +3,7 @@
 
     python tools/bench/relaunch.py --out DIR [--rows llama,mlp] [--sides off,trees,relaunch,replay] [--limit 540]
     python tools/bench/relaunch.py --read DIR1/measurements.jsonl DIR2/measurements.jsonl
+    python tools/bench/relaunch.py --rounds 3 --jsonl FILE                  for tools/bench/gate.py
 
 Every figure comes from processes of its own, one row on one side each, in both orders (off, trees, relaunch, replay,
 and back): a cell is the median of its processes, and the largest difference between two processes of one side is the
@@ -45,6 +46,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
@@ -70,6 +72,14 @@ COLUMNS = {  # header -> key, digits
     "bare host": ("bare host us", 1),
     "bare layer": ("bare layer us", 1),
 }
+COMPARED = (  # in the gate's lines: kind, key, and the sides that relaunch's time is divided by
+    ("device time", "queued us", ("trees", "replay")),
+    ("wall time", "gpu us", ("off", "trees")),
+    ("wall time", "host us", ("off", "trees")),
+    ("wall time", "layer us", ("trees",)),
+)
+COUNTED = ("nodes", "patched", "relaunches", "refusals")
+MEMORY = ("reserved MiB", "peak MiB", "device MiB", "graph MiB", "capture MiB")
 TOGETHER = 24  # processes that import at a time; nothing else runs while one measures
 TRAINED = ("gpt2 training", "llama training")
 MODELS = ("gpt2", "bert", "resnet50", "llama")
@@ -110,6 +120,16 @@ class Row:
         if mine is None or len(theirs) < len(others) or not min(theirs):
             return None
         return mine / min(theirs)
+
+    def figures(self) -> records.Figures:
+        """What the gate compares: a sample is of one process, divided by that of the other side's in the same turn."""
+        mine = self.results.get("relaunch", [])
+        found: records.Figures = {kind: {} for kind, *_ in COMPARED}
+        for kind, key, others in COMPARED:
+            for other in others:
+                pair = [[r[key] for r in results if r.get(key)] for results in (mine, self.results.get(other, []))]
+                found[kind][f"{key.partition(' ')[0]} / {other}"] = records.ratios(*pair)
+        return {**found, "count": records.samples(mine, COUNTED), "bytes": records.samples(mine, MEMORY)}
 
     def line(self, about: dict[str, Any], titles: dict[str, str]) -> str:
         sides = {
@@ -322,6 +342,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
+    records.add_option(parser)
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing: the table of these measurements")
     return parser.parse_args(argv)
 
@@ -342,6 +363,7 @@ def main() -> int:
     print("\n".join(lines))
     if args.out:
         (args.out / "relaunch.jsonl").write_text("\n".join(lines) + "\n")
+    records.write(args.jsonl, about, {"relaunch": {row.name: row.figures() for row in rows.values()}})
     found = limits(rows)
     print(f"\n{about.get('hardware')}, torch {about.get('torch, cuda, triton')}, commit {about.get('commit')}\n")
     print(f"{table(rows.values(), titles)}\n\n{limit_table(found)}")

@@ -12,7 +12,8 @@ a second process of the first and of relaunch's side measures last.
     device   MiB of device memory that the sizes took;  reserved: of the caching allocator's
 
 Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand for each size,
-with its inputs copied in: the floor. The rows are in `shape_rows`.
+with its inputs copied in: the floor. The rows are in `shape_rows`. --jsonl FILE writes what tools/bench/gate.py
+compares.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
@@ -115,6 +117,7 @@ class _Served:
                 found[name] = [self._timed(item) for item in self.row.items]
             rounds = [[self._timed(item) for item in self.row.items] for _ in range(LATER)]
             found["later"] = [statistics.median(times) for times in zip(*rounds)]
+            found["rounds"] = rounds
         else:
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -161,6 +164,20 @@ def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dic
         results.append({"row": row, "side": side, **answer})
         print("  ".join(_cells(results[-1], results)), file=sys.stderr, flush=True)
     return results
+
+
+def figures(row: str, results: Sequence[dict[str, Any]]) -> records.Figures:
+    """What the gate compares. A sample of a time is a round over all sizes: the median, over the sizes, of relaunch's
+    call to the second call without a graph."""
+    sides = {side: [r for r in results if (r["row"], r["side"]) == (row, side)] for side in SIDES}
+    mine = sides["relaunch"]
+    base = next((r["second"] for r in sides["off"] if "second" in r), [])
+    rounds = [times for r in mine for times in r.get("rounds", [])] if base else []
+    return {
+        "wall time": {"later / off": [statistics.median(a / b for a, b in zip(times, base)) for times in rounds]},
+        "count": records.samples(mine, ("captures", "nodes", "executables", "recompiled")),
+        "bytes": records.samples(mine, ("device MiB", "reserved MiB")),
+    }
 
 
 def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[str]:
@@ -212,6 +229,7 @@ def main() -> int:
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
+    records.add_option(parser)
     args = parser.parse_args()
     if args.serve:
         serve(lambda: _Served(*args.serve))
@@ -222,6 +240,7 @@ def main() -> int:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "shapes.jsonl").write_text("".join(json.dumps({**about, **r}) + "\n" for r in results))
+    records.write(args.jsonl, about, {"shapes": {row: figures(row, results) for row in args.rows}})
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(results)}")
     return 1 if any("error" in result for result in results) else 0
 

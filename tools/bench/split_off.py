@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """What an operator that a CUDA graph can't hold costs a model: Llama with one that waits between its two halves.
 
-    python tools/bench/split_off.py
+    python tools/bench/split_off.py [--rounds 1] [--jsonl FILE]
 
 The model without the operator and with it take turns. Prints a line for each, us a call (median of 60 calls, each until
 the device is done), the part of kernel launches in graphs, and the largest difference from eager; and last, the time
-with the operator against the sum of the time without it and the operator's own.
+with the operator against the sum of the time without it and the operator's own. --jsonl FILE, with --rounds 3, writes
+what tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -19,8 +21,10 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import relaunch_rows  # noqa: E402  # pyrefly: ignore[missing-import]
 import stream_rows  # noqa: E402  # pyrefly: ignore[missing-import]
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 
 import torch_overlay  # noqa: E402
 
@@ -40,6 +44,10 @@ waits.register_fake(torch.empty_like)
 def main() -> None:
     import transformers as hf
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two turns with the operator and without")
+    records.add_option(parser)
+    args = parser.parse_args()
     config = relaunch_rows.llama_config()
     with torch.device(DEVICE):
         model = hf.LlamaForCausalLM(config).bfloat16().eval()
@@ -52,8 +60,9 @@ def main() -> None:
         return model(input_ids=ids).logits
 
     us: dict[bool, list[float]] = {False: [], True: []}
+    outside: list[float] = []
     with torch.no_grad():
-        for between[0] in (False, True, True, False):
+        for between[0] in (False, True, True, False) * args.rounds:
             torch._dynamo.reset()
             compiled, expected = torch.compile(run, mode="reduce-overhead"), run(ids)
             for _ in range(8):
@@ -61,6 +70,7 @@ def main() -> None:
             before = torch_overlay.coverage()
             us[between[0]].append(stream_rows.call_time(lambda: compiled(ids), 60, warmup=0))  # noqa: B023
             share = torch_overlay.coverage().since(before).share
+            outside += [100 * (1 - share)] if between[0] else []
             off = (found.float() - expected.float()).abs().max().item()
             name = "with the operator" if between[0] else "without it"
             print(f"{name:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs, off by {off:.3f}")
@@ -70,6 +80,11 @@ def main() -> None:
     print(
         f"operator alone {alone:.1f} us; {torch.cuda.get_device_name()}, torch {torch.__version__}: ratio {ratio:.3f}"
     )
+    found = {
+        "wall time": {"with the operator / both alone": records.ratios(us[True], [t + alone for t in us[False]])},
+        "count": {"launches outside of graphs, %": outside},
+    }
+    records.write(args.jsonl, streams.describe(), {"split_off": {"llama": found}})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 Every round measures both sides in both orders (overlay, stock, stock, overlay), each in a process of its own, stock
 with TORCH_OVERLAY_DISABLE=1; a row's figure is the median over processes of medians over calls. A row that fails on
 one side says why, and the rest goes on. The table is printed last; a JSON line per row goes to stdout before it and,
-with --out, to DIR/bench.jsonl.
+with --out, to DIR/bench.jsonl. --jsonl FILE, with --rounds 3, writes what tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +186,14 @@ def judge(row: Row, overlay: Side, stock: Side) -> dict[str, Any]:
     }
 
 
+def figures(row: Row, overlay: Side, stock: Side) -> records.Figures:
+    """What the gate compares: the row's ratio in each process, against stock's in the same turn if that is the row."""
+    found = [row.ratio(r) for r in overlay.results]
+    if row.against_stock:
+        found = records.ratios(found, [row.ratio(r) for r in stock.results])
+    return {"bytes" if row.unit == "bytes" else "wall time": {row.what: found}}
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -211,6 +222,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="rounds of four processes")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
     parser.add_argument("--out", type=Path, help="folder for bench.jsonl")
+    records.add_option(parser)
     args = parser.parse_args()
     chosen = [r for r in ROWS if r.name in args.rows.split(",")]
     sides = {(r.name, stock): Side() for r in chosen for stock in (False, True)}
@@ -229,6 +241,8 @@ def main() -> int:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "bench.jsonl").write_text("\n".join(lines) + "\n")
+    found = {r.name: figures(r, sides[r.name, False], sides[r.name, True]) for r in chosen}
+    records.write(args.jsonl, about, {"streams": found})
     print(f"\n{about['hardware']}, torch {about['torch, cuda, triton']}, commit {about['commit']}\n\n{table(judged)}")
     return 0 if all(j["ok"] for j in judged) else 1
 

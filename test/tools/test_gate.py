@@ -1,0 +1,482 @@
+"""The gate of benchmarks: it stays silent where nothing has changed, and finds what was made worse on purpose.
+
+Counts are measured here, of real programs, and the changes are made to what is counted: to generated code, to a
+program, to the overlay's own functions. Times are those of docs/relaunch.jsonl with noise that a seed draws; they take
+the way of a benchmark, from the processes' results to the gate's table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import re
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import gate
+import instructions
+import models
+import offload
+import records
+import relaunch
+import relaunch_counts
+import shapes
+import stream_counts
+import streams
+
+import form
+from torch_overlay._inductor.relaunch.memory import packing
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from records import Figures
+
+ABOUT = {"device": "a-device", "hardware": "a device", "commit": "1234567"}
+PROGRAM, GRAPHED = "copy_to_input, default", "copy_to_input, reduce-overhead"
+RELAUNCHED = "scratch_is_freed"
+
+
+def one(record: Figures, kind: str = "exact") -> dict[str, float]:
+    return {name: value for name, (value,) in record[kind].items()}
+
+
+class GateTestCase(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.object(gate, "BASELINE", self.folder / "baseline"))
+
+    def run_gate(self, *argv: str) -> tuple[int, str, str]:
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            status = gate.main(argv)
+        return status, out.getvalue(), errors.getvalue()
+
+    def write(self, rows: dict[str, Figures], bench: str = "bench", **about: Any) -> str:
+        path = self.folder / "new.jsonl"
+        records.write(path, {**ABOUT, **about}, {bench: rows})
+        return str(path)
+
+    def accept(self, rows: dict[str, Figures], **about: Any) -> None:
+        self.assertEqual(self.run_gate("accept", self.write(rows, **about))[0], 0)
+
+    def check(self, rows: dict[str, Figures], **about: Any) -> tuple[int, str]:
+        status, out, errors = self.run_gate("check", self.write(rows, **about))
+        self.assertEqual(errors, "")
+        return status, out
+
+
+class TestVerdicts(GateTestCase):
+    def test_row_by_row_with_both_values(self) -> None:
+        self.accept({"a": {"exact": {"events": [3], "waits": [2], "copies": [1]}}})
+        status, out = self.check({"a": {"exact": {"events": [4], "waits": [1], "copies": [1]}}})
+        self.assertEqual(status, 1)
+        rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+        self.assertIn(["regressed", "bench: a", "events", "exact", "3", "4", "+33.3%"], rows)
+        self.assertIn(["improved", "bench: a", "waits", "exact", "2", "1", "-50.0%"], rows)
+        self.assertIn("3 figures: 1 regressed, 1 improved, 0 noisy, 0 skipped, 1 same", out)
+
+    def test_something_where_nothing_was(self) -> None:
+        self.accept({"a": {"exact": {"refusals": [0]}}})
+        self.assertEqual(self.check({"a": {"exact": {"refusals": [1]}}})[0], 1)
+        self.assertEqual(self.check({"a": {"exact": {"refusals": [0]}}})[0], 0)
+
+    def test_noise_that_could_hide_a_change_is_told_and_is_no_alarm(self) -> None:
+        noisy = [0.5, 0.8, 0.6, 0.9, 0.7, 1.0]
+        self.accept({"a": {"device time": {"ratio": noisy}}})
+        status, out = self.check({"a": {"device time": {"ratio": [s * 1.02 for s in noisy]}}})
+        self.assertEqual((status, out.splitlines()[1].split()[0]), (0, "noisy"))
+
+    def test_two_samples_of_a_time_say_nothing(self) -> None:
+        self.accept({"a": {"wall time": {"ratio": [1.0, 1.0]}}})
+        status, out = self.check({"a": {"wall time": {"ratio": [2.0, 2.0]}}})
+        self.assertEqual((status, out.splitlines()[1].split()[0]), (0, "noisy"))
+
+    def test_change_that_does_not_matter(self) -> None:
+        steady = [1.0, 1.001, 0.999, 1.0, 1.0005, 0.9995]
+        self.accept({"a": {"device time": {"ratio": steady}, "count": {"nodes": [1000]}}})
+        changed = {"device time": {"ratio": [s * 1.015 for s in steady]}, "count": {"nodes": [1009]}}
+        self.assertEqual(self.check({"a": changed})[0], 0)
+
+    def test_other_compiler_is_said_and_not_compared(self) -> None:
+        rows: dict[str, Figures] = {"a": {"instructions": {"a call": [1000.0]}}}
+        self.accept(rows, depends={"compiler": "gcc 12"})
+        rows["a"]["instructions"]["a call"] = [2000.0]
+        self.assertEqual(self.check(rows, depends={"compiler": "gcc 12"})[0], 1)
+        status, out = self.check(rows, depends={"compiler": "clang 15"})
+        self.assertEqual(status, 0)
+        self.assertRegex(out, "skipped .* with clang 15; the baseline with gcc 12")
+
+    def test_accepting_makes_it_the_same(self) -> None:
+        self.accept({"a": {"exact": {"events": [3]}}, "b": {"exact": {"events": [1]}}})
+        new: dict[str, Figures] = {"a": {"exact": {"events": [4]}}, "b": {"exact": {"events": [1]}}}
+        self.assertEqual(self.check(new)[0], 1)
+        self.accept(new)
+        self.assertEqual(self.check(new)[0], 0)
+
+    def test_some_rows_leave_the_others(self) -> None:
+        rows: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "abc"}
+        self.accept(rows)
+        status, out, _ = self.run_gate("check", self.write({"b": rows["b"]}), "--some")
+        self.assertEqual(status, 0)
+        self.assertIn("2 rows of the baseline were not measured", out)
+        self.run_gate("accept", self.write({"b": {"exact": {"events": [2]}}}), "--some")
+        self.assertEqual(self.check({**rows, "b": {"exact": {"events": [2]}}})[0], 0)
+
+    def test_rows_that_are_gone_are_dropped(self) -> None:
+        rows: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "ab"}
+        self.accept(rows)
+        self.accept({"a": rows["a"]})
+        self.assertEqual(self.check({"a": rows["a"]})[0], 0)
+
+
+class TestBadInput(GateTestCase):
+    def assert_told(self, expected: str, *argv: str) -> None:
+        status, out, errors = self.run_gate(*argv)
+        self.assertEqual((status, out), (2, ""))
+        self.assertEqual(len(errors.splitlines()), 1, errors)
+        self.assertRegex(errors, f"^gate: {expected}")
+
+    def test_no_such_file(self) -> None:
+        self.assert_told("/nowhere.jsonl: can't be read: No such file or directory", "check", "/nowhere.jsonl")
+
+    def test_no_baseline(self) -> None:
+        path = self.write({"a": {"exact": {"events": [3]}}})
+        self.assert_told(".*/baseline/a-device.jsonl: no baseline for this device: accept one", "check", path)
+
+    def test_missing_rows_and_figures(self) -> None:
+        both: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "ab"}
+        self.accept(both)
+        path = self.write({"a": both["a"]})
+        self.assert_told(r"bench: row b was not measured \(of 1\): measure it, or pass --some", "check", path)
+        path = self.write({**both, "c": both["a"]})
+        self.assert_told(r"bench: row c is not in the baseline \(of 1\): accept it", "check", path)
+        path = self.write({**both, "b": {"exact": {"waits": [3]}}})
+        self.assert_told(r"bench: events \(exact\) of row b was not measured", "check", path)
+        path = self.write({**both, "b": {"exact": {"events": [3], "waits": [3]}}})
+        self.assert_told(r"bench: waits \(exact\) of row b is not in the baseline: accept it", "check", path)
+
+    def test_two_devices(self) -> None:
+        one, other = self.folder / "one.jsonl", self.folder / "other.jsonl"
+        records.write(one, {"device": "x"}, {"bench": {"a": {"exact": {"events": [3]}}}})
+        records.write(other, {"device": "y"}, {"bench": {"b": {"exact": {"events": [3]}}}})
+        self.assert_told(".*: measured on x, y: compare one device at a time", "check", str(one), str(other))
+        self.assert_told("bench: row a is in two of the files", "check", str(one), str(one))
+
+    def test_lines_that_are_none(self) -> None:
+        head = json.dumps({"bench": "bench", "about": ABOUT})
+        row = json.dumps({"row": "a", "figures": {"exact": {"events": [3]}}})
+        for lines, expected in [
+            ([], "no rows"),
+            (["{"], "1: not a JSON line"),
+            ([head, "[]"], "2: neither a row"),
+            ([row], "1: no line before this row says on which device"),
+            ([head, row, row], "3: a second row a of bench"),
+            ([head, '{"row": "a"}'], "2: row a has no figures"),
+            (
+                [head, '{"row": "a", "figures": {"luck": {"events": [3]}}}'],
+                "2: row a has figures of the unknown kind luck",
+            ),
+            ([head, '{"row": "a", "figures": {"exact": [3]}}'], "2: row a has no named figures of the kind exact"),
+            ([head, '{"row": "a", "figures": {"exact": {"events": 3}}}'], "2: events of row a has no list of samples"),
+            ([head, '{"row": "a", "figures": {"exact": {"events": [NaN]}}}'], "2: events of row a has no list"),
+            ([head, '{"row": "a", "figures": {"exact": {"events": ["3"]}}}'], "2: events of row a has no list"),
+        ]:
+            with self.subTest(expected):
+                path = self.folder / "bad.jsonl"
+                path.write_text("\n".join(lines))
+                self.assert_told(f".*bad.jsonl: ?{expected}.*; measure again$", "check", str(path))
+
+
+class TestBenchmarks(GateTestCase):
+    """What each benchmark gives the gate, from what its processes said."""
+
+    def assert_found(self, rows: dict[str, Figures], worse: dict[str, Figures], expected: set[str]) -> None:
+        """The worse run regresses in the expected figures, and the same run in none."""
+        self.accept(rows)
+        self.assertEqual(self.check(rows)[0], 0)
+        status, out = self.check(worse)
+        found = {re.split(r"  +", line)[2] for line in out.splitlines() if line.startswith("regressed")}
+        self.assertEqual((status, found), (1, expected), out)
+
+    def test_streams(self) -> None:
+        def run(factor: float, name: str) -> dict[str, Figures]:
+            (row,) = (r for r in streams.ROWS if r.name == name)
+            ours, stock = streams.Side(), streams.Side()
+            for i in range(6):
+                ours.results.append({"one": 1000 + i, "two": factor * (1050 + i), "seconds": factor * (10 + i / 100)})
+                stock.results.append({"one": 1000 + i, "two": 2000 + i, "seconds": 10 + i / 100})
+            return {name: streams.figures(row, ours, stock)}
+
+        for name, what in (("two chains", "two 2 ms chains"), ("compile time", "compile time of GPT-2")):
+            self.accept(run(1.0, name))
+            status, out = self.check(run(1.2, name))
+            self.assertEqual(status, 1)
+            self.assertRegex(out, rf"regressed +bench: {name} +{what}.* wall time .* \+20.0%")
+
+    def test_models(self) -> None:
+        def run(factor: float, covered: float) -> dict[str, Figures]:
+            def turns(us: float) -> list[dict[str, Any]]:
+                keys = ("gpu us", "host us", "queued us")
+                return [{**dict.fromkeys(keys, us + i / 10), "reserved MiB": 64.0} for i in range(6)]
+
+            warm = {side: {"seen": "a", "some": [1.0]} for side in ("off", "trees", "relaunch")}
+            warm["relaunch"]["covered"] = covered
+            times = {"off": turns(200), "trees": turns(100), "relaunch": turns(80 * factor)}
+            return {"row": models.figures(models._result("row", warm, times))}
+
+        slower = {f"queued / {side}" for side in ("off", "trees")}
+        self.assert_found(run(1.0, 1.0), run(1.05, 0.9), {*slower, "kernels outside of graphs, %"})
+
+    def test_shapes(self) -> None:
+        def run(factor: float, captures: int) -> dict[str, Figures]:
+            off = {"row": "row", "side": "off", "second": [100.0, 200.0]}
+            rounds = [[factor * (50 + i / 10), factor * (90 + i / 10)] for i in range(4)]
+            mine = {"row": "row", "side": "relaunch", "rounds": rounds, "captures": captures, "nodes": 8}
+            return {"row": shapes.figures("row", [off, mine, off, mine])}
+
+        self.assert_found(run(1.0, 2), run(1.2, 3), {"later / off", "captures"})
+
+    def test_offload(self) -> None:
+        def run(factor: float, gib: float) -> dict[str, Figures]:
+            times = [100 + i / 10 for i in range(6)]
+            found = {"off measured ms": times, "on measured ms": [factor * t for t in times], "on peak GiB": gib}
+            return {"row": offload.figures({**found, "tensors": 12, "again": 3, "refused": []})}
+
+        self.assert_found(run(1.01, 20.0), run(1.06, 20.5), {"on / off", "on peak GiB"})
+
+    def test_benchmark_that_measured_nothing_writes_no_row(self) -> None:
+        self.assertEqual(records.text([records.Record("bench", "a", ABOUT, relaunch.Row("a").figures())]), "")
+
+
+# ---- what is made worse on purpose
+
+
+@contextlib.contextmanager
+def generated(change: Callable[[str], str]) -> Iterator[None]:
+    """Change the text of generated modules, where Inductor hands it out."""
+    from torch._inductor.graph import GraphLowering
+
+    codegen = GraphLowering.codegen
+
+    def changed(graph: Any) -> Any:
+        result = codegen(graph)
+        text = change(result[0].value)
+        assert text != result[0].value, "nothing was changed"
+        result[0].value = text
+        return result
+
+    with mock.patch.object(GraphLowering, "codegen", changed):
+        yield
+
+
+def after(pattern: str, line: str) -> Callable[[str], str]:
+    """Add a line after each one that the pattern is in; "{}" in it stands for that line."""
+    return lambda text: re.sub(
+        rf"(?m)^( *)(?=\S)(.*{pattern}.*)$", lambda m: f"{m[0]}\n{m[1]}{line.format(m[2])}", text
+    )
+
+
+COPY = r"arg1_1\.copy_"
+GENERATED = {  # what is added to the generated code -> the figures that get larger
+    "event": (after(r"ev1\.record", "{}"), {"events"}),
+    "wait": (after(r"ev1\.record", "ev1.wait(stream1_raw)"), {"waits"}),
+    "kernel": (after(r"extern_kernels\.mm", "{}"), {"kernels"}),
+    "copy": (after(COPY, "{}"), {"copies"}),
+    "allocation": (after(COPY, "more = empty_strided_cuda((1,), (1,), torch.float32)"), {"allocations"}),
+    "bytes": (lambda text: text.replace("((16, 16), (16, 1),", "((16, 16), (32, 1),"), {"allocated", "peak"}),
+    "wait of the host": (after(COPY, "stream1.synchronize()"), {"host waits"}),
+    "record_stream": (after(r"extern_kernels\.mm", "buf2.record_stream(stream1)"), {"record_stream"}),
+    "Python call a kernel": (after(r"(?:extern_kernels\.mm|copy_)\(", "len(())"), {"Python calls"}),
+    "switch of the stream": (after(r"set_stream\(", "{}"), {"Python calls"}),
+}
+
+
+def with_one_more_kernel(name: str) -> Figures:
+    """A program of the corpus whose function computes one thing more."""
+    from analysis import corpus
+    from stream_programs import by_name
+
+    program = by_name(name)
+
+    def build(kit: Any) -> Callable[..., Any]:
+        fn = program.build(kit)
+        return lambda x, *args: (fn(x, *args), x.sin())
+
+    return stream_counts.of_report(corpus.check_program(dataclasses.replace(program, build=build)))
+
+
+class TestInjectedCounts(unittest.TestCase):
+    """Every change is found in the counts of the program, as the gate compares them."""
+
+    def larger(self, old: Figures, new: Figures) -> set[str]:
+        """The names of the figures that regressed."""
+        before, now = (records.Record("bench", "row", ABOUT, figures) for figures in (old, new))
+        return {f.name for f in gate.compare(before, now) if f.verdict == "regressed"}
+
+    def test_generated_code(self) -> None:
+        old = stream_counts.figures(PROGRAM)
+        self.assertEqual(self.larger(old, stream_counts.figures(PROGRAM)), set())
+        for name, (change, expected) in GENERATED.items():
+            with self.subTest(name):
+                with generated(change):
+                    new = stream_counts.figures(PROGRAM)
+                self.assertLessEqual(expected, self.larger(old, new))
+
+    def test_kernel_of_a_graph(self) -> None:
+        old = stream_counts.figures(GRAPHED)
+        with generated(after(r"extern_kernels\.mm", "{}")):
+            new = stream_counts.figures(GRAPHED)
+        self.assertLessEqual({"kernels", "graph nodes"}, self.larger(old, new))
+
+    def test_program_that_computes_more(self) -> None:
+        old = stream_counts.figures("copy_to_input, default")
+        self.assertLessEqual({"kernels", "allocations"}, self.larger(old, with_one_more_kernel("copy_to_input")))
+
+    def test_relaunches(self) -> None:
+        old = relaunch_counts.figures(RELAUNCHED)
+        self.assertEqual(self.larger(old, relaunch_counts.figures(RELAUNCHED)), set())
+        for name, change, expected in self.changes():
+            with self.subTest(name), change:
+                self.assertLessEqual(expected, self.larger(old, relaunch_counts.figures(RELAUNCHED)))
+
+    def changes(self) -> Iterator[tuple[str, Any, set[str]]]:
+        """Name, what makes it worse, and the figures that get larger."""
+        import relaunch_fakes
+
+        from relaunch_programs import Kit
+
+        compiled = Kit.compile
+
+        def longer(kit: Any, fn: Callable[..., Any], **kwargs: Any) -> Any:
+            return compiled(kit, lambda *args: fn(*args).sin(), **kwargs)
+
+        refuses = mock.Mock(side_effect=Refusal("capture", "refused on purpose"))
+        yield "node", mock.patch.object(Kit, "compile", longer), {"nodes", "pointer slots"}
+        yield (
+            "bytes of the plan",
+            mock.patch.object(packing, "aligned", lambda size: -(-size >> 20) << 20),
+            {"scratch"},
+        )
+        yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}
+
+
+SLOWER_RUNNER = """
+import sys
+from pathlib import Path
+import instructions
+from torch_overlay._inductor.relaunch.runner import Runner
+call = Runner.__call__
+Runner.__call__ = lambda runner, inputs: call(runner, inputs)
+instructions.run(Path(sys.argv[2]))
+"""
+
+
+@form.slow
+class TestInjectedInstructions(GateTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        if what := instructions.missing():
+            self.skipTest(f"needs {what}")
+
+    def test_one_more_python_call_a_relaunch(self) -> None:
+        def rows(script: str) -> dict[str, Figures]:
+            return {name: {"instructions": {"a call": [n]}} for name, n in instructions.measure(script).items()}
+
+        slower = self.folder / "slower.py"
+        slower.write_text(f"import sys\nsys.path[:0] = {[str(form.ROOT / 'tools' / 'bench')]}\n{SLOWER_RUNNER}")
+        self.accept(rows(instructions.__file__))
+        status, out = self.check(rows(str(slower)))
+        found = [re.split(r"  +", line)[:2] for line in out.splitlines() if "regressed  " in line]
+        self.assertEqual((status, found), (1, [["regressed", "bench: relaunch"]]), out)
+
+
+# ---- times
+
+
+class Times:
+    """Processes of the rows that docs/relaunch.jsonl has, with its medians, its counts, and noise."""
+
+    NOISE = (
+        0.004  # of a process, to one standard deviation; "queued us" of docs/relaunch.jsonl differs by 0.3 % or less
+    )
+    OUTLIERS = 0.05  # processes that something else held up, by up to 30 %
+    SIDES = ("off", "trees", "relaunch")
+
+    def __init__(self) -> None:
+        lines = (form.ROOT / "docs" / "relaunch.jsonl").read_text().splitlines()
+        self.rows = {
+            row["row"]: {side: row["sides"][side]["each"][0] for side in self.SIDES} for row in map(json.loads, lines)
+        }
+
+    def figures(self, seed: int, change: dict[str, float] | None = None, rounds: int = 5) -> dict[str, Figures]:
+        """What a run of the benchmark would write. `change` are factors of relaunch's figures."""
+        draw = random.Random(seed)
+        found = {}
+        for name, sides in self.rows.items():
+            row = relaunch.Row(name)
+            for side in [*self.SIDES, *reversed(self.SIDES)] * rounds:
+                factors = (change or {}) if side == "relaunch" else {}
+                result = {
+                    key: value * factors.get(key, 1.0) * (self.noise(draw) if key.endswith(" us") else 1.0)
+                    for key, value in sides[side].items()
+                }
+                row.add({"row": name, "side": side, "result": result})
+            found[name] = row.figures()
+        return found
+
+    def noise(self, draw: random.Random) -> float:
+        late = 0.3 * draw.random() if draw.random() < self.OUTLIERS else 0.0
+        return draw.gauss(1.0, self.NOISE) + late
+
+
+SLOWER = [
+    *({"queued us": factor} for factor in (1.03, 1.04, 1.06, 1.1, 1.25)),
+    {"host us": 1.15},
+    {"layer us": 1.3},
+    {"gpu us": 1.12},
+    {"nodes": 1.02},
+    {"patched": 1.25},
+    {"relaunches": 2.0},
+    {"reserved MiB": 1.02},
+    {"capture MiB": 1.5},
+]
+
+
+class TestInjectedTimes(GateTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.times = Times()
+        self.accept(self.times.figures(seed=0))
+
+    def test_fifty_unchanged_runs_raise_no_alarm(self) -> None:
+        for seed in range(1, 51):
+            status, out = self.check(self.times.figures(seed))
+            self.assertEqual(status, 0, out)
+
+    def test_regressions_are_found_in_every_row(self) -> None:
+        for seed, change in enumerate(SLOWER, start=100):
+            status, out = self.check(self.times.figures(seed, change))
+            regressed = {line.split("  ")[1].strip() for line in out.splitlines() if line.startswith("regressed")}
+            ((key, _),) = change.items()
+            expected = {f"bench: {name}" for name, sides in self.times.rows.items() if sides["relaunch"].get(key)}
+            self.assertTrue(expected)
+            self.assertEqual((status, regressed), (1, expected), f"{change}\n{out}")
+
+    def test_wins_are_found(self) -> None:
+        status, out = self.check(self.times.figures(200, {"queued us": 0.96}))
+        self.assertEqual(status, 1)
+        self.assertNotIn("regressed ", out.partition("figures:")[0])
+
+    def test_instruction(self) -> None:
+        self.accept({"relaunch": {"instructions": {"a call": [10000.0]}}})
+        self.assertEqual(self.check({"relaunch": {"instructions": {"a call": [10090.0]}}})[0], 0)
+        self.assertEqual(self.check({"relaunch": {"instructions": {"a call": [10110.0]}}})[0], 1)

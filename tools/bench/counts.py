@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Counts what the programs of the tests' corpora do: kernels, events, waits, nodes, allocations. Needs no GPU.
+
+    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--every 25] [--jobs 2]
+
+`stream_counts` says what is counted of programs with streams, `relaunch_counts` of those with CUDA graphs. Nothing is
+timed, and every count is the same on every machine. --every N takes each Nth program alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import gc
+import multiprocessing
+import platform
+import sys
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "inductor")]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
+import relaunch_counts  # noqa: E402  # pyrefly: ignore[missing-import]
+import stream_counts  # noqa: E402  # pyrefly: ignore[missing-import]
+import streams  # noqa: E402  # pyrefly: ignore[missing-import]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CORPORA = {"stream programs": stream_counts, "relaunch programs": relaunch_counts}
+
+
+def describe() -> dict[str, Any]:
+    """`streams.describe` of a run that needs no GPU."""
+    return {**streams.describe(), "device": "cpu", "hardware": processor()}
+
+
+def processor() -> str:
+    """The model of the processor, as Linux names it."""
+    wanted = ("model name", "cpu family", "model", "stepping")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(said[name] for name in wanted if name in said) or platform.machine()
+
+
+def measure(program: tuple[str, str]) -> records.Figures:
+    """The figures of a program of a corpus. Python's garbage collector, which frees memory when it comes by, stays out
+    of it."""
+    import form  # noqa: F401  # pyrefly: ignore[missing-import]
+
+    corpus, name = program
+    gc.disable()
+    try:
+        return CORPORA[corpus].figures(name)
+    finally:
+        gc.enable()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="take each Nth program; odd, for both modes")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    records.add_option(parser)
+    args = parser.parse_args(argv)
+    programs = [(corpus, name) for corpus in args.corpora for name in CORPORA[corpus].names()[:: args.every]]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
+        found = dict(zip(programs, pool.map(measure, programs, chunksize=4)))
+    about = describe()
+    rows = {corpus: {name: f for (c, name), f in found.items() if c == corpus} for corpus in args.corpora}
+    records.write(args.jsonl, about, rows)
+    for corpus, figures in rows.items():
+        total: dict[str, float] = {}
+        for row in figures.values():
+            for name, (value,) in row["exact"].items():
+                total[name] = total.get(name, 0) + value
+        print(f"{len(figures)} {corpus}: {', '.join(f'{value:.0f} {name}' for name, value in total.items())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

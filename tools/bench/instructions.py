@@ -1,0 +1,258 @@
+#!/usr/bin/env python3
+"""Counts the instructions that a relaunch and a region with streams take on the host, under valgrind. Needs no GPU.
+
+    python tools/bench/instructions.py --jsonl FILE
+
+    region      entering and leaving a region that forks to two streams and joins them, and what it records there
+    relaunch    a call of a region that has a graph of four kernels: two inputs, two outputs and the scratch have moved,
+                and all four nodes are patched
+
+The C module runs on stand-ins for the driver, whose own instructions are few. Each is called in two loops of different
+length, so that what is done once drops out. The counts are those of one processor model, compiler and Python, which the
+JSON lines name, and are compared only where these are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import itertools
+import mmap
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "inductor")]
+
+import counts  # noqa: E402  # pyrefly: ignore[missing-import]
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LOOPS = 20, 50, 250  # calls; the first loop warms up
+LOW, STEP = 4 << 30, 1 << 20  # bytes
+_held: list[mmap.mmap] = []
+_process = contextlib.ExitStack()  # what lasts as long as the process
+# The commands to callgrind are instructions of the program, which valgrind's header has.
+COMMANDS = r"""
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_START_INSTRUMENTATION; CALLGRIND_ZERO_STATS; }
+void end(void) { CALLGRIND_DUMP_STATS; CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+EVENTS = r"""
+typedef void *Handle;
+static int context, events;
+int cuCtxGetCurrent(Handle *out) { *out = &context; return 0; }
+int cuCtxPushCurrent_v2(Handle c) { return 0; }
+int cuCtxPopCurrent_v2(Handle *c) { return 0; }
+int cuDeviceGet(int *out, int index) { *out = index; return 0; }
+int cuDevicePrimaryCtxRetain(Handle *out, int device) { *out = &context; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuEventCreate(Handle *out, unsigned flags) { *out = (Handle)(long)(++events); return 0; }
+int cuEventDestroy_v2(Handle e) { return 0; }
+int cuEventRecord(Handle e, Handle s) { return 0; }
+int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { return 0; }
+int cuStreamIsCapturing(Handle s, int *out) { *out = 0; return 0; }
+int cuStreamQuery(Handle s) { return 600; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { static int now; int old = now; now = *mode; *mode = old; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = "stand-in"; return 0; }
+"""
+REGION = """
+def region(args):
+    x, y, w = args
+    args.clear()
+    a = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(x, w, out=a)
+    b = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(y, w, out=b)
+    c = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.add(a, b, out=c)
+    d = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(w, w, out=d)
+    return c, d
+"""
+
+
+# ---- in the process that is measured
+
+
+def relaunch() -> Callable[[], Any]:
+    """A call of a region that has its graph. What the stand-in driver would run is left out."""
+    import relaunch_driver  # pyrefly: ignore[missing-import]
+    import relaunch_fakes  # pyrefly: ignore[missing-import]
+    import torch
+
+    from torch_overlay._inductor.relaunch import refusals
+    from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.runner import Runner
+
+    _fill_low_addresses()
+    device = _process.enter_context(relaunch_fakes.fake_device(relaunch_fakes.native_module()))
+    allocate = [device.empty]
+    device.empty = lambda *args: allocate[0](*args)
+    scope: dict[str, Any] = {"torch": torch, "empty_strided_cuda": device.empty}
+    exec(REGION, scope)
+    run = Runner(scope["region"], Code("the region", 0, static_inputs=(2,)), device)
+    w, sets = torch.ones(4, 4), [(torch.ones(4, 4), torch.ones(4, 4)) for _ in range(4)]
+    for x, y in sets:
+        run([x, y, w])
+    if run.attempt is None:
+        raise RuntimeError(f"the region has no graph that C launches: {refusals.refusals()}")
+    # What malloc takes depends on all that came before. No kernel runs any more, so memory of any size will do.
+    memory = itertools.cycle([torch.empty(1 << 10) for _ in range(16)])
+    allocate[0] = lambda size, stride, dtype: next(memory)
+    relaunch_driver.driver().library.stub_reset()
+    relaunch_driver.driver().library.stub_quiet()
+    turn = itertools.cycle(sets)
+    return lambda: run([*next(turn), w])
+
+
+def _fill_low_addresses() -> None:
+    """Under valgrind, memory is mapped below 4 GiB first, where no device's memory lies: a relaunch proves nothing of
+    such addresses. Map all of it, without using it."""
+    while not _held or ctypes.addressof(ctypes.c_char.from_buffer(_held[-1])) < LOW:
+        _held.append(mmap.mmap(-1, STEP))
+
+
+def region() -> Callable[[], Any]:
+    """One call of what generated code does around its kernels, on streams that aren't the caller's."""
+    import driver_stand_in
+    from torch_overlay import csrc
+
+    class Stream:
+        def __init__(self, handle: int) -> None:
+            self.cuda_stream = handle
+
+    streams = {number: Stream(number) for number in (9, 11, 12)}
+    driver = driver_stand_in.build(EVENTS, Path(tempfile.mkdtemp()) / "libevents.so")
+    made = csrc.build(driver).events.Region(
+        device=0,
+        indices=(-1, 1, 2),
+        events=3,
+        entry=(("record", 0, 0), ("wait", 0, 1), ("wait", 0, 2)),
+        exit=(("wait", 1, 0), ("wait", 2, 0)),
+        results=(("event", 1), ("raw", 1), ("event", 2), ("raw", 2)),
+        distinct=(0, 1, 2),
+        thread=types.SimpleNamespace(objects=(None, streams[11], streams[12])),
+        stream_type=Stream,
+        current_raw=lambda device: 9,
+        current=lambda device: streams[9],
+        resolve=lambda stream: stream,
+        aliased=lambda turned: None,
+        idle_streams=None,
+    )
+
+    def call() -> None:
+        frame, one, raw_one, two, raw_two = made.enter()
+        one.record(raw_one)
+        two.record(raw_two)
+        frame.leave()
+
+    return call
+
+
+CASES = {"region": region, "relaunch": relaunch}
+
+
+def run(folder: Path) -> None:
+    """Run the loops of each case, between commands to callgrind."""
+    import driver_stand_in
+
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    commands = ctypes.CDLL(driver_stand_in.build(COMMANDS, folder / "libcommands.so"))
+    for make in CASES.values():
+        call = make()
+        gc.collect()
+        gc.disable()
+        for loop in LOOPS:
+            turns = range(loop)
+            commands.begin()
+            for _ in turns:
+                call()
+            commands.end()
+        gc.enable()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+# ---- in the process that measures
+
+
+def measure(script: str = __file__) -> dict[str, float]:
+    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed. `script` is what
+    runs the cases for `--run FOLDER`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "callgrind"
+        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        command = [*valgrind, sys.executable, script, "--run", folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        dumps = [Path(f"{out}.{i + 1}") for i in range(len(CASES) * len(LOOPS))]
+        found = [re.search(r"^totals: (\d+)", d.read_text(), re.MULTILINE) for d in dumps if d.exists()]
+    totals = [int(match[1]) for match in found if match]
+    if len(totals) < len(dumps):
+        raise RuntimeError(f"the process ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+    _, few, many = LOOPS
+    ends = zip(CASES, totals[1 :: len(LOOPS)], totals[2 :: len(LOOPS)])
+    return {name: (more - less) / (many - few) for name, less, more in ends}
+
+
+def depends() -> dict[str, str]:
+    """What instruction counts depend on."""
+    from triton.runtime.build import _find_compiler
+
+    def first_line(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+
+    return {
+        "processor": counts.processor(),
+        "compiler": first_line(_find_compiler("c"), "--version"),
+        "libc": " ".join(platform.libc_ver()),
+        "python": f"Python {platform.python_version()}",
+        "valgrind": first_line("valgrind", "--version"),
+    }
+
+
+def missing() -> str:
+    """What is not installed that this needs; empty if all is."""
+    from triton.runtime.build import _find_compiler
+
+    command = [_find_compiler("c"), "-E", "-x", "c", "-"]
+    preprocessed = subprocess.run(command, input=COMMANDS, capture_output=True, text=True)
+    return "" if shutil.which("valgrind") and not preprocessed.returncode else "valgrind and its header callgrind.h"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    records.add_option(parser)
+    args = parser.parse_args(argv)
+    if args.run:
+        run(args.run)
+    if what := missing():
+        print(f"instructions are not counted: {what} are not installed")
+        return 0
+    found = measure()
+    for name, count in found.items():
+        print(f"{name}: {count:.0f} instructions a call")
+    rows = {name: {"instructions": {"a call": [count]}} for name, count in found.items()}
+    records.write(args.jsonl, {**counts.describe(), "depends": depends()}, {"instructions": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
