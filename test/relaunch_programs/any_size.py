@@ -159,7 +159,7 @@ def parameters(k: Kit) -> None:
 
 
 @program("inputs that are aligned to four bytes alone", launches=10, captures=4)
-def misaligned(k: Kit) -> None:
+def misaligned_of_any_size(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() + 1, x.sum(0)), dynamic=True)
     for i, (n, m) in enumerate(sizes(k)):
         x = k.randn(n * m + 3)
@@ -181,7 +181,7 @@ def scans(k: Kit) -> None:
 
 
 @program("half precision, and sums in single precision", launches=16, captures=4, loose=4)
-def half_precision(k: Kit) -> None:
+def half_precision_of_any_size(k: Kit) -> None:
     f = k.compile(lambda x: (F.gelu(x) + 1, x.float().pow(2).mean(-1).rsqrt()), dynamic=True)
     for n, m in sizes(k):
         k.see(f"{n} x {m}", f(k.randn(n, m, dtype=torch.bfloat16)))
@@ -196,7 +196,7 @@ def decisions(k: Kit) -> None:
 
 
 @program("dropout draws what it draws without graphs", random=True, launches=8)
-def dropout(k: Kit) -> None:
+def dropout_of_any_size(k: Kit) -> None:
     f = k.compile(lambda x: F.dropout(x, 0.3) + 1, dynamic=True)
     for i, (n, m) in enumerate(sizes(k)):
         k.seed(i)
