@@ -15,19 +15,19 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch._inductor.config as inductor_config
-from relaunch_case import is_region
-from relaunch_fakes import FakeDevice
+from relaunch_fakes import fake_device
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_utils, scheduler
 from torch._inductor.output_code import CompiledFxGraph
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import alignment, runner
-from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch import runner
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from relaunch_fakes import FakeDevice
 
 
 def options() -> dict[str, Any]:
@@ -36,20 +36,17 @@ def options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def host_graphs() -> Iterator[FakeDevice]:
-    device = FakeDevice()
     post_compile = CompiledFxGraph.post_compile
 
     def on_device(graph: Any, *args: Any) -> None:
         graph.device_idxs = [0]
         post_compile(graph, *args)
 
-    with contextlib.ExitStack() as stack:
+    with fake_device() as device, contextlib.ExitStack() as stack:
         for patch in (
             mock.patch.object(scheduler.BaseSchedulerNode, "is_gpu", lambda node: True),
             mock.patch.object(cudagraph_utils, "check_multiple_devices_or_any_cpu_nodes", lambda nodes: None),
             mock.patch.object(CompiledFxGraph, "post_compile", on_device),
-            mock.patch.object(capture, "is_region", is_region),
-            mock.patch.object(alignment, "FULL", 64),  # of host memory
             mock.patch.object(runner, "Runner", functools.partial(runner.Runner, device=device)),
             inductor_config.patch(options()),
         ):

@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
-from relaunch_fakes import FakeDevice, is_tensor
+from relaunch_fakes import fake_device
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import alignment, policy, refusals
-from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch import policy, refusals
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
 from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
@@ -141,10 +140,7 @@ class TestOfInductor(RefusalTestCase):
 class TestOfCalls(RefusalTestCase):
     def setUp(self):
         super().setUp()
-        self.device = FakeDevice()
-        for patch in (mock.patch.object(capture, "is_region", is_tensor), mock.patch.object(alignment, "FULL", 64)):
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.device = self.enterContext(fake_device())
 
     def runner(self, line, bound=64):
         scope = {"torch": torch, "empty_strided_cuda": self.device.empty}
