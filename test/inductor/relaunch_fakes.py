@@ -174,10 +174,11 @@ class SizedKernel(Kernel):
         assert all(type(v) is int for v in (x, y, z))
         recording = getattr(self.device.thread, "recording", None)
         given = [(a.data_ptr() if is_tensor(a) else a) for a in args]
+        if not (x and y and z):
+            return  # as Triton's launchers do
         if recording is None:
             with _disable_current_modes():  # a kernel is no operator
-                if x and y and z:
-                    self.function((x, y, z), *given)
+                self.function((x, y, z), *given)
             return
         words = [
             value if is_tensor(a) else int.from_bytes(pack(letter, a), "little")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
+import weakref
 from unittest import mock
 
 import relaunch_driver
 import torch
 from hypothesis import given, settings, strategies as st
-from relaunch_case import Native, RelaunchTestCase
+from relaunch_case import host, Native, RelaunchTestCase
 from relaunch_fakes import SizedKernel, tensor_at
 from torch._dynamo.test_case import run_tests
 
@@ -318,7 +320,7 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
 
     def test_two_outcomes_in_the_two_captures(self):
         run = self.check("5 if n > 6 else 6", (5, 8, 5, 8), 2)
-        self.assertIn("do not compute the same", run.any_size.why_not)
+        self.assertIn("differ in decisions", run.any_size.why_not)
 
     def test_every_comparison(self):
         for text, sizes in (
@@ -355,6 +357,132 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
         with deciding({}), self.assertRaises(Escaped):
             bool(Traced.input(0, 0.5))
         decide("positive", 3)  # plain numbers need no check
+
+
+class TestWhatASizeShows(AnySizeTestCase, RelaunchTestCase):
+    """Calls that show too little, or something else than later ones."""
+
+    def test_tensors_on_the_host_are_neither_compared_nor_kept(self):
+        source = REGION.replace("x, n, m = args", "x, n, m, where = args")
+        run = self.region(source)
+        kept = []
+        for i, (n, m) in enumerate(((3, 5), (4, 6), (4, 6), (5, 5), (5, 5))):
+            where = host([i, i + 1])
+            kept.append(weakref.ref(where))
+            x = torch.randn(n, m, dtype=DOUBLE)
+            self.assertEqual(run([x, n, m, where])[0], expected(x, n, m)[0])
+            del where
+        self.assertEqual([ref() for ref in kept], [None] * 5)
+        self.assertIn("host memory", run.any_size.describe(run))
+
+    def test_flag_in_the_key(self):
+        source = REGION.replace("x, n, m = args", "x, n, m, flag = args").replace("buf0, 2,", "buf0, 2 if flag else 3,")
+        run = self.region(source)
+        for n, m in ((3, 5), (4, 6), (5, 5)):
+            for flag in (True, False):
+                x = torch.ones(n, m, dtype=DOUBLE)
+                self.assertEqual(run([x, n, m, flag])[0], torch.full((m, n), 14.0 if flag else 21.0, dtype=DOUBLE))
+        self.assertIn("no integer", run.any_size.describe(run))
+
+    def test_it_is_made_on_its_device(self):
+        run, device, made = self.region(), self.device, []
+        device.selected = 7
+
+        @contextlib.contextmanager
+        def guard():
+            before, device.selected = device.selected, 0
+            try:
+                yield
+            finally:
+                device.selected = before
+
+        instantiate, record = device.instantiate, device.record
+        device.guard = guard
+        device.instantiate = lambda *args, **kwargs: made.append(device.selected) or instantiate(*args, **kwargs)
+        device.record = lambda gap: made.append(device.selected) or record(gap)
+        for n, m in ((3, 5), (4, 6), (5, 5)):
+            self.call(run, n, m)
+        self.assertEqual((made, self.captures()), ([0, 0, 0], 2))
+
+    def test_empty_batch_among_the_first(self):
+        run = self.region(DECIDING.format(2))
+        for n, m in ((3, 5), (0, 5), (0, 5), (4, 6), (5, 7), (0, 5)):
+            self.call(run, n, m, lambda x, n, m: (2 * x,))
+        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+
+    def test_memory_that_is_empty_at_small_sizes(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    part = empty_strided_cuda((n // 8, m), (m, 1), torch.float64)
+    scale.run(x, part, 2, n // 8 * m, stream=0)
+    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, out, 3, n * m, stream=0)
+    scale.run(part, out, 5, n // 8 * m, stream=0)
+    return (out,)
+"""
+
+        def want(x, n, m):
+            out = 3 * x
+            out[: n // 8] = 10 * x[: n // 8]
+            return (out,)
+
+        run = self.region(source)
+        for n, m in ((3, 5), (4, 6), (16, 5), (17, 3), (40, 2), (3, 5)):
+            self.call(run, n, m, want)
+
+    def test_input_that_is_empty_at_small_sizes(self):
+        source = """
+def region(args):
+    x, y, n, m = args
+    args.clear()
+    out = empty_strided_cuda((m,), (1,), torch.float64)
+    sums.run(y, out, n // 8, m, stream=0)
+    return (out,)
+"""
+
+        def sums(grid, y, out, rows, cols):
+            y = tensor_at(y, (rows, cols), (cols, 1), DOUBLE) if rows else torch.zeros(1, cols, dtype=DOUBLE)
+            flat(out, cols).copy_(y.sum(0))
+
+        kernel = SizedKernel(self.device, sums, "y, out, rows, cols", "OOll", f"{CEIL.format('cols')}, 1, 1")
+        run = self.runner(source, sums=kernel)
+        for n, m in ((3, 5), (4, 6), (16, 5), (17, 3), (40, 2), (3, 5)):
+            x, y = torch.randn(n, m, dtype=DOUBLE), torch.randn(n // 8, m, dtype=DOUBLE)
+            self.assertEqual(run([x, y, n, m])[0], y.sum(0))
+
+    def test_backward_that_frees_inputs(self):
+        source = """
+def region(args):
+    x, n, m = args
+    args.clear()
+    out = empty_strided_cuda((n, m), (m, 1), torch.float64)
+    scale.run(x, out, 3, n * m, stream=0)
+    del x
+    return (out,)
+"""
+        run = self.region(source, is_backward=True)
+        for n, m in ((3, 5), (4, 6), (40, 20), (40, 20)):
+            self.assertEqual(run([torch.ones(n, m, dtype=DOUBLE), n, m])[0], torch.full((n, m), 3.0, dtype=DOUBLE))
+        self.assertIn("frees inputs", run.any_size.describe(run))
+        self.assertEqual(self.counted("captures"), 1)
+
+    def test_first_call_with_a_misaligned_input(self):
+        source = REGION.replace("    assert_size_stride", "    x = copy_if_misaligned(x)\n    assert_size_stride")
+        run = self.region(source, copy_if_misaligned=lambda x: x.clone() if x.data_ptr() % 16 else x)
+        x = torch.randn(16, dtype=DOUBLE)[1:].view(3, 5)
+        self.assertEqual(run([x, 3, 5])[1], expected(x, 3, 5)[1])
+        for n, m in ((4, 6), (5, 5)):
+            self.call(run, n, m)
+        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+
+    def test_no_more_than_the_bound_are_captured(self):
+        run = self.region()
+        run.captures = run._most_captures
+        for n, m in ((3, 5), (4, 6), (5, 5)):
+            self.call(run, n, m)
+        self.assertEqual(self.captures(), 0)
 
 
 class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
@@ -406,7 +534,7 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
     def test_it_is_logged(self):
         with self.assertLogs("torch_overlay", logging.INFO) as logs:
             self.test_size_that_a_loop_runs_over()
-        self.assertTrue(any("each size gets a graph of its own" in line for line in logs.output))
+        self.assertTrue(any("no graph for any size" in line for line in logs.output))
 
     def test_node_that_the_driver_refuses(self):
         run = self.region()
@@ -416,13 +544,23 @@ class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
             self.call(run, n, m)
         self.assertIn("NodeSetParams", run.any_size.why_not)
 
-    def test_capture_that_fails(self):
+    def test_captures_that_fail(self):
+        run = self.region()
+        self.call(run, 3, 5)
+        self.device.fail_captures = 3
+        for n, m in ((7, 2), (8, 2), (9, 2), (10, 2)):
+            self.call(run, n, m)
+        self.assertIn("flu", run.any_size.describe(run))
+        self.assertEqual(run.outside["warm-up"], 5)
+
+    def test_capture_that_fails_once(self):
         run = self.region()
         self.call(run, 3, 5)
         self.device.fail_captures = 1
-        for n, m in self.SIZES[1:]:
+        for n, m in ((7, 2), (8, 3), (9, 2), (10, 2)):
             self.call(run, n, m)
-        self.assertIn("flu", run.any_size.why_not)
+        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+        self.assertEqual(run.outside["warm-up"], 2)
 
     def test_no_memory_at_a_launch(self):
         run = self.region()

@@ -106,7 +106,7 @@ def in_place(k: Kit) -> None:
         k.see(f"{n} x {m}", (f(x, k.randn(m)), x))
 
 
-@program("training of pointwise code and norms", launches=30, captures=8, loose=8)
+@program("training of pointwise code and norms", launches=16, loose=8)
 def training(k: Kit) -> None:
     scale = k.randn(1, grad=True)
 
@@ -121,7 +121,7 @@ def training(k: Kit) -> None:
         scale.grad = None
 
 
-@program("backwards of several sizes are alive", launches=30, captures=8, loose=8)
+@program("backwards of several sizes are alive", launches=16, loose=8)
 def backwards_alive(k: Kit) -> None:
     f = k.compile(lambda x: (x.sin() * x).softmax(-1).cumsum(0), dynamic=True)
     for round in range(3):

@@ -91,7 +91,9 @@ static void call_dealloc(Call *self) {
     Py_DECREF(type);
 }
 
-static int is_result(PyObject *object) { return PyLong_Check(object) && !PyLong_CheckExact(object); }
+static int is_result(PyObject *object) {
+    return PyLong_Check(object) && !PyLong_CheckExact(object) && !PyBool_Check(object);
+}
 
 /* 1: each result that a tuple names is one of the program's. 0: an error. */
 static int has_results(Call *self, PyObject *object) {

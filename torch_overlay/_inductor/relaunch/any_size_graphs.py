@@ -13,6 +13,7 @@ from typing import Any, TYPE_CHECKING
 from torch_overlay._inductor.relaunch import keys, refusals
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, LEAST
 from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph_for_any_size, Work
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
@@ -30,39 +31,48 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.runner import Runner, State
 
 MOST_SEEN = 4
+FAILURES = 3  # so many tries may fail
 ANY = object()  # in the key of a graph for any size
 
 
-class AnySize:
+class AnySizeGraph:
     """The graph for any size of a region. `varied`: positions of the sizes that it computes with. `key_of(inputs)`: the
-    key of its state among the runner's, made of all other numbers; None if there was no graph yet. `why_not`: why there
-    can be none."""
+    key of its state among the runner's, made of all other numbers; None as long as there is no graph. `why_not`: why
+    the latest try has failed; after `FAILURES` of them there are no more."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []  # calls of different sizes, the first ones
-        self.calls_operators = True  # or launches Triton kernels alone, as the first call has shown
+        self.calls_operators = False  # as far as calls have shown
+        self.frees_inputs = False  # likewise
         self.varied: frozenset[int] = frozenset()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
+        self.failures = 0
         self.why_not = ""
 
     def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
-        """Note the sizes of a call."""
+        """Note the sizes of a call. Those of calls with empty tensors, which have no address, show too little."""
         numbers = {k: inputs[k] for k in runner.keyed}
+        if runner.scalars or runner.seeds or not _are_integers(numbers) or _has_empty(inputs):
+            return
         if len(self.seen) < MOST_SEEN and all(other.numbers != numbers for other in self.seen):
             views = {k: view_of(v) for k, v in enumerate(inputs) if capture.is_region(v)}
             self.seen.append(Seen(numbers, views))
 
-    def note_operators(self, count: int) -> None:
-        """Note how many operators a call of the region has called."""
-        self.calls_operators = count > 0
+    def note_run(self, operators: int, are_aligned: bool, frees_inputs: bool) -> None:
+        """Note how many operators a call has called, and whether it has freed inputs in a backward. Generated code
+        calls an operator to copy an input that is not aligned: such a call shows nothing."""
+        self.calls_operators |= operators > 0 and are_aligned
+        self.frees_inputs |= frees_inputs
 
     def run(self, runner: Runner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
         """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these
         numbers, or if the size with this key has a graph of its own."""
         own = runner.states.get(key)
-        if (own is not None and own.relaunch is not None) or (state := self._state(runner, inputs)) is None:
+        if not runner.keyed or self.failures >= FAILURES or (own is not None and own.relaunch is not None):
             return None
         with runner.device.guard():
+            if (state := self._state(runner, inputs)) is None:
+                return None
             originals = list(inputs)
             clones = runner.align(inputs, range(len(inputs)))
             if not clones:
@@ -74,48 +84,52 @@ class AnySize:
             except RuntimeError as error:
                 if launches_of(state.relaunch) or "NodeSetParams" not in str(error):
                     raise
-                self._give_up(runner, str(error))
+                self.failures = FAILURES
+                self._fail(runner, str(error))
                 inputs[:] = originals or inputs
         return None
 
     def _state(self, runner: Runner, inputs: Sequence[Any]) -> State | None:
-        if self.key_of is not None and (state := runner.states.get(self.key_of(inputs))) is not None:
+        key_of = self.key_of  # another thread may drop the graph
+        if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
+            runner.touch(key)
             return state
-        if self.why_not or runner.plan is None or self._obstacle(runner):
+        if runner.plan is None or self._obstacle(runner) or _has_empty(inputs):
             return None
         numbers = {k: inputs[k] for k in runner.keyed}
         seen, varied = self._most_different(numbers)
-        if seen is None or any(type(v) is not int for v in numbers.values()):
+        if seen is None or not (varied > self.varied or (varied == self.varied and not _keys(runner))):
             return None
-        if not (varied > self.varied or (varied == self.varied and not _keys(runner))):
-            return None
-        if not capturing.acquire(blocking=False):
+        if runner.has_captured_enough or not _are_integers(numbers) or not capturing.acquire(blocking=False):
             return None
         try:
             return self._make(runner, inputs, seen, varied)
         except (Escaped, Refusal) as error:
-            self._give_up(runner, str(error))
+            self._fail(runner, str(error))
         except Exception as error:  # for code that uses traced numbers where they are not expected
-            self._give_up(runner, f"{type(error).__name__}: {error}")
+            self._fail(runner, f"{type(error).__name__}: {error}")
         finally:
             capturing.release()
         return None
 
     def describe(self, runner: Runner) -> str:
-        """Say how a region of several sizes is captured; "" if it had one size."""
-        if len(self.seen) < 2 or not runner.keyed:
-            return ""
-        why = self.why_not or self._obstacle(runner)
-        return f"each size has a graph of its own: {why}" if why else "one graph serves any size"
+        """Say how a region of several sizes is captured; an empty text if it had one size."""
+        if _keys(runner):
+            return "one graph serves any size"
+        why = self._obstacle(runner) or self.why_not
+        return f"each size has a graph of its own: {why}" if why and len(runner.states) > 1 else ""
 
     def _obstacle(self, runner: Runner) -> str:
-        """Say why a graph for any size is not tried; "" if nothing prevents it."""
-        plan = runner.plan
+        """Say why a graph for any size is not tried; an empty text if nothing prevents it."""
+        plan = runner.plan or Plan()
+        own = next((key for key in list(runner.states) if not _is_any(key)), ())
         obstacles = {
             "it calls operators, which choose kernels by size": self.calls_operators,
-            "it draws random numbers": plan is not None and plan.random,
-            "it frees large inputs while it runs, and the launch of a whole graph keeps them": plan and plan.dying,
+            "it draws random numbers": plan.random,
+            "it returns memory that generated code does not allocate": plan.operators or plan.watch or plan.opaque,
+            "it frees inputs while it runs, and the launch of a whole graph keeps them": self.frees_inputs,
             "tensors in host memory are in the key": runner.scalars or runner.seeds,
+            "a number in the key is no integer": any(type(value) is not int for value in own),
             "torch_overlay.config.cudagraph_executables is 0": not runner.sizes.bound,
         }
         return next((why for why, prevents in obstacles.items() if prevents), "")
@@ -129,7 +143,7 @@ class AnySize:
                 best = seen, varied
         return best
 
-    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> State:
+    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> State | None:
         assert runner.plan is not None
         alignments = [LEAST] * len(inputs)
         for k in runner.code.static_inputs:
@@ -147,14 +161,16 @@ class AnySize:
         self.note(runner, inputs)
         rest = keys.key_of([k for k in runner.keyed if k not in varied], ())
         with runner.lock:
+            if runner.any_size is not self:  # it was told to forget meanwhile
+                return None
             self._drop(runner)
-            self.varied, self.key_of = varied, lambda inputs: (ANY, rest(inputs))
+            self.varied, self.key_of, self.why_not = varied, lambda inputs: (ANY, rest(inputs)), ""
             return runner.add_graph(self.key_of(inputs), made, launcher.nodes)
 
-    def _give_up(self, runner: Runner, why: str) -> None:
-        refusals.log.info("%s: each size gets a graph of its own: %s", runner.code.name, why)
+    def _fail(self, runner: Runner, why: str) -> None:
+        refusals.log.info("%s: no graph for any size: %s", runner.code.name, why)
         with runner.lock:
-            self.why_not, self.key_of = why, None
+            self.failures, self.why_not, self.key_of = self.failures + 1, why, None
             self._drop(runner)
 
     def _drop(self, runner: Runner) -> None:
@@ -162,5 +178,17 @@ class AnySize:
             runner.drop(key)
 
 
+def _are_integers(numbers: Mapping[int, Any]) -> bool:
+    return all(type(value) is int for value in numbers.values())
+
+
+def _has_empty(inputs: Sequence[Any]) -> bool:
+    return any(capture.is_region(value) and not value.numel() for value in inputs)
+
+
 def _keys(runner: Runner) -> list[Any]:
-    return [key for key in list(runner.states) if key and key[0] is ANY]
+    return [key for key in list(runner.states) if _is_any(key)]
+
+
+def _is_any(key: Any) -> bool:
+    return bool(key) and key[0] is ANY

@@ -163,7 +163,7 @@ def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
     """Seam: True for what we split off, too."""
-    return original(node) or partitions.is_unsafe(node)
+    return original(node) or (not is_of_others() and partitions.is_unsafe(node))
 
 
 def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
@@ -185,7 +185,8 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
 
     from torch_overlay._inductor.streams.codegen import has_streams
 
-    asked = inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and config.cudagraph_concurrency
+    ours = config.cudagraphs == "relaunch" and not is_of_others()
+    asked = inductor_config.triton.cudagraphs and ours and config.cudagraph_concurrency
     if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
         with inductor_config.patch(allow_buffer_reuse=False):
             return original(wrapper)

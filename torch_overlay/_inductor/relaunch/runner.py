@@ -4,7 +4,8 @@
     call 2   the region is captured (`capture`), and the graph is launched
     call n   the graph is launched (`relaunch`)
 
-A region whose kernels are all Triton's gets a graph for any size at the first call with a second size (`sizes`).
+A region whose kernels are all Triton's gets a graph for any size at the first call with a second size
+(`any_size_graphs`).
 
 The key of a call is made of the inputs that are not tensors on the device (`keys`). Each key has its own `State`; the
 least recently used state is dropped when there are too many. Seeds of attention are in no key, whether they are on the
@@ -34,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
-from torch_overlay._inductor.relaunch.any_size_graphs import AnySize
+from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
@@ -106,7 +107,7 @@ class Runner:
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
         self.sizes = Sizes()
-        self.any_size = AnySize()
+        self.any_size = AnySizeGraph()
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
         self.warm_ups = 0  # since the last capture
@@ -137,7 +138,7 @@ class Runner:
             state = self.states.get(found := key_of(inputs))
         if state is not None and (relaunch := state.relaunch) is not None:
             if len(self.states) > 1:
-                self._touch(found)
+                self.touch(found)
             if (attempt := relaunch.attempt) is not None:
                 if (result := attempt(inputs)) is not None:
                     return result
@@ -227,11 +228,11 @@ class Runner:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = self.plan = None
-            self.sizes, self.any_size = Sizes(), AnySize()
+            self.sizes, self.any_size = Sizes(), AnySizeGraph()
             self.captures = 0
         states.clear()
 
-    def _touch(self, key: Any) -> None:
+    def touch(self, key: Any) -> None:
         with self.lock:
             if key in self.states:
                 self.states.move_to_end(key)
@@ -241,7 +242,7 @@ class Runner:
         often."""
         with self.lock:
             state = self.states.get(key)
-            if state is None and self.captures < self._most_captures:
+            if state is None and not self.has_captured_enough:
                 state = self.states[key] = State()
                 while len(self.states) > self.bound * (TABLES if self.sizes.executables else 1):
                     _, dropped = self.states.popitem(last=False)
@@ -265,6 +266,10 @@ class Runner:
     def _most_captures(self) -> int:
         return 4 * self.bound
 
+    @property
+    def has_captured_enough(self) -> bool:
+        return self.captures >= self._most_captures
+
     def _slow(self, key: Any, inputs: list[Any]) -> Any:
         if self.device.is_capturing() or launching():
             return self._outside("callers-capture", inputs)  # or in a finalizer that runs during a launch
@@ -279,7 +284,9 @@ class Runner:
             return self._outside(state.refused if state is not None else "templates", inputs)
         if threading.get_ident() not in state.warm_in:
             return self._warm_up(key, state, inputs)
-        if state.relaunch is None and self.sizes.waits(state, self.states.values()):
+        with self.lock:
+            waits = state.relaunch is None and self.sizes.waits(state, self.states.values())
+        if waits:
             start = time.perf_counter()
             result = self._outside("size-waits", inputs)
             state.spent += time.perf_counter() - start
@@ -346,7 +353,7 @@ class Runner:
         return list(map(graph_of, made))
 
     def describe_sizes(self) -> str:
-        """Say how the region is captured if it had several sizes; else "" """
+        """Say how the region is captured, if it had several sizes."""
         return self.any_size.describe(self)
 
     def _refuse_host_tensor(self, state: State, inputs: Sequence[Any]) -> None:
@@ -370,6 +377,10 @@ class Runner:
             for k, v in enumerate(inputs)
             if address_of(v) and v.untyped_storage().nbytes() >= LARGE
         }
+        given_tensors = [v for v in inputs if address_of(v)]
+        are_aligned = not any(address_of(v) % LEAST for v in given_tensors)
+        freed = [StorageWeakRef(v.untyped_storage()) for v in given_tensors if self.code.is_backward]
+        del given_tensors
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer, asked = Observer(), {}
@@ -378,13 +389,13 @@ class Runner:
         watch = Watch(observer, self._counted(asked), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
             result = self._outside("warm-up", inputs)
-        self.any_size.note_operators(watch.count)
         self._learn_seeds(key, state, {at[address] for address in noted & at.keys()})
         made = storages([v for v in result if capture.is_region(v)] if isinstance(result, (list, tuple)) else result)
         advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
         dying = frozenset(k for k, storage in large.items() if storage.expired())
+        self.any_size.note_run(watch.count, are_aligned, any(storage.expired() for storage in freed))
         base = Plan(detail=detail and bool(dying), dying=dying, asked=asked, **_random(advance))
         state.plan = self.plan = observer.plan(fresh, base)
         state.warm_in.add(threading.get_ident())
@@ -443,11 +454,12 @@ class Runner:
 
     def _capture(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
         """Make the state's graph. Return False if this call has to run without one."""
-        if not capturing.acquire(blocking=False):
-            return False
         alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
         numbers = {k: inputs[k] for k in self.free}
-        is_shared = self.sizes.is_shared(state, self.states.values())
+        with self.lock:
+            is_shared = self.sizes.is_shared(state, self.states.values())
+        if not capturing.acquire(blocking=False):
+            return False
         rest = state.plan, self.code, self.sizes, numbers, is_shared
         work = Work(self.device, self.model, inputs, alignments, *rest)
         try:
@@ -503,10 +515,13 @@ class Runner:
         with self.lock:
             if not key and not self.seeds and self.states.get(key) is state:
                 self.attempt = state.relaunch.attempt
+        self._say_bound()
+        return True
+
+    def _say_bound(self) -> None:
         if self.captures == self._most_captures:
             message = f"{self.captures} captures for different sizes and numbers: no more are made"
             self._refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
-        return True
 
     def add_graph(self, key: Any, made: Relaunch, nodes: int) -> State:
         """Keep a graph that serves calls whose own keys have no state. States that wait for a graph are dropped."""
@@ -517,6 +532,7 @@ class Runner:
             self.states = OrderedDict({k: s for k, s in self.states.items() if s.relaunch is not None or s.refused})
             self.states[key] = state
             self.captures, self.warm_ups = self.captures + 1, 0
+        self._say_bound()
         return state
 
     def drop(self, key: Any) -> None:

@@ -56,7 +56,7 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 from torch_overlay._inductor.relaunch.memory.packing import aligned
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
 from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators, plain
-from torch_overlay._inductor.relaunch.numbers.traced import Traced
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
 
@@ -119,6 +119,8 @@ class _Placing(Observer):
         if self.shapes is not None:
             args = plain(args)
         if len(args) != 3 or 0 in args[0]:
+            if self.shapes is not None:
+                raise Escaped(frozenset(), "memory of no bytes is allocated")
             return super().allocate(original, *args)
         view = View(tuple(args[0]), tuple(args[1]), args[2])
         made = self.recording.place(view)

@@ -120,7 +120,7 @@ def _recipe(
         case OfStorage(number, view) if sized is not None:
             size, stride, offset = sized.outputs[output]
             is_first = layout.outputs_of(number)[0] == output
-            if is_first and not offset and (size, stride) == sized.allocations[own[number]][:2]:
+            if is_first and offset == 0 and (size, stride) == sized.allocations[own[number]][:2]:
                 return WHOLE, own[number], None, None, None, None
             return PART, own[number], None, size, stride, offset
         case Given(value):

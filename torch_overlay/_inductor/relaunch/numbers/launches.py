@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.numbers.expressions import Expression
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 
+POINTER_LETTER = "O"  # of torch's static launcher
 MOST_IN_A_ROW = (1 << 16) - 1  # blocks in the second and in the third dimension of a grid
 
 
@@ -65,6 +66,8 @@ class Launches:
         if not getattr(launcher, "_is_static", False):
             _escape(given, "a kernel that gets it is not launched by torch's static launcher")
         letters = binary_of(launcher).arg_tys
+        if self.shapes is not None and not set(letters) <= {POINTER_LETTER, *TYPES}:
+            _escape(given, "a kernel takes a descriptor, or a type that launches do not convert")
 
         def note(x: Any, y: Any, z: Any, stream: Any, *arguments: Any) -> None:
             self._note_grid(made[0], (x, y, z))

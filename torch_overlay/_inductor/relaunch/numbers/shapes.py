@@ -55,11 +55,14 @@ class Shapes:
         self.allocations[made.data_ptr()] = Dims(tuple(size), tuple(stride), 0, made.dtype)
 
     def dims(self, tensor: torch.Tensor) -> Dims | None:
-        """Return what is known of a tensor that generated code made; None if it made it in another way."""
+        """Return what is known of a tensor that generated code made; None if it made it in another way. Raises
+        `Escaped` if the tensor is another one."""
         ref, dims = self._views.get(id(tensor), (None, None))
-        if ref is not None and ref() is tensor:
-            return dims
-        return self.allocations.get(tensor.data_ptr())
+        if ref is None or ref() is not tensor:
+            dims = self.allocations.get(tensor.data_ptr())
+        if dims is not None and plain(dims[:2]) != (tuple(tensor.size()), tuple(tensor.stride())):
+            raise Escaped(frozenset(), "a tensor lies otherwise in its memory than it was made")
+        return dims
 
     def offset(self, tensor: torch.Tensor) -> Any:
         """Return the bytes from the start of an allocation or an input to the tensor's first element."""

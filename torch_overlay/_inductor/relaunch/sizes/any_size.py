@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.numbers.shapes import Dims, Shapes
     from torch_overlay._inductor.relaunch.proof.nodes import NumberSlot
 
-MOST_PIECES = 256  # scratch allocations
+MOST_SCRATCH = 64  # allocations
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,12 @@ def arrange_any_size(
         if (other := next((n for n in graph.nodes if n.handle not in captured.launches.handles), None)) is not None:
             _escape(f"{other.name} is no Triton kernel that generated code launches")
     numbers, offsets = _numbers(first, a), _offsets(first, a)
-    if (numbers, offsets, _trace(first)) != (_numbers(second, b), _offsets(second, b), _trace(second)):
-        _escape("two calls of different sizes do not compute the same")
+    ours, theirs = _trace(first, numbers, offsets), _trace(second, _numbers(second, b), _offsets(second, b))
+    if differ := [what for what in ours if ours[what] != theirs[what]]:
+        _escape(f"two calls of different sizes differ in {', '.join(differ)}")
     a, b = _based(a, offsets, first.numbers), _based(b, offsets, second.numbers)
     template = prove((a, settled(b, a, numbers) if len(a.nodes) == len(b.nodes) else b))
-    return _AnySize(first, second, template, a.edges, numbers, offsets).arrangement()
+    return _Arranger(first, second, template, a.edges, numbers, offsets).arrangement()
 
 
 def _escape(how: str) -> NoReturn:
@@ -100,7 +101,7 @@ def _offsets(captured: Captured, graph: CapturedGraph) -> dict[tuple[int, int], 
     return {(index_of[o.handle], o.parameter): o.expression for o in captured.launches.offsets}
 
 
-def _trace(captured: Captured) -> Any:
+def _trace(captured: Captured, numbers: Any, offsets: Any) -> dict[str, Any]:
     """Return what a capture computed, in a form in which captures of different sizes are equal."""
     shapes = _shapes(captured)
     tensors = [_form(dims) for dims in (*shapes.allocations.values(), *shapes.outputs)]
@@ -108,7 +109,13 @@ def _trace(captured: Captured) -> Any:
         r.storage if isinstance(r, OfStorage) else type(r) if isinstance(r, (OfInput, Empty)) else r
         for r in captured.layout.recipes
     ]
-    return list(shapes.decisions), tensors, recipes, captured.places, len(captured.lives)
+    return {
+        "what kernels get": numbers,
+        "where kernels read and write": offsets,
+        "decisions": list(shapes.decisions),
+        "what they allocate": (tensors, len(captured.lives)),
+        "what they return": (recipes, captured.places),
+    }
 
 
 def _form(dims: Dims | None) -> Any:
@@ -134,7 +141,7 @@ def _based(
     return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
-class _AnySize:
+class _Arranger:
     def __init__(
         self,
         first: Captured,
@@ -162,9 +169,8 @@ class _AnySize:
         outputs = dict(self._outputs({number: d.dtype for number, d in zip(layout.own, allocated)}))
         places, scratch = self._pack()
         slots = [self._placed(slot, places) for slot in self.template.slots]
-        if places:
-            size = scratch if isinstance(scratch, int) else evaluate(scratch, self.captured.numbers)
-            layout = dataclasses.replace(layout, scratch=(size,))
+        size = scratch if isinstance(scratch, int) else evaluate(scratch, self.captured.numbers)
+        layout = dataclasses.replace(layout, scratch=(size,) if places else ())
         regions = layout.scratch_region + 1 + len(self.derived)
         template = Template(regions, self.template.nodes, tuple(slots), self.numbers)
         total = None if isinstance(scratch, int) else self._result(scratch)
@@ -201,10 +207,10 @@ class _AnySize:
     def _pack(self) -> tuple[dict[int, Any], Any]:
         """Return where each scratch allocation begins in the slab, and the bytes of all: integers or expressions."""
         graph = self.template
-        pieces = range(len(self.captured.places), len(self.lives))
+        scratch = range(len(self.captured.places), len(self.lives))
         order = Order(len(graph.nodes), self.edges, self.lives, [(slot.node, slot.region) for slot in graph.slots])
-        used = [p for p in pieces if order.holders[p] and self.lives[p].size]
-        if len(used) > MOST_PIECES:
+        used = [p for p in scratch if order.holders[p] and self.lives[p].size]
+        if len(used) > MOST_SCRATCH:
             _escape(f"it makes {len(used)} scratch allocations")
         bins: list[list[int]] = []
         for p in sorted(used, key=lambda p: -self.lives[p].size):
