@@ -485,6 +485,65 @@ def region(args):
         self.assertEqual(self.captures(), 0)
 
 
+def drawn(draw):
+    """A region that allocates, fills, adds, updates in place, frees, and returns some of it, with sizes of `n` and `m`.
+    Every byte that it reads is written before."""
+    lines, alive, outputs = [], {"x": "n * m", "y": "(n + m)"}, []
+    wide = {"x", "y"}  # those with at least n values
+
+    def made(size):
+        name = f"buf{sum(' = empty' in line for line in lines)}"
+        lines.append(f"{name} = empty_strided_cuda(({size},), (1,), torch.float64)")
+        alive[name] = size
+        return name
+
+    for _ in range(draw.randint(3, 12)):
+        source, size = (
+            draw.choice(list(alive)),
+            draw.choice(("n * m", "n", "(2 * n + 1)", "(n + m)", "7", "(n % 5 + 1)")),
+        )
+        had = alive[source]
+        name = made(f"({size} + {had})")  # a copy of the source, and what follows it
+        wide |= {name} if source in wide else set()
+        lines.append(f"scale.run({source}, {name}, {draw.randint(1, 4)}, {had}, stream=0)")
+        rest = f"reinterpret_tensor({name}, ({size},), (1,), {had})"
+        lines.append(f"fill.run({rest}, {size}, stream=0)")
+        if draw.random() < 0.5:
+            a, b = draw.sample(sorted(alive), 2)
+            least = "n" if wide.issuperset((a, b)) else "1"
+            lines.append(f"add.run({a}, {b}, {made(least)}, {least}, stream=0)")
+        if draw.random() < 0.3:
+            lines.append(f"scale.run({name}, {name}, 2, {alive[name]}, stream=0)")
+        if draw.random() < 0.6 and (dead := [k for k in alive if k not in outputs and k != name]):
+            del alive[gone := draw.choice(dead)]
+            lines.append(f"del {gone}")
+        outputs += [name] * (draw.random() < 0.3)
+    outputs = outputs or [name]
+    views = [f"reinterpret_tensor({k}, (1,), (1,), {alive[k]} - 1)" for k in outputs if draw.random() < 0.4]
+    body = "".join(f"    {line}\n" for line in lines)
+    head = "def region(args):\n    x, y, n, m = args\n    args.clear()\n"
+    return f"{head}{body}    return ({', '.join([*outputs, *views, 'n * 2 + m'])},)\n"
+
+
+class TestDrawnRegions(AnySizeTestCase, RelaunchTestCase):
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(draw=st.randoms(use_true_random=True))
+    def test_any_size_computes_what_the_code_computes(self, draw):
+        def fill(grid, out, n):
+            flat(out, min(n, BLOCK * grid[0])).fill_(1.5)
+
+        source = drawn(draw)
+        kernels = {"fill": SizedKernel(self.device, fill, "out, n", "Ol", f"{CEIL.format('n')}, 1, 1")}
+        run = self.runner(source, **self.kernels(), **kernels)
+        for n, m in [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(6)]:
+            skew = draw.choice((0, 0, 1, 2))
+            x, y = (torch.randn(size + skew, dtype=DOUBLE)[skew:] for size in (n * m, n + m))
+            want = run.model([x.clone(), y.clone(), n, m])
+            self.assertEqual(list(run([x, y, n, m])), list(want), f"{n} x {m} of\n{source}")
+        self.assertEqual(run.any_size.why_not, "", source)
+        run.forget()
+
+
 class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
     """Regions whose sizes get graphs one by one, and the reasons."""
 
