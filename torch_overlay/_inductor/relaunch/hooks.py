@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import partitions
-from torch_overlay._inductor.relaunch.policy import compiled_frame, is_of_others, RelaunchPolicy, rewritten
+from torch_overlay._inductor.relaunch.policy import compiled_frame, forget, is_of_others, RelaunchPolicy, rewritten
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
@@ -81,10 +81,14 @@ def post_compile(
     saves."""
     found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
     residents = Residents(found.resident)
-    with _choosing(graph_kwargs, found, residents):
-        original(compiled, example_inputs, constants, graph_kwargs)
-        if inductor_config.cudagraph_policy is RELAUNCH:
-            RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
+    try:
+        with _choosing(graph_kwargs, found, residents):
+            original(compiled, example_inputs, constants, graph_kwargs)
+            if inductor_config.cudagraph_policy is RELAUNCH:
+                RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
+    except BaseException:
+        forget()
+        raise
     settle_owners(getattr(compiled, "_overlay_owners", ()))
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
