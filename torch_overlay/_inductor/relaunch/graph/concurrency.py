@@ -12,7 +12,7 @@ kernel, and by the arguments of a matrix product. Nothing is known of any other 
 memory, so it stays in order with all nodes before and after it. All inputs count as one memory, for a call may pass two
 views of one tensor; so do addresses outside of the capture that a node holds: they belong to the compiled module or to
 a library, and their extent is unknown. Regions of temporary memory share addresses only if the remaining edges order
-one after the other (`memory.packing`).
+one after the other.
 
 The memory that operators allocate internally is one region; the program knows, and reuses, only the tensors that they
 returned from it. So an argument of the program's own kernels stands for the tensor that was returned at that address. A
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
 
-READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, from `signatures.parameters_of`
+READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, in `uses_of`
 CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
 Place: TypeAlias = "int | tuple[int, int]"  # a region, or (region, address) of a tensor returned in it
 NEAR = 8  # nodes
