@@ -48,7 +48,10 @@ class TestStack(TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("ruff"), "ruff formats new files: tools/setup lint")
     def test_it_is_what_the_declarations_say(self):
-        self.assertEqual(export_upstream.main(["--check"]), 0)
+        """From a folder whose configuration of ruff is another, too."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            Path("ruff.toml").write_text('line-length = 60\n[format]\nquote-style = "single"\n')
+            self.assertEqual(export_upstream.main(["--check"]), 0)
 
     def run_tests(self, tests: Mapping[str, str], *, at_once: bool = False) -> tuple[int, str]:
         """Run test files, each as upstream does or all in one process. Return the first status that is not 0, and the
