@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,23 @@ class TestDeclarations(TestCase):
         for request in EVERY:
             needs = ", ".join(f"`{name}`" for name in request.needs)
             self.assertTrue(not needs or rows[request.name].endswith(f"| {needs} |"), rows[request.name])
+
+    def test_each_module_of_streams_and_offloading_has_a_row(self):
+        text = (form.ROOT / "docs" / "upstreaming.md").read_text()
+        text = text.partition("## Stages 3 and 4")[2].partition("\n## ")[0]
+        named, folder = [], ""
+        for row in text.splitlines():
+            for name in re.findall(r"`([\w/]+)`", row.split("|")[2] if row.startswith("| ") else ""):
+                folder = name.rpartition("/")[0] or folder  # a name alone is of the folder before
+                named.append(f"torch_overlay.{folder}.{name.rpartition('/')[2]}".replace("/", "."))
+        overlay = form.ROOT / "torch_overlay"
+        files = [*overlay.glob("_inductor/*.py")]
+        for part in ("_dynamo", "_functorch", "_inductor/streams", "_inductor/offload"):
+            files += (overlay / part).rglob("*.py")
+        there = {
+            export_upstream._dotted(path.relative_to(form.ROOT).as_posix()) for path in files if path.stem != "__init__"
+        }
+        self.assertEqual(sorted(named), sorted(there - {module for request in EVERY for module in request.modules}))
 
 
 @form.overlay_only
