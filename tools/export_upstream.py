@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 DECLARATION, EDITS = "pull_request.toml", "edits.patch"
 MOST_LINES = 800
 TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a line of upstream's code
+PYTHON = "py311"  # the oldest that upstream supports
 ROOTS = ("torch/", "test/")
 PACKAGE = "torch_overlay"
 
@@ -168,8 +169,10 @@ def _dotted(path: str) -> str:
 
 
 def _formatted(path: str, text: str) -> str:
-    """Return the text of a new file, formatted as upstream's. Raises SeriesError if there is no ruff."""
-    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--line-length", str(CODE), "-"]
+    """Return the text of a new file, formatted as upstream's, by no configuration of the current folder. Raises
+    SeriesError if there is no ruff."""
+    options = ["--isolated", "--target-version", PYTHON, "--line-length", str(CODE)]
+    command = [sys.executable, "-m", "ruff", "format", "--quiet", *options, "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         raise SeriesError(f"{path} can't be formatted: {done.stderr.strip()}; tools/setup lint installs ruff")

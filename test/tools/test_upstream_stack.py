@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,10 @@ class TestStack(TestCase):
 
     @unittest.skipUnless(importlib.util.find_spec("ruff"), "ruff formats new files: tools/setup lint")
     def test_it_is_what_the_declarations_say(self):
-        self.assertEqual(export_upstream.main(["--check"]), 0)
+        """From a folder whose configuration of ruff is another, too."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            Path("ruff.toml").write_text('line-length = 60\n[format]\nquote-style = "single"\n')
+            self.assertEqual(export_upstream.main(["--check"]), 0)
 
     def run_tests(self, tests: Mapping[str, str], *, at_once: bool = False) -> tuple[int, str]:
         """Run test files, each as upstream does or all in one process. Return the first status that is not 0, and the
@@ -157,8 +161,8 @@ class TestDeclarations(TestCase):
     def test_names_of_modules_in_comments(self):
         relaunch = "torch_overlay._inductor.relaunch"
         names = {f"{relaunch}.memory.packing": "torch._inductor.cudagraph_relaunch.packing"}
+        self.assertIn("(`packing`)", export_upstream._renamed(f"{relaunch}.memory.arrange", names))
         text = export_upstream._renamed(f"{relaunch}.graph.concurrency", names)
-        self.assertIn("(`packing`)", text)
         self.assertIn(f"(`{relaunch}.proof.prove`)", text)  # it is not there, which is refused
         text = named("relaunch-concurrency").files["torch/_inductor/cudagraph_relaunch/concurrency.py"]
         self.assertIn("(`prove`)", text)
@@ -209,6 +213,23 @@ class TestDeclarations(TestCase):
         for request in EVERY:
             needs = ", ".join(f"`{name}`" for name in request.needs)
             self.assertTrue(not needs or rows[request.name].endswith(f"| {needs} |"), rows[request.name])
+
+    def test_each_module_of_streams_and_offloading_has_a_row(self):
+        text = (form.ROOT / "docs" / "upstreaming.md").read_text()
+        text = text.partition("## Stages 3 and 4")[2].partition("\n## ")[0]
+        named, folder = [], ""
+        for row in text.splitlines():
+            for name in re.findall(r"`([\w/]+)`", row.split("|")[2] if row.startswith("| ") else ""):
+                folder = name.rpartition("/")[0] or folder  # a name alone is of the folder before
+                named.append(f"torch_overlay.{folder}.{name.rpartition('/')[2]}".replace("/", "."))
+        overlay = form.ROOT / "torch_overlay"
+        files = [*overlay.glob("_inductor/*.py")]
+        for part in ("_dynamo", "_functorch", "_inductor/streams", "_inductor/offload"):
+            files += (overlay / part).rglob("*.py")
+        there = {
+            export_upstream._dotted(path.relative_to(form.ROOT).as_posix()) for path in files if path.stem != "__init__"
+        }
+        self.assertEqual(sorted(named), sorted(there - {module for request in EVERY for module in request.modules}))
 
 
 @form.overlay_only

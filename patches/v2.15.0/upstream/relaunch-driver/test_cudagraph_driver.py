@@ -24,7 +24,9 @@ class Api:
         self.real = driver
         self.nodes = {1: {11: cu.KERNEL, 12: cu.MEMCPY, 13: cu.EMPTY}}  # by graph
         self.links = {1: {(11, 12): PLAIN, (12, 13): PROGRAMMATIC}}
-        self.copies = {}
+        self.params = {}  # by node
+        self.executables = {}  # by handle: the nodes of the graph
+        self.enqueued = []
         self.failing = ""
 
     def __getattr__(self, name):
@@ -53,11 +55,14 @@ class Api:
         data.type, data.from_port, data.to_port = kind
         return data
 
-    def cuGraphNodeGetType(self, node):
+    def kind_of(self, node):
         (kind,) = (
             nodes[int(node)] for nodes in self.nodes.values() if int(node) in nodes
         )
-        return self.ok(self.real.CUgraphNodeType(kind))
+        return kind
+
+    def cuGraphNodeGetType(self, node):
+        return self.ok(self.real.CUgraphNodeType(self.kind_of(node)))
 
     def cuGraphAddDependencies(self, graph, before, after, data, count):
         assert data is None and len(before) == len(after) == count
@@ -94,8 +99,56 @@ class Api:
         return self.ok()
 
     def cuGraphMemcpyNodeSetParams(self, node, params):
-        self.copies[int(node)] = params
+        self.params[int(node)] = params
         return self.ok()
+
+    def get_params(self, node, kind):
+        if self.kind_of(node) != kind:
+            return self.invalid(None)
+        return self.ok(self.params[int(node)])
+
+    def cuGraphKernelNodeGetParams(self, node):
+        return self.get_params(node, cu.KERNEL)
+
+    def cuGraphMemsetNodeGetParams(self, node):
+        return self.get_params(node, cu.MEMSET)
+
+    def cuGraphMemcpyNodeGetParams(self, node):
+        return self.get_params(node, cu.MEMCPY)
+
+    def cuGraphAddKernelNode(self, graph, before, count, params):
+        assert len(before) == count
+        node = 1 + max(self.nodes[int(graph)])
+        self.nodes[int(graph)][node] = cu.KERNEL
+        self.links[int(graph)] |= {(int(n), node): PLAIN for n in before}
+        self.params[node] = params
+        return self.ok(self.real.CUgraphNode(node))
+
+    def cuGraphInstantiate(self, graph, flags):
+        assert flags == 0
+        handle = 500 + len(self.executables)
+        self.executables[handle] = list(self.nodes[int(graph)])
+        return self.ok(self.real.CUgraphExec(handle))
+
+    def enqueue(self, what, executable, stream):
+        if int(executable) not in self.executables:
+            return self.invalid()
+        self.enqueued.append((what, int(executable), int(stream)))
+        return self.ok()
+
+    def cuGraphUpload(self, executable, stream):
+        return self.enqueue("upload", executable, stream)
+
+    def cuGraphLaunch(self, executable, stream):
+        return self.enqueue("launch", executable, stream)
+
+    def cuGraphExecDestroy(self, executable):
+        del self.executables[int(executable)]
+        return self.ok()
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, func, threads, shared_bytes):
+        assert int(func) == 7
+        return self.ok(min(2048 // threads, (228 << 10) // shared_bytes))
 
     def cuFuncGetName(self, func):
         return self.ok(b"add")
@@ -146,6 +199,10 @@ class TestDriver(TestCase):
     def test_functions(self):
         self.assertEqual(self.driver.name(7), "add")
         self.assertEqual(self.driver.layout(7), ((0, 8), (8, 4)))
+        limits = [
+            self.driver.blocks_at_once(7, 256, size) for size in (1 << 10, 1 << 16)
+        ]
+        self.assertEqual(limits, [8, 3])  # of threads, and of shared memory
 
     def test_errors(self):
         text = r"error in cuKernelGetFunction: CUDA_ERROR_INVALID_VALUE \(1\)"
@@ -197,12 +254,49 @@ class TestDriver(TestCase):
             0, 12, 0x1000, 0x2000, 64, 3, 1, 128, 3, 256, 3, src_on_host=True
         )
         self.driver.set_memcpy(12, copy)
-        params, kind = self.api.copies[12], self.api.real.CUmemorytype
+        params, kind = self.api.params[12], self.api.real.CUmemorytype
         self.assertEqual((int(params.dstDevice), params.srcHost), (0x1000, 0x2000))
         self.assertEqual(params.dstMemoryType, kind.CU_MEMORYTYPE_DEVICE)
         self.assertEqual(params.srcMemoryType, kind.CU_MEMORYTYPE_HOST)
         size = (params.WidthInBytes, params.Height, params.dstPitch, params.srcPitch)
         self.assertEqual(size, (64, 3, 128, 256))
+
+        self.assertIs(self.driver.memcpy(12), params)
+
+    def test_added_kernel(self):
+        params = self.api.real.CUDA_KERNEL_NODE_PARAMS()
+        params.gridDimX = 5
+        node = self.driver.add_kernel(1, [11, 13], params)
+        self.assertEqual(self.driver.nodes(1), [11, 12, 13, node])
+        self.assertEqual(self.driver.kind(node), cu.KERNEL)
+        edges = {(edge.before, edge.after) for edge in self.driver.edges(1)}
+        self.assertEqual(edges, {(11, 12), (12, 13), (11, node), (13, node)})
+        self.assertEqual(self.driver.kernel(node).gridDimX, 5)
+        for read in (self.driver.memset, self.driver.memcpy):
+            with self.assertRaises(cu.DriverError):
+                read(node)
+        self.assertEqual(self.driver.kernels([11, node]), [None, None])
+
+    def test_memset(self):
+        params = self.api.real.CUDA_MEMSET_NODE_PARAMS()
+        params.value, params.elementSize, params.width = 3, 2, 100
+        self.api.nodes[1][14], self.api.params[14] = cu.MEMSET, params
+        found = self.driver.memset(14)
+        self.assertEqual((found.value, found.elementSize, found.width), (3, 2, 100))
+        with self.assertRaises(cu.DriverError):
+            self.driver.kernel(14)
+
+    def test_launch(self):
+        executable = self.driver.instantiate(1)
+        self.assertEqual(self.api.executables, {executable: [11, 12, 13]})
+        self.driver.upload(executable, 3)
+        self.driver.launch(executable, 5)
+        wanted = [("upload", executable, 3), ("launch", executable, 5)]
+        self.assertEqual(self.api.enqueued, wanted)
+        self.driver.destroy_executable(executable)
+        self.assertEqual(self.api.executables, {})
+        with self.assertRaisesRegex(cu.DriverError, "cuGraphLaunch"):
+            self.driver.launch(executable, 5)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import unittest
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from torch._inductor.cudagraph_relaunch.driver import DriverError, Edge, Structure
 from torch._inductor.cudagraph_relaunch.edit import Editor, implied_edges, Launch
 from torch._inductor.cudagraph_relaunch.nodes import Refusal
@@ -76,51 +77,60 @@ class TestReplace(TestCase):
 
 @unittest.skipUnless(has_triton_package(), "needs Triton")
 class TestKernels(TestCase):
+    """Launches run on memory of the host: Triton interprets the kernels' bodies."""
+
+    def setUp(self):
+        super().setUp()
+        memory = torch.randint(0, 255, (65536,), dtype=torch.uint8)
+        self.memory = memory[-memory.data_ptr() % 16 :]  # address 0 of a test
+
     def launch(self, make, *args):
-        """Run a launch on bytes: (kind, element size, arguments)."""
+        """Make a launch for addresses in the memory, and run it as its bytes say."""
         from torch._inductor.cudagraph_relaunch import fill_copy_kernels as kernels
+        from triton.runtime.interpreter import InterpretedFunction
 
         with (
             mock.patch.object(kernels, "_device", return_value=0),
             mock.patch.object(kernels, "_function") as function,
         ):
             launch = getattr(kernels, make)(*args)
-        (kind, element, aligned, _) = function.call_args.args
-        first, second, count = (
-            int.from_bytes(v, "little") for v in launch.arguments[:3]
-        )
-        self.assertEqual(launch.grid[0], -(-count // kernels.BLOCK))
-        if aligned:
-            self.assertEqual((first % 16, count % 16), (0, 0))
-        return kind, element, first, second, count
+        kind, element, aligned, _ = function.call_args.args
+        source = kernels.source(kind, element, aligned)
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[element]
+        found = []
+        for data, letters in zip(launch.arguments[:3], source.signature.values()):
+            value = int.from_bytes(data, "little", signed=True)
+            if aligned and letters != "i32":
+                self.assertEqual(value % 16, 0)
+            if letters.startswith("*"):
+                self.assertEqual((letters, value % element), (f"*i{8 * element}", 0))
+                size = (len(self.memory) - value) // element * element
+                value = self.memory[value : value + size].view(dtype)
+            found.append(value)
+        kernel = InterpretedFunction(source.fn.fn)
+        kernel[launch.grid](*found, *source.constants.values())
 
     def test_fill(self):
         for size in (1, 2, 4):
-            for target in (0, size, 16):
-                for count in (1, 3, 4, 64):
-                    memory = bytearray(512)
-                    kind, element, at, value, n = self.launch(
-                        "fill", target, 0x17F, size, count
-                    )
-                    value = (value % (1 << 8 * element)).to_bytes(element, "little")
-                    memory[at : at + element * n] = value * n
-                    wanted = bytearray(512)
-                    cut = (0x17F % (1 << 8 * size)).to_bytes(size, "little")
-                    wanted[target : target + size * count] = cut * count
-                    self.assertEqual((kind, memory), ("fill", wanted))
+            for target in (16 - size, 16, 16 + size):
+                for count in (1, 3, 4, 64, 1024, 2500, 8192):
+                    wanted = self.memory.clone()
+                    cut = (0x8765437F % (1 << 8 * size)).to_bytes(size, "little")
+                    end = target + size * count
+                    wanted[target:end] = torch.tensor(list(cut * count))
+                    self.launch("fill", target, 0x8765437F, size, count)
+                    self.assertEqual(self.memory, wanted)
+                    self.memory.random_(0, 255)
 
     def test_copy(self):
-        for target, source, size in (
-            (0, 256, 64),
-            (4, 256, 64),
-            (1, 256, 64),
-            (0, 257, 5),
-        ):
-            kind, element, *ends, n = self.launch("copy", target, source, size)
-            self.assertEqual(
-                (kind, ends, element * n), ("copy", [target, source], size)
-            )
-            self.assertTrue(all(at % element == 0 for at in ends))
+        for target in (0, 1, 4, 16):
+            for source in (32768, 32769, 32772):
+                for size in (1, 5, 64, 1024, 4096, 10000, 16384):
+                    wanted = self.memory.clone()
+                    wanted[target : target + size] = wanted[source : source + size]
+                    self.launch("copy", target, source, size)
+                    self.assertEqual(self.memory, wanted)
+                    self.memory.random_(0, 255)
 
     def test_memory_that_triton_declares(self):
         import triton

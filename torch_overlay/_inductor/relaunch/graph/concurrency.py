@@ -12,7 +12,7 @@ kernel, and by the arguments of a matrix product. Nothing is known of any other 
 memory, so it stays in order with all nodes before and after it. All inputs count as one memory, for a call may pass two
 views of one tensor; so do addresses outside of the capture that a node holds: they belong to the compiled module or to
 a library, and their extent is unknown. Regions of temporary memory share addresses only if the remaining edges order
-one after the other (`memory.packing`).
+one after the other.
 
 The memory that operators allocate internally is one region; the program knows, and reuses, only the tensors that they
 returned from it. So an argument of the program's own kernels stands for the tensor that was returned at that address. A
@@ -22,15 +22,13 @@ time, and be larger.
 Note [How far ahead]
 A node waits for the nodes that it depends on among the eight before it, and for every node before those; so memory
 lives hardly longer, and at most nine nodes run at once. The gain is that a kernel is launched, and fills its pipelines,
-while others compute. Two kernels that fill the device by themselves gain nothing, and an edge to another stream costs a
-microsecond; so one waits for the other if together they take more than twice as many blocks as the device has room for,
-by their registers and shared memory. On one H200, a launch of Llama's 16 layers (1 x 64 tokens) took 695 us instead of
-802, and one of BERT (1 x 128) 588 instead of 656. With twenty nodes instead of eight, Llama took 702. With groups of
-neighbours, each after all of the group before the last, they took 704 and 609.
+while others compute. Two kernels that fill the device by themselves gain nothing, and an edge to another stream takes
+time; so one waits for the other if together they take more than twice as many blocks as the device has room for, by
+their registers and shared memory.
 
 Note [Training]
-The graphs of a training step keep their edges. At eight sequences of 128 tokens, BERT's step took 0.7 % less with
-groups that fit on the device, and 1 % more with larger ones, and finding the groups lengthens the capture.
+The graphs of a training step keep their edges: BERT's step gained hardly anything from fewer of them, and finding the
+independent nodes lengthens the capture.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.proof.nodes import Segment, Template
 
-READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, from `signatures.parameters_of`
+READ, WRITE, HIDDEN = "r", "w", "h"  # letters of pointers, in `uses_of`
 CALLER, OUTSIDE = -2, -3  # all inputs; all memory outside of the regions
 Place: TypeAlias = "int | tuple[int, int]"  # a region, or (region, address) of a tensor returned in it
 NEAR = 8  # nodes

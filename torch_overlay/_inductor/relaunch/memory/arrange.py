@@ -15,7 +15,7 @@ inputs need not be known.
 Stages pass memory to one another in a table of slots: the inputs by position, the storages of outputs, then slabs of
 the scratch allocations that live across a cut, and outputs that are views of storages. Scratch allocations with the
 same first and last stage share a slab: a backward that leaves the gradients of weights for later has more than a
-hundred, and each allocation takes the host a few microseconds.
+hundred, and each allocation takes the host time.
 
 A region with outputs in a slab, or whose graph uses random number generators, is not cut: torch's graph launch advances
 the generators once for a whole graph.

@@ -1,8 +1,8 @@
 """Finds where to cut a graph into parts that are launched one after the other, so that they need less memory.
 
 A part needs all memory that is held anywhere in it, for it is launched at once. Only memory in slabs can be shared
-inside of a part (`memory.packing`). With many parts a launch takes the host longer, so there are as few as bring most
-of the gain. This module is pure: positions are those of an order of the nodes, sizes are bytes.
+inside of a part. With many parts a launch takes the host longer, so there are as few as bring most of the gain. This
+module is pure: positions are those of an order of the nodes, sizes are bytes.
 """
 
 from __future__ import annotations

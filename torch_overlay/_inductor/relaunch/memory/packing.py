@@ -18,7 +18,7 @@ Note [Slabs]
 The caching allocator takes blocks of less than 10 MiB out of segments of 20 MiB, so such a block fits where others
 were. A larger block gets a segment of its own size, where no larger block fits later. So a slab is less than 10 MiB,
 unless a single allocation is larger, which has a segment of its own without graphs, too. If there is such a slab, a
-small slab is appended to it, because each allocation takes the host two or three microseconds.
+small slab is appended to it, because each allocation takes the host time.
 
 This module is pure: it calls neither torch nor a driver. Nodes are numbered as in the graph; a set of nodes is an
 integer with a bit for each position in an order that the edges allow.
