@@ -76,13 +76,22 @@ class GateTestCase(unittest.TestCase):
 
 class TestVerdicts(GateTestCase):
     def test_row_by_row_with_both_values(self) -> None:
-        self.accept({"a": {"exact": {"events": [3], "waits": [2], "copies": [1]}}})
-        status, out = self.check({"a": {"exact": {"events": [4], "waits": [1], "copies": [1]}}})
+        self.accept({"a": {"count": {"events": [3], "waits": [2], "copies": [1]}}})
+        status, out = self.check({"a": {"count": {"events": [4], "waits": [1], "copies": [1]}}})
         self.assertEqual(status, 1)
         rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-        self.assertIn(["regressed", "bench: a", "events", "exact", "3", "4", "+33.3%"], rows)
-        self.assertIn(["improved", "bench: a", "waits", "exact", "2", "1", "-50.0%"], rows)
-        self.assertIn("3 figures: 1 regressed, 1 improved, 0 noisy, 0 skipped, 1 same", out)
+        self.assertIn(["regressed", "bench: a", "events", "count", "3", "4", "+33.3%"], rows)
+        self.assertIn(["improved", "bench: a", "waits", "count", "2", "1", "-50.0%"], rows)
+        self.assertIn("3 figures: 1 regressed, 1 improved, 0 changed, 0 noisy, 0 skipped, 1 same", out)
+
+    def test_lost_graph_is_a_change_and_no_gain(self) -> None:
+        self.accept({"a": {"exact": {"graphs": [1], "graph nodes": [3], "refusals": [0], "kernels": [3]}}})
+        status, out = self.check({"a": {"exact": {"graphs": [0], "graph nodes": [0], "refusals": [1], "kernels": [3]}}})
+        self.assertEqual(status, 1)
+        rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+        self.assertIn(["changed", "bench: a", "graph nodes", "exact", "3", "0", "-100.0%"], rows)
+        self.assertIn("4 figures: 0 regressed, 0 improved, 3 changed, 0 noisy, 0 skipped, 1 same", out)
+        self.assertIn("Look whether each change is meant.", out)
 
     def test_something_where_nothing_was(self) -> None:
         self.accept({"a": {"exact": {"refusals": [0]}}})
@@ -318,9 +327,9 @@ class TestInjectedCounts(unittest.TestCase):
     """Every change is found in the counts of the program, as the gate compares them."""
 
     def larger(self, old: Figures, new: Figures) -> set[str]:
-        """The names of the figures that regressed."""
+        """The names of the figures that the gate tells, and that got larger."""
         before, now = (records.Record("bench", "row", ABOUT, figures) for figures in (old, new))
-        return {f.name for f in gate.compare(before, now) if f.verdict == "regressed"}
+        return {f.name for f in gate.compare(before, now) if f.verdict == "changed" and f.new > f.old}
 
     def test_generated_code(self) -> None:
         old = stream_counts.figures(PROGRAM)

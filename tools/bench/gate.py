@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares what benchmarks measured with what was accepted: no figure gets worse unseen, nor better.
+"""Compares what benchmarks measured with what was accepted: no figure changes unseen.
 
     python tools/bench/gate.py check NEW.jsonl [MORE.jsonl] [--some] [--all]
     python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some]
@@ -10,11 +10,13 @@ estimated from their median absolute deviations:
 
     regressed    larger: by more than the noise, and, noise included, by as much as matters for its kind
     improved     the same, smaller; accept it, or a later change may lose it unseen
+    changed      a count of compiled code that isn't the accepted one: more or fewer, it says nothing about better
     noisy        a change that matters could hide in the noise: measure more processes or turns, and quietly
     skipped      what the figure depends on (`depends` of the line about it) differs from that of the baseline
 
 Rows without these words are the same, and printed with --all. A row of a benchmark that was measured must be on both
-sides, or, with --some, in the baseline. Exit status: 0, 1 if anything regressed or improved, 2 for bad input.
+sides, or, with --some, in the baseline. Exit status: 0, 1 if anything regressed, improved or changed, 2 for bad
+input.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 BASELINE = HERE.parents[1] / "benchmarks" / "baseline"
 SURE = 4.0  # standard errors of a difference that is no noise
 FEWEST = 6  # samples that say something about the noise of a time
+FAILING = ("regressed", "improved", "changed")
 TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation, of normal noise
 OF_MEDIAN = 1.2533  # standard error of a median to that of a mean
 
@@ -70,6 +73,8 @@ class Finding:
         size, limit = abs(self.change), KINDS[self.kind]
         if self.why:
             return "skipped"
+        if self.kind == "exact":
+            return "changed" if size else "same"
         if size > self.noise and size + self.noise >= limit:
             return "regressed" if self.change > 0 else "improved"
         return "noisy" if self.noise > limit else "same"
@@ -152,7 +157,7 @@ def report(findings: Sequence[Finding], unmeasured: int, everything: bool) -> st
         header = ["", "row", "figure", "kind", "baseline", "now", "change", ""]
         lines = [*streams.aligned([header, *(f.cells() for f in shown)]), ""]
     counts = collections.Counter(f.verdict for f in findings)
-    told = [f"{counts[word]} {word}" for word in ("regressed", "improved", "noisy", "skipped", "same")]
+    told = [f"{counts[word]} {word}" for word in (*FAILING, "noisy", "skipped", "same")]
     tail = f"; {unmeasured} rows of the baseline were not measured" if unmeasured else ""
     return "\n".join([*lines, f"{len(findings)} figures: {', '.join(told)}{tail}"])
 
@@ -179,8 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gate: {error}", file=sys.stderr)
         return 2
     print(report(findings, unmeasured, args.all))
-    if failed := any(f.verdict in ("regressed", "improved") for f in findings):
-        print("If the change is meant, accept it: tools/bench/gate.py accept, and say why in the commit.")
+    if failed := any(f.verdict in FAILING for f in findings):
+        print(
+            "Look whether each change is meant. If all are, accept them: tools/bench/gate.py accept, and say why in the"
+        )
+        print("commit.")
     return int(failed)
 
 

@@ -4,7 +4,8 @@
     {"row": "llama", "figures": {"device time": {"relaunch / trees": [0.801, 0.799]}, "count": {"nodes": [265, 265]}}}
 
 A line with `about` says what measured the rows after it, and where. A row has figures by kind (`KINDS`), and a figure
-has its repeated samples: one a process, or one a turn of a process. Less is better in every figure. A time is always a
+has its repeated samples: one a process, or one a turn of a process. Less is better in every figure but those of the
+kind "exact": counts of compiled code have no direction, for a graph that is lost makes fewer nodes. A time is always a
 ratio of two times of one run, because times of two machines, or of two days, don't compare.
 """
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Figures = dict[str, dict[str, list[float]]]  # kind -> name -> samples
 
 KINDS = {  # -> the smallest relative change that matters
-    "exact": 0.0,  # counts of compiled code: nothing in them is chance
+    "exact": 0.0,  # counts of compiled code: nothing in them is chance, and any other value is a change
     "count": 0.01,  # launches, nodes, events, waits and patches, as a process counted them
     "bytes": 0.01,
     "instructions": 0.01,
