@@ -124,6 +124,12 @@ class TestVerdicts(GateTestCase):
         self.assertEqual(status, 0)
         self.assertRegex(out, "skipped .* with clang 15; the baseline with gcc 12")
 
+    def test_other_compiler_is_said_alone(self) -> None:
+        rows: dict[str, Figures] = {"a": {"instructions": {"a call": [1000.0]}}}
+        self.accept(rows, depends={"compiler": "gcc 12", "libc": "glibc 2.36"})
+        _, out = self.check(rows, depends={"compiler": "gcc 13", "libc": "glibc 2.36", "python": "3.12"})
+        self.assertIn("with gcc 13, 3.12; the baseline with gcc 12, no python named", out)
+
     def test_accepting_makes_it_the_same(self) -> None:
         self.accept({"a": {"exact": {"events": [3]}}, "b": {"exact": {"events": [1]}}})
         new: dict[str, Figures] = {"a": {"exact": {"events": [4]}}, "b": {"exact": {"events": [1]}}}
@@ -160,6 +166,15 @@ class TestBadInput(GateTestCase):
     def test_no_baseline(self) -> None:
         path = self.write({"a": {"exact": {"events": [3]}}})
         self.assert_told(".*/baseline/a-device.jsonl: no baseline for this device: accept one", "check", path)
+
+    def test_row_that_depends_on_another_machine(self) -> None:
+        rows: dict[str, Figures] = {"a": {"instructions": {"a call": [1000.0]}}}
+        self.accept(rows, depends={"compiler": "gcc 12"})
+        path = self.write(rows, depends={"compiler": "gcc 13"})
+        expected = "bench: row a was measured with gcc 13; the baseline with gcc 12: .* pass --other-machine"
+        self.assert_told(expected, "accept", path)
+        self.assertEqual(self.check(rows, depends={"compiler": "gcc 12"})[1].count("1 same"), 1)
+        self.assertEqual(self.run_gate("accept", self.write(rows, depends={}), "--other-machine")[0], 0)
 
     def test_missing_rows_and_figures(self) -> None:
         both: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "ab"}

@@ -2,7 +2,7 @@
 """Compares what benchmarks measured with what was accepted: no figure changes unseen.
 
     python tools/bench/gate.py check NEW.jsonl [MORE.jsonl] [--some] [--all]
-    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some]
+    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some] [--other-machine]
 
 A benchmark writes such files with --jsonl FILE (`records`). The accepted ones are benchmarks/baseline/DEVICE.jsonl, a
 line for each row, with hardware, versions and commit. A figure's value is the median of its samples, and its noise is
@@ -28,7 +28,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 HERE = Path(__file__).resolve().parent
@@ -101,8 +101,7 @@ def noise_of(kind: str, old: Sequence[float], new: Sequence[float]) -> float:
 
 def compare(old: Record, new: Record) -> Iterator[Finding]:
     """Every figure of a row. Raises BadInput where a side lacks one."""
-    before, after = old.about.get("depends"), new.about.get("depends")
-    why = "" if before == after else f"with {_named(after)}; the baseline with {_named(before)}"
+    why = _other_machine(old, new)
     for kind in dict.fromkeys((*old.figures, *new.figures)):
         mine, theirs = new.figures.get(kind, {}), old.figures.get(kind, {})
         for name in dict.fromkeys((*theirs, *mine)):
@@ -113,8 +112,14 @@ def compare(old: Record, new: Record) -> Iterator[Finding]:
             yield Finding(new, name, kind, statistics.median(a), statistics.median(b), noise_of(kind, a, b), why)
 
 
-def _named(depends: Any) -> str:
-    return ", ".join(map(str, depends.values())) if isinstance(depends, dict) else "nothing named"
+def _other_machine(old: Record, new: Record) -> str:
+    """What of `depends` differs between two records of a row; empty if nothing does."""
+    before, after = ((r.about.get("depends") or {}) for r in (old, new))
+    if before == after:
+        return ""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    ours, theirs = (", ".join(str(side.get(name, f"no {name} named")) for name in names) for side in (after, before))
+    return f"with {ours}; the baseline with {theirs}"
 
 
 def check(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> tuple[list[Finding], int]:
@@ -131,9 +136,18 @@ def check(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> tupl
     return [f for key, record in measured.items() for f in compare(old[key], record)], len(missing)
 
 
-def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> list[Record]:
-    """The next baseline. Rows that a benchmark no longer has are dropped, unless only some were measured."""
-    benches = {r.bench for r in new}
+def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool, other_machine: bool = False) -> list[Record]:
+    """The next baseline. Rows that a benchmark no longer has are dropped, unless only some were measured.
+
+    Raises BadInput where figures depend on a machine that isn't the baseline's: they would be compared there no more.
+    """
+    old, benches = {r.key: r for r in baseline}, {r.bench for r in new}
+    for record in () if other_machine else new:
+        if record.key in old and (why := _other_machine(old[record.key], record)):
+            raise BadInput(
+                f"{record.bench}: row {record.row} was measured {why}: measure it there, or pass --other-machine to "
+                "compare it here from now on"
+            )
     kept = {r.key: r for r in baseline if some or r.bench not in benches}
     return [record for _, record in sorted({**kept, **{r.key: r for r in new}}.items())]
 
@@ -168,13 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="NEW.jsonl")
     parser.add_argument("--some", action="store_true", help="not every row of these benchmarks was measured")
     parser.add_argument("--all", action="store_true", help="print what is the same, too")
+    parser.add_argument("--other-machine", action="store_true", help="accept what depends on another machine")
     args = parser.parse_args(argv)
     try:
         path, new = load(args.files)
         if args.what == "accept":
             path.parent.mkdir(parents=True, exist_ok=True)
             baseline = records.read(path) if path.exists() else []
-            path.write_text(records.text(accept(baseline, new, args.some)))
+            path.write_text(records.text(accept(baseline, new, args.some, args.other_machine)))
             print(f"{path}: {len(new)} rows accepted")
             return 0
         if not path.exists():
