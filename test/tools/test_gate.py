@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import random
 import re
 import tempfile
@@ -393,6 +394,37 @@ class TestInjectedCounts(unittest.TestCase):
         yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}
 
 
+class TestInstructions(unittest.TestCase):
+    """The process that counts instructions, with a script in the place of valgrind."""
+
+    def fails(self, valgrind: str, **environment: str) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "valgrind")
+            script.write_text(f"#!/bin/sh\n{valgrind}\n")
+            script.chmod(0o755)
+            environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+            with mock.patch.dict(os.environ, environment), self.assertRaises(RuntimeError) as raised:
+                instructions.measure()
+        return str(raised.exception)
+
+    def test_variables_of_the_caller_are_kept_from_the_process(self) -> None:
+        names = ("TORCH_OVERLAY_CUDAGRAPHS", "PYTHONMALLOC", "PYTHONHASHSEED", "GLIBC_TUNABLES", "LD_PRELOAD", "MINE")
+        said = self.fails(
+            f"env | grep -E '^({'|'.join(names)})=' | sort | tr '\\n' ' ' >&2", **dict.fromkeys(names, "7")
+        )
+        self.assertTrue(said.endswith("status 0: MINE=7 PYTHONHASHSEED=0"), said)
+
+    def test_valgrind_that_takes_too_long(self) -> None:
+        with mock.patch.object(instructions, "LIMIT", 0.2):
+            said = self.fails("exec sleep 60")
+        self.assertEqual(said, "valgrind took longer than 0.2 s: measure on a machine that is less busy")
+
+    def test_compiler_with_arguments(self) -> None:
+        with mock.patch.dict(os.environ, {"CC": "ccache gcc"}):
+            said = instructions.missing()
+        self.assertIn("the compiler 'ccache gcc' can't be run (No such file or directory): CC names one program", said)
+
+
 SLOWER_RUNNER = """
 import sys
 from pathlib import Path
@@ -409,7 +441,7 @@ class TestInjectedInstructions(GateTestCase):
     def setUp(self) -> None:
         super().setUp()
         if what := instructions.missing():
-            self.skipTest(f"needs {what}")
+            self.skipTest(what)
 
     def test_one_more_python_call_a_relaunch(self) -> None:
         def rows(script: str) -> dict[str, Figures]:
