@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import counts
 import gate
 import instructions
 import models
@@ -423,6 +424,62 @@ class TestInstructions(unittest.TestCase):
         with mock.patch.dict(os.environ, {"CC": "ccache gcc"}):
             said = instructions.missing()
         self.assertIn("the compiler 'ccache gcc' can't be run (No such file or directory): CC names one program", said)
+
+
+class TestCounts(GateTestCase):
+    NAMES = tuple(f"program {i}" for i in range(400))
+
+    def run_counts(self, *argv: str) -> tuple[int, str]:
+        programs = mock.Mock(names=lambda: list(self.NAMES))
+        patched = mock.patch.dict(counts.CORPORA, {"relaunch programs": programs})
+        with patched, contextlib.redirect_stdout(io.StringIO()) as out:
+            status = counts.main(["--corpora", "relaunch programs", *argv])
+        return status, out.getvalue()
+
+    def accept_names(self, *names: str) -> None:
+        path = self.folder / "names.jsonl"
+        records.write(
+            path, {**ABOUT, "device": "cpu"}, {"relaunch programs": {n: {"exact": {"x": [1]}} for n in names}}
+        )
+        self.assertEqual(self.run_gate("accept", str(path))[0], 0)
+
+    def test_programs_that_are_new_or_gone_are_told_without_compiling(self) -> None:
+        self.accept_names(*self.NAMES)
+        self.assertEqual(self.run_counts("--names"), (0, "the baseline has a row for each program\n"))
+        self.accept_names(*self.NAMES[1:], "old")
+        status, out = self.run_counts("--names")
+        expected = [
+            "relaunch programs: program 0 is not in the baseline: accept it",
+            "relaunch programs: old of the baseline is gone: accept it",
+        ]
+        self.assertEqual((status, out.splitlines()), (1, expected))
+
+    def test_new_program_leaves_the_others_in_the_sample(self) -> None:
+        taken = counts.sample(self.NAMES, 5)
+        self.assertTrue(40 < len(taken) < 120, len(taken))
+        self.assertEqual([n for n in counts.sample(("a new one", *self.NAMES), 5) if n != "a new one"], taken)
+        self.assertEqual(counts.sample(self.NAMES, 1), list(self.NAMES))
+
+    def test_arguments_that_are_told_before_anything_is_counted(self) -> None:
+        self.folder.joinpath("file").touch()
+        for *argv, expected in (
+            ("--jobs", "0", "--jobs: '0' is not a positive whole number"),
+            ("--sample", "-1", "--sample: '-1' is not a positive whole number"),
+            ("--sample", "1.5", "--sample: '1.5' is not a positive whole number"),
+            ("--jsonl", str(self.folder), "can't be written (Is a directory): name a file"),
+            ("--jsonl", f"{self.folder}/file/new.jsonl", "can't be written (File exists): name a file"),
+            ("--names", "cpu.jsonl: can't be read: No such file"),
+        ):
+            with self.subTest(argv), mock.patch.object(counts, "measure", side_effect=AssertionError):
+                with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+                    self.run_counts(*argv)
+                self.assertEqual(left.exception.code, 2)
+                self.assertIn(expected, said.getvalue().splitlines()[-1])
+
+    def test_file_that_can_be_written_is_not_left_behind(self) -> None:
+        path = self.folder / "new" / "counts.jsonl"
+        self.assertEqual(records.output(str(path)), path)
+        self.assertFalse(path.exists())
 
 
 SLOWER_RUNNER = """

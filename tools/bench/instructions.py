@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 CHANGING = ("TORCH_OVERLAY_", "PYTHON", "LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")  # how names of variables begin
-LIMIT = 900.0  # seconds for valgrind, which takes one or two minutes
+LIMIT = 900.0  # seconds for valgrind, which takes about a minute
 LOOPS = 20, 50, 250  # calls; the first loop warms up
 LOW, STEP = 4 << 30, 1 << 20  # bytes
 _held: list[mmap.mmap] = []

@@ -11,6 +11,7 @@ ratio of two times of one run, because times of two machines, or of two days, do
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -20,7 +21,6 @@ from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
 Figures = dict[str, dict[str, list[float]]]  # kind -> name -> samples
@@ -71,8 +71,35 @@ def number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def positive(text: str) -> int:
+    """An argument of a command line that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def output(text: str) -> Path:
+    """An argument of a command line that is a file to write, checked before anything is measured. Makes its folder."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be written ({getattr(error, 'strerror', error)}): name a file in a folder of yours"
+        ) from error
+    return path
+
+
 def add_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="JSON lines for tools/bench/gate.py")
+    parser.add_argument("--jsonl", type=output, metavar="FILE", help="JSON lines for tools/bench/gate.py")
 
 
 def write(path: Path | None, about: Mapping[str, Any], benches: Mapping[str, Mapping[str, Figures]]) -> None:
@@ -81,7 +108,6 @@ def write(path: Path | None, about: Mapping[str, Any], benches: Mapping[str, Map
         return
     where = {"device": device_of(about.get("hardware", "")), **about}
     where.pop("command", None)  # it names the folders of whoever measured
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(Record(bench, row, where, f) for bench, rows in benches.items() for row, f in rows.items()))
 
 
