@@ -14,6 +14,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -178,6 +180,32 @@ class TestBadInput(GateTestCase):
         self.assertEqual(self.check(rows, depends={"compiler": "gcc 12"})[1].count("1 same"), 1)
         self.assertEqual(self.run_gate("accept", self.write(rows, depends={}), "--other-machine")[0], 0)
 
+    def test_changes_that_no_commit_has(self) -> None:
+        path = self.write({"a": {"exact": {"events": [3]}}}, commit="1234567-dirty")
+        expected = "bench: row a was measured at 1234567-dirty, with changes no commit has: commit and measure again"
+        self.assert_told(expected, "accept", path)
+        self.assertEqual(self.run_gate("accept", path, "--dirty")[0], 0)
+        self.assertEqual(self.run_gate("check", path)[0], 0)
+
+    def test_baseline_that_cannot_be_written(self) -> None:
+        (self.folder / "baseline").touch()
+        path = self.write({"a": {"exact": {"events": [3]}}})
+        self.assert_told(".*/baseline/a-device.jsonl: can't be written: File exists", "accept", path)
+
+    def test_reader_that_has_gone(self) -> None:
+        rows: dict[str, Figures] = {str(i): {"exact": {"events": [3]}} for i in range(5000)}
+        self.accept(rows)
+        path = self.write({name: {"exact": {"events": [4]}} for name in rows})
+        call = f"import sys, pathlib, gate; gate.BASELINE = pathlib.Path({str(gate.BASELINE)!r}); sys.exit(gate.main())"
+        command = [sys.executable, "-c", call, "check", path]
+        process = subprocess.Popen(
+            command, cwd=Path(gate.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        self.assertEqual((process.stderr.read(), process.wait()), ("", 1))
+        process.stderr.close()
+
     def test_missing_rows_and_figures(self) -> None:
         both: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "ab"}
         self.accept(both)
@@ -205,6 +233,17 @@ class TestBadInput(GateTestCase):
             (["{"], "1: not a JSON line"),
             ([head, "[]"], "2: neither a row"),
             ([row], "1: no line before this row says on which device"),
+            (["[" * 100_000], "1: not a JSON line"),
+            (["1" * 10_000], "1: not a JSON line"),
+            *(
+                ([json.dumps({"bench": "bench", "about": {"device": device}}), row], "2: the device .* is no name")
+                for device in (["cpu"], 7, "../cpu", "NVIDIA H100")
+            ),
+            (
+                [json.dumps({"bench": "bench", "about": {**ABOUT, "depends": ["gcc"]}}), row],
+                "2: what the figures depend",
+            ),
+            ([head, row.replace("[3]", f"[{10**400}]")], "2: events of row a has no list"),
             ([head, row, row], "3: a second row a of bench"),
             ([head, '{"row": "a"}'], "2: row a has no figures"),
             (

@@ -2,7 +2,7 @@
 """Compares what benchmarks measured with what was accepted: no figure changes unseen.
 
     python tools/bench/gate.py check NEW.jsonl [MORE.jsonl] [--some] [--all]
-    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some] [--other-machine]
+    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some] [--other-machine] [--dirty]
 
 A benchmark writes such files with --jsonl FILE (`records`). The accepted ones are benchmarks/baseline/DEVICE.jsonl, a
 line for each row, with hardware, versions and commit. A figure's value is the median of its samples, and its noise is
@@ -25,6 +25,7 @@ import argparse
 import collections
 import dataclasses
 import math
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ SURE = 4.0  # standard errors of a difference that is no noise
 FEWEST = 6  # samples that say something about the noise of a time
 FAILING = ("regressed", "improved", "changed")
 TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation, of normal noise
+HINT = """
+Look whether each change is meant. If all are, accept them: tools/bench/gate.py accept, and say why in the commit."""
 OF_MEDIAN = 1.2533  # standard error of a median to that of a mean
 
 
@@ -152,6 +155,16 @@ def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool, other_
     return [record for _, record in sorted({**kept, **{r.key: r for r in new}}.items())]
 
 
+def check_commits(new: Sequence[Record]) -> None:
+    """Raises BadInput for a row that was measured with changes that no commit has."""
+    for record in new:
+        if (commit := str(record.about.get("commit"))).endswith("-dirty"):
+            raise BadInput(
+                f"{record.bench}: row {record.row} was measured at {commit}, with changes no commit has: commit and "
+                "measure again, or pass --dirty"
+            )
+
+
 def load(files: Sequence[Path]) -> tuple[Path, list[Record]]:
     """The path of the device's baseline, and what was measured."""
     new = [record for file in files for record in records.read(file)]
@@ -176,6 +189,14 @@ def report(findings: Sequence[Finding], unmeasured: int, everything: bool) -> st
     return "\n".join([*lines, f"{len(findings)} figures: {', '.join(told)}{tail}"])
 
 
+def show(text: str) -> None:
+    """Print, and stay quiet where nobody reads on, as with `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("check", "accept"))
@@ -183,14 +204,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--some", action="store_true", help="not every row of these benchmarks was measured")
     parser.add_argument("--all", action="store_true", help="print what is the same, too")
     parser.add_argument("--other-machine", action="store_true", help="accept what depends on another machine")
+    parser.add_argument("--dirty", action="store_true", help="accept what was measured with changes not committed")
     args = parser.parse_args(argv)
     try:
         path, new = load(args.files)
         if args.what == "accept":
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not args.dirty:
+                check_commits(new)
             baseline = records.read(path) if path.exists() else []
-            path.write_text(records.text(accept(baseline, new, args.some, args.other_machine)))
-            print(f"{path}: {len(new)} rows accepted")
+            text = records.text(accept(baseline, new, args.some, args.other_machine))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            except OSError as error:
+                raise BadInput(f"{path}: can't be written: {error.strerror}") from error
+            show(f"{path}: {len(new)} rows accepted")
             return 0
         if not path.exists():
             raise BadInput(f"{path}: no baseline for this device: accept one, measured on the main branch")
@@ -198,12 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2
-    print(report(findings, unmeasured, args.all))
-    if failed := any(f.verdict in FAILING for f in findings):
-        print(
-            "Look whether each change is meant. If all are, accept them: tools/bench/gate.py accept, and say why in the"
-        )
-        print("commit.")
+    failed = any(f.verdict in FAILING for f in findings)
+    show(report(findings, unmeasured, args.all) + (HINT if failed else ""))
     return int(failed)
 
 

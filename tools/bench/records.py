@@ -68,7 +68,10 @@ def samples(results: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[
 
 
 def number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def positive(text: str) -> int:
@@ -137,8 +140,9 @@ def read(path: Path) -> list[Record]:
     for place, line in ((f"{path}:{i}", line) for i, line in enumerate(lines, start=1)):
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{place}: not a JSON line ({error.msg}); measure again") from error
+        except (ValueError, RecursionError) as error:
+            why = getattr(error, "msg", error)
+            raise BadInput(f"{place}: not a JSON line ({why}); measure again") from error
         if isinstance(value, dict) and isinstance(value.get("bench"), str) and isinstance(value.get("about"), dict):
             head = value
             continue
@@ -157,8 +161,13 @@ def _problem(value: Any, head: Mapping[str, Any]) -> str:
     """What is wrong with a line that should be a row; empty if nothing is."""
     if not isinstance(value, dict) or not isinstance(value.get("row"), str):
         return "neither a row nor a line about rows"
-    if not head.get("about", {}).get("device"):
+    about = head.get("about", {})
+    if not about.get("device"):
         return "no line before this row says on which device it was measured"
+    if not isinstance(about["device"], str) or not re.fullmatch("[a-z0-9-]+", about["device"]):
+        return f"the device {about['device']!r} is no name of small letters, digits and hyphens"
+    if not isinstance(about.get("depends", {}), dict):
+        return "what the figures depend on has no names"
     figures = value.get("figures")
     if not isinstance(figures, dict) or not figures:
         return f"row {value['row']} has no figures"

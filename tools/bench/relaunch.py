@@ -337,7 +337,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["off", "trees", "relaunch", "replay"],
         help=f"of {', '.join(SIDES)}; stock: trees without the overlay; python: relaunch without the C helper",
     )
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two processes for a row and a side")
+    parser.add_argument(
+        "--rounds", type=records.positive, default=1, help="rounds, each of two processes for a row and a side"
+    )
     parser.add_argument("--prepare", type=int, default=6, help="processes that fill the compile caches; 0 for none")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")

@@ -45,7 +45,9 @@ def main() -> None:
     import transformers as hf
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two turns with the operator and without")
+    parser.add_argument(
+        "--rounds", type=records.positive, default=1, help="rounds, each of two turns with the operator and without"
+    )
     records.add_option(parser)
     args = parser.parse_args()
     config = relaunch_rows.llama_config()
