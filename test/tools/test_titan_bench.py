@@ -97,9 +97,16 @@ class TestLosses(unittest.TestCase):
         self.assertIn("none, which was run once, and may not repeat itself", titan_results.compare(sides)[1][0])
 
     def test_nothing_to_compare_with(self) -> None:
-        for sides in ({"relaunch": side(rank())}, {"none": {"error": "x", "turns": []}, "relaunch": side(rank())}):
+        failed = {"error": "out of memory", "turns": []}
+        for sides, what in (({}, "is missing"), ({"none": failed}, "failed")):
+            sides = {**sides, "relaunch": side(rank())}
             self.assertEqual(titan_results.compare(sides)[0]["relaunch"], "-")
-            self.assertIn("the side none is missing", titan_results.table({ROW: sides}, DEPTHS))
+            self.assertIn(f"not compared, for the side none {what}", titan_results.table({ROW: sides}, DEPTHS))
+
+    def test_one_turn_is_equal_to_nothing(self) -> None:
+        self.assertEqual(titan_results.compare({"none": side(rank())}), ({"none": "-"}, []))
+        words, _ = titan_results.compare({"none": side(rank()), "relaunch": side(rank())})
+        self.assertEqual(words, {"none": "-", "relaunch": "equal"})
 
 
 class TestTable(unittest.TestCase):
@@ -136,7 +143,7 @@ class TestTable(unittest.TestCase):
     def test_json_line_of_each_side(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "lines")
-            sides = {"none": side(rank()), "trees": {"error": "refused", "turns": []}}
+            sides = {"none": side(rank(), rank()), "trees": {"error": "refused", "turns": []}}
             for _ in range(2):
                 titan.record(path, {"hardware": "2 x H100"}, ROW, sides)
             lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -182,6 +189,10 @@ class TestArguments(unittest.TestCase):
             ("--layers", "4,x"): "'4,x' is not a list of positive numbers, like 4,8",
             ("--layers", "0"): "'0' is not a list of positive numbers",
             ("--tp", "1,2"): "'1,2' is not one number",
+            ("--limit", "0"): "'0' is not a positive, finite number of seconds",
+            ("--limit", "inf"): "'inf' is not a positive, finite number of seconds",
+            ("--limit", "nan"): "'nan' is not a positive, finite number of seconds",
+            ("--jsonl", "/"): "'/' can't be written (Is a directory)",
             ("--layers", "81"): "--layers 81: 70B has 80",
             ("--seq", "100"): "--seq 100 is no multiple of 8",
             ("--seq", "8", "--tp", "2"): "--seq 8 is no multiple of 16",
@@ -225,6 +236,17 @@ class TestProcessGroup(unittest.TestCase):
             """)["ms"],
             110.0,
         )
+
+    def test_answer_has_its_name_once_it_is_whole(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with (
+                mock.patch.object(Path, "replace", side_effect=KeyboardInterrupt),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                titan_process.keep(folder, "0", rank())
+            self.assertEqual(list(Path(folder).glob("rank*.json")), [])
+            titan_process.keep(folder, "0", rank())
+            self.assertEqual(json.loads(Path(folder, "rank0.json").read_text()), rank())
 
     def test_error_of_a_rank(self) -> None:
         program = """pathlib.Path(sys.argv[1], "rank1.json").write_text('{"error": "out of memory", "at": 1}')"""

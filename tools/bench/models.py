@@ -285,7 +285,9 @@ def main() -> int:
         "--rounds", type=records.positive, default=1, help="rounds, each of two turns of a row and a side"
     )
     parser.add_argument("--compare-only", action="store_true", help="compare the results, with the same kernels")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
+    parser.add_argument(
+        "--limit", type=records.seconds, default=3600.0, help="seconds after which no process is started"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     args = parser.parse_args()

@@ -449,7 +449,7 @@ def main() -> int:
     parser.add_argument("--length", type=records.positive, help="tokens, for every row")
     parser.add_argument("--layers", type=records.positive, help="fewer layers, to try the benchmark out")
     parser.add_argument("--peaks", default="", help="what the rows take without offload, if it is known")
-    parser.add_argument("--limit", type=float, default=420, help="seconds")
+    parser.add_argument("--limit", type=records.seconds, default=420, help="seconds")
     parser.add_argument("--out", type=Path)
     records.add_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)

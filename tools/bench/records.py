@@ -85,6 +85,17 @@ def positive(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    """An argument of a command line that is a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of seconds")
+    return value
+
+
 def output(text: str) -> Path:
     """An argument of a command line that is a file to write, checked before anything is measured. Makes its folder."""
     path = Path(text)

@@ -341,8 +341,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--rounds", type=records.positive, default=1, help="rounds, each of two processes for a row and a side"
     )
     parser.add_argument("--prepare", type=int, default=6, help="processes that fill the compile caches; 0 for none")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
+    parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
+    parser.add_argument(
+        "--limit", type=records.seconds, default=3600.0, help="seconds after which no process is started"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing: the table of these measurements")

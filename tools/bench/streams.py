@@ -220,7 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(r.name for r in ROWS), help="names, separated by commas")
     parser.add_argument("--rounds", type=records.positive, default=1, help="rounds of four processes")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
+    parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
     parser.add_argument("--out", type=Path, help="folder for bench.jsonl")
     records.add_option(parser)
     args = parser.parse_args()

@@ -50,6 +50,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 import titan_results  # noqa: E402  # pyrefly: ignore[missing-import]
 from titan_config import depth, import_torchtitan, Row, WIDTHS  # noqa: E402  # pyrefly: ignore[missing-import]
@@ -173,9 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves, chosen alike")
     parser.add_argument("--once", action="store_true", help="each side once, in one order")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a process group (600)")
+    parser.add_argument("--limit", type=records.seconds, default=600.0, help="seconds for a process group (600)")
     parser.add_argument("--logs", type=Path, help="folder for what the processes print")
-    parser.add_argument("--jsonl", type=Path, help="file to which a JSON line for each row and side is added")
+    parser.add_argument("--jsonl", type=records.output, help="file to which a JSON line for each row and side is added")
     return parser
 
 
@@ -246,8 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs = args.logs or Path(folder)
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            if args.jsonl:
-                args.jsonl.open("a").close()
         except OSError as error:
             parser.error(f"{error.filename}: {error.strerror}")
         for row in rows:

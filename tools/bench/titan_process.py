@@ -161,6 +161,14 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     return times | memory | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
 
 
+def keep(folder: str, rank: str, answer: dict[str, Any]) -> None:
+    """Write the answer of a rank. The file has its name once it is whole, for torchrun may end this process at any
+    time."""
+    part = Path(folder, f"rank{rank}.part")
+    part.write_text(json.dumps(answer))
+    part.replace(part.with_suffix(".json"))
+
+
 def main(row: Row, side: str, folder: str) -> None:
     answer: dict[str, Any]
     try:
@@ -171,7 +179,7 @@ def main(row: Row, side: str, folder: str) -> None:
     except Exception as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], "at": time.time()}
-    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(answer))
+    keep(folder, os.environ["RANK"], answer)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in answer else 0)  # other ranks may wait in a collective

@@ -56,8 +56,8 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 def compare(sides: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
     """Compare losses and gradient norms of each side's turns with those of the side without graphs.
 
-    Returns a word for each side ("equal", "differs", or "-" where it can't be known), and a sentence for each side that
-    differs although the one without graphs repeats itself.
+    Returns a word for each side ("equal", "differs", or "-" where it can't be known, as of the side without graphs that
+    was run once), and a sentence for each side that differs although the one without graphs repeats itself.
     """
     words = dict.fromkeys(sides, "-")
     base = sides.get("none")
@@ -68,7 +68,7 @@ def compare(sides: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], list[s
         return {**words, "none": "doesn't repeat"}, []
     problems = []
     for name, side in sides.items():
-        if "error" in side:
+        if "error" in side or (name == "none" and len(side["turns"]) == 1):
             continue
         found = next(filter(None, (_difference(turn, expected) for turn in side["turns"])), None)
         words[name] = "differs" if found else "equal"
@@ -134,7 +134,8 @@ def table(measured: Mapping[Row, Mapping[str, dict[str, Any]]], depths: Mapping[
         hint = "" if row.deterministic else "; --deterministic has all sides choose the same kernels"
         problems += [f"{row.name}: {line}{hint}" for line in wrong]
         if "error" in sides.get("none", {"error": "not run"}):
-            problems.append(f"{row.name}: losses were not compared, for the side none is missing")
+            what = "failed" if "none" in sides else "is missing"
+            problems.append(f"{row.name}: losses were not compared, for the side none {what}")
     parts = [streams.aligned(lines)]
     if layers := per_layer(measured, depths):
         parts.append(streams.aligned(layers))
