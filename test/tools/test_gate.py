@@ -459,8 +459,16 @@ class TestInstructions(unittest.TestCase):
             said = self.fails("exec sleep 60")
         self.assertEqual(said, "valgrind took longer than 0.2 s: measure on a machine that is less busy")
 
+    def test_build_of_python_is_named_without_folders(self) -> None:
+        options = "'--prefix=/home/me' '--enable-shared' 'CFLAGS=-O1 -g'"
+        asked = mock.patch("subprocess.run", return_value=mock.Mock(stdout="gcc 12"))
+        with mock.patch("sysconfig.get_config_var", return_value=options), asked:
+            found = instructions.depends()
+        self.assertEqual(found["options of its build"], "--enable-shared CFLAGS=-O1 -g")
+        self.assertEqual(found["python"].split()[1], sys.version.split()[0])
+
     def test_compiler_with_arguments(self) -> None:
-        with mock.patch.dict(os.environ, {"CC": "ccache gcc"}):
+        with mock.patch("triton.runtime.build._find_compiler", return_value="ccache gcc"):
             said = instructions.missing()
         self.assertIn("the compiler 'ccache gcc' can't be run (No such file or directory): CC names one program", said)
 

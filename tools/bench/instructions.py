@@ -26,6 +26,7 @@ import mmap
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -230,12 +231,13 @@ def depends() -> dict[str, str]:
     def first_line(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
+    built = shlex.split(sysconfig.get_config_var("CONFIG_ARGS") or "")
     return {
         "processor": counts.processor(),
         "compiler": first_line(_find_compiler("c"), "--version"),
         "libc": " ".join(platform.libc_ver()),
         "python": f"Python {' '.join(sys.version.split())}",
-        "configuration of Python": sysconfig.get_config_var("CONFIG_ARGS") or "",
+        "options of its build": " ".join(option for option in built if "/" not in option),  # a folder counts nothing
         "valgrind": first_line("valgrind", "--version"),
     }
 
