@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gate
+import records
 import titan
 import titan_config
 import titan_process
@@ -35,7 +37,16 @@ def rank(ms: float = 100.0, mib: float = 1000.0, **more: Any) -> dict[str, Any]:
     memory = {key: mib * (i + 1) for i, key in enumerate(titan_results.MEMORY)}
     counts = {"captures": 8, "nodes": 400, "refusals": 0, "reasons": []}
     kept = {"losses": [12.0, 11.5, 11.25], "norms": [1.0, 2.0, 3.0]}
-    return {"ms": ms, "host ms": ms / 2, "first ms": [9000.0, ms], **memory, **counts, **kept, **more}
+    return {
+        "ms": ms,
+        "host ms": ms / 2,
+        "first ms": [9000.0, ms],
+        "each ms": [ms] * 3,
+        **memory,
+        **counts,
+        **kept,
+        **more,
+    }
 
 
 def side(*ranks: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +161,41 @@ class TestTable(unittest.TestCase):
         self.assertEqual([line["side"] for line in lines], ["none", "trees"] * 2)
         self.assertEqual((lines[0]["hardware"], lines[0]["layers"], lines[0]["equal"]), ("2 x H100", 4, "equal"))
         self.assertEqual(lines[1]["error"], "refused")
+
+
+class TestFigures(unittest.TestCase):
+    """The lines for the gate of benchmarks, which reads them."""
+
+    def check(self, folder: str, *runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
+        """Accept the first run, and check the last."""
+        path = Path(folder, "new.jsonl")
+        with mock.patch.object(gate, "BASELINE", Path(folder, "baseline")):
+            for what, sides in zip(("accept", "check"), runs, strict=True):
+                about = {"hardware": "2 x H100", "commit": "1234567"}
+                records.write(path, about, {"titan": {titan.gate_row(ROW): titan_results.figures(sides)}})
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    status = gate.main([what, str(path)])
+        return status, out.getvalue()
+
+    def test_slower_steps_more_memory_and_lost_graphs(self) -> None:
+        def run(ms: float, mib: float, refusals: int) -> dict[str, dict[str, Any]]:
+            turn = rank(ms, mib, refusals=refusals)
+            return {"none": side(rank(), rank()), "relaunch": side(turn, turn)}
+
+        with tempfile.TemporaryDirectory() as folder:
+            status, out = self.check(folder, run(90.0, 1000.0, 0), run(90.0, 1000.0, 0))
+            self.assertEqual((status, out.count("\n")), (0, 1))
+            status, out = self.check(folder, run(90.0, 1000.0, 0), run(108.0, 1020.0, 2))
+        found = {line.split("  ")[2].strip() for line in out.splitlines() if line.startswith("regressed")}
+        memory = {f"relaunch {key}" for key in titan_results.MEMORY}
+        self.assertEqual((status, found), (1, {"relaunch / none", "relaunch refusals", *memory}), out)
+
+    def test_side_that_failed_has_none(self) -> None:
+        sides = {"none": {"error": "out of memory", "turns": []}, "titan": side(rank())}
+        found = titan_results.figures(sides)
+        self.assertEqual(found["wall time"], {"titan / none": []})
+        self.assertEqual(found["count"]["titan nodes"], [400])
+        self.assertFalse([name for kind in found.values() for name in kind if name.startswith("none")])
 
 
 class TestArguments(unittest.TestCase):

@@ -4,6 +4,7 @@
     python tools/bench/titan.py --width 70B --layers 4,8 --seq 4096 --sides none,relaunch,titan,trees
     python tools/bench/titan.py --width 8B --seq 512,4096 --jsonl FILE
     python tools/bench/titan.py --width qwen3-moe --seq 4096 --batch 4
+    python tools/bench/titan.py --width 8B --gate FILE                      for tools/bench/gate.py
     python tools/bench/titan.py --width 70B --layers 4 --tp 2               two GPUs share each batch
     python tools/bench/titan.py --width 70B --layers 16,24 --tp 2           eight GPUs; not run yet
     python tools/bench/titan.py --width debug --seq 64 --device cpu         two processes without a GPU
@@ -129,6 +130,12 @@ def record(path: Path, about: dict[str, Any], row: Row, sides: dict[str, dict[st
             print(json.dumps(line), file=file)
 
 
+def gate_row(row: Row) -> str:
+    """The name of a row among all that are measured on a host."""
+    choice = ", deterministic" if row.deterministic else ""
+    return f"{row.name}, {row.gpus} of the GPUs, {row.attention}{choice}"
+
+
 # ---- arguments
 
 
@@ -177,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=records.seconds, default=600.0, help="seconds for a process group (600)")
     parser.add_argument("--logs", type=Path, help="folder for what the processes print")
     parser.add_argument("--jsonl", type=records.output, help="file to which a JSON line for each row and side is added")
+    parser.add_argument("--gate", type=records.output, metavar="FILE", help="JSON lines for tools/bench/gate.py")
     return parser
 
 
@@ -253,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured[row] = measure(row, args.sides, args.once, args.limit, logs)
             if args.jsonl:
                 record(args.jsonl, about, row, measured[row])
+    records.write(args.gate, about, {"titan": {gate_row(row): titan_results.figures(s) for row, s in measured.items()}})
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, torchtitan {about['torchtitan']}, ", end="")
     print(f"commit {about['commit']}\n\n{titan_results.table(measured, {w: depth(w) for w in args.width})}")
     return 0 if titan_results.passed(measured) else 1

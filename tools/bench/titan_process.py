@@ -157,7 +157,12 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     memory = _memory(base) if on_gpu else {}
     training.step(keep_loss=True)
     kept = training.trainer.metrics_processor
-    times = {"first ms": first[:5], "ms": statistics.median(steps), "host ms": statistics.median(host)}
+    times = {
+        "first ms": first[:5],
+        "ms": statistics.median(steps),
+        "each ms": steps,
+        "host ms": statistics.median(host),
+    }
     return times | memory | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
 
 

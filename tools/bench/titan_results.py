@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from typing import Any, TYPE_CHECKING
 
+import records  # pyrefly: ignore[missing-import]
 import streams  # pyrefly: ignore[missing-import]
 
 
@@ -28,7 +29,8 @@ def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if errors:
         return {"error": min(errors, key=lambda rank: rank["at"])["error"]}
     turn = {key: max(rank[key] for rank in ranks) for key in SLOWEST if key in ranks[0]}
-    turn["first ms"] = [max(times) for times in zip(*(rank["first ms"] for rank in ranks))]
+    for key in ("first ms", "each ms"):
+        turn[key] = [max(times) for times in zip(*(rank[key] for rank in ranks))]
     turn["reasons"] = list(dict.fromkeys(reason for rank in ranks for reason in rank.get("reasons", ())))
     return turn | {key: ranks[0][key] for key in ("losses", "norms")}
 
@@ -42,6 +44,20 @@ def side_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     side |= {"noise": max(times) / min(times) - 1} if len(times) > 1 else {}
     side |= {"first ms": turns[-1]["first ms"], "turns": turns}
     return side | {key: turns[0][key] for key in ("losses", "norms", "reasons")}
+
+
+def figures(sides: Mapping[str, dict[str, Any]]) -> records.Figures:
+    """The figures of a row for the gate. A sample of a time is some steps in a row of one turn, divided by those of the
+    side without graphs; one of memory and counts is a turn. Sides that failed have none."""
+    turns = {name: side["turns"] for name, side in sides.items() if "error" not in side}
+    each = {name: [ms for turn in of_side for ms in turn["each ms"]] for name, of_side in turns.items()}
+    found: records.Figures = {"wall time": {}, "bytes": {}, "count": {}}
+    for name, of_side in turns.items():
+        if name != "none":
+            found["wall time"][f"{name} / none"] = records.ratios(each[name], each.get("none", []))
+        for kind, keys in (("bytes", MEMORY), ("count", COUNTS)):
+            found[kind] |= {f"{name} {key}": values for key, values in records.samples(of_side, keys).items()}
+    return found
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
