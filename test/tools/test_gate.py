@@ -262,7 +262,7 @@ class TestBadInput(GateTestCase):
 
 
 class TestBenchmarks(GateTestCase):
-    """What each benchmark gives the gate, from what its processes said."""
+    """Figures of each benchmark, from what its processes said."""
 
     def assert_found(self, rows: dict[str, Figures], worse: dict[str, Figures], expected: set[str]) -> None:
         """The worse run regresses in the expected figures, and the same run in none."""
@@ -578,7 +578,7 @@ class Times:
         }
 
     def figures(self, seed: int, change: dict[str, float] | None = None, rounds: int = 5) -> dict[str, Figures]:
-        """What a run of the benchmark would write. `change` are factors of relaunch's figures."""
+        """Figures that a run of the benchmark would write. `change` are factors of relaunch's figures."""
         draw = random.Random(seed)
         found = {}
         for name, sides in self.rows.items():

@@ -33,7 +33,7 @@ DEPTHS = {"70B": 80}
 
 
 def rank(ms: float = 100.0, mib: float = 1000.0, **more: Any) -> dict[str, Any]:
-    """What a rank of a side with graphs answers."""
+    """An answer of a rank of a side with graphs."""
     memory = {key: mib * (i + 1) for i, key in enumerate(titan_results.MEMORY)}
     counts = {"captures": 8, "nodes": 400, "refusals": 0, "reasons": []}
     kept = {"losses": [12.0, 11.5, 11.25], "norms": [1.0, 2.0, 3.0]}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `python -m torch_overlay check` costs beyond compilation, on GPT-2 small with a side stream. Needs no GPU.
+"""Times `python -m torch_overlay check` beyond compilation, on GPT-2 small with a side stream. Needs no GPU.
 
     python tools/bench/check.py [--layers 12] [--sequence 128]
 

@@ -116,7 +116,7 @@ def compare(old: Record, new: Record) -> Iterator[Finding]:
 
 
 def _other_machine(old: Record, new: Record) -> str:
-    """What of `depends` differs between two records of a row; empty if nothing does."""
+    """Say where `depends` of two records of a row differs; empty if nowhere."""
     before, after = ((r.about.get("depends") or {}) for r in (old, new))
     if before == after:
         return ""

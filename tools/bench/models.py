@@ -236,7 +236,7 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
 
 
 def figures(result: dict[str, Any]) -> records.Figures:
-    """What the gate compares: a sample is of one turn, divided by that of the other side's."""
+    """Figures for the gate: a sample is of one turn, divided by that of the other side's."""
     turns = {name: side.get("turns", []) for name, side in result["sides"].items()}
     mine = turns.pop("relaunch", [])
     found: records.Figures = {"device time": {}, "wall time": {}, "bytes": records.samples(mine, ["reserved MiB"])}

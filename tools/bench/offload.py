@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What activation offload costs: training steps with a budget that cuts peak memory by 40 %, against the same without.
+"""Measures activation offload: training steps with a budget that cuts peak memory by 40 %, against the same without.
 
     python tools/bench/offload.py [--rows llama,gpt2] [--modes default,reduce-overhead] [--cut 0.4] [--out DIR]
 
@@ -158,7 +158,7 @@ def turn(phase: int) -> Iterator[None]:
 
 
 def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is found, part by part."""
+    """Yield what is found, part by part."""
     import offload_models  # pyrefly: ignore[missing-import]
     import torch
     from torch._dynamo.utils import counters
@@ -410,7 +410,7 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
 
 
 def figures(r: dict[str, Any]) -> records.Figures:
-    """What the gate compares: a sample of the time is a step with offload, divided by the same step without."""
+    """Figures for the gate: a sample of the time is a step with offload, divided by the same step without."""
     wanted = ("on peak GiB", "on reserved GiB", "host GiB")
     return {
         "device time": {"on / off": records.ratios(r.get("on measured ms", []), r.get("off measured ms", []))},

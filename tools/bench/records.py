@@ -37,7 +37,7 @@ TIMED = ("device time", "wall time")
 
 
 class BadInput(Exception):
-    """What a file lacks, or has wrong, in one line."""
+    """An error of a file, in one line: what it lacks, or has wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def device_of(hardware: str) -> str:
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of each sample to the other side's of the same turn; none where a side lacks a turn."""
+    """Ratios of each sample to the other side's of the same turn; none where a side lacks a turn."""
     return [a / b for a, b in zip(mine, others) if b] if len(mine) == len(others) else []
 
 
@@ -169,7 +169,7 @@ def read(path: Path) -> list[Record]:
 
 
 def _problem(value: Any, head: Mapping[str, Any]) -> str:
-    """What is wrong with a line that should be a row; empty if nothing is."""
+    """Say what is wrong with a line that should be a row; empty if nothing is."""
     if not isinstance(value, dict) or not isinstance(value.get("row"), str):
         return "neither a row nor a line about rows"
     about = head.get("about", {})

@@ -167,7 +167,7 @@ def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dic
 
 
 def figures(row: str, results: Sequence[dict[str, Any]]) -> records.Figures:
-    """What the gate compares. A sample of a time is a round over all sizes: the median, over the sizes, of relaunch's
+    """Figures for the gate. A sample of a time is a round over all sizes: the median, over the sizes, of relaunch's
     call to the second call without a graph."""
     sides = {side: [r for r in results if (r["row"], r["side"]) == (row, side)] for side in SIDES}
     mine = sides["relaunch"]

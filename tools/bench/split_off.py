@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What an operator that a CUDA graph can't hold costs a model: Llama with one that waits between its two halves.
+"""Measures what an operator outside of CUDA graphs costs a model: Llama with one that waits between its two halves.
 
     python tools/bench/split_off.py [--rounds 1] [--jsonl FILE]
 

@@ -111,7 +111,7 @@ def watch_captures() -> Counter[str]:
 
 
 def _graphs(side: str, captured: Counter[str]) -> dict[str, Any]:
-    """What became of the graphs: captures, their nodes, and refusals with the first reasons."""
+    """Counts of the graphs: captures, their nodes, and refusals with the first reasons."""
     from relaunch_process import counters  # pyrefly: ignore[missing-import]
     from torch._dynamo.utils import counters as dynamo
 

@@ -1,4 +1,4 @@
-"""What the ranks of the benchmark of training at scale answered: merged, compared, and as tables.
+"""Answers of the ranks of the benchmark of training at scale: merged, compared, and as tables.
 
 A turn is what the ranks of one process group say, a side is all turns of one side for a row.
 """
