@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 BASELINE = HERE.parents[1] / "benchmarks" / "baseline"
 SURE = 4.0  # standard errors of a difference that is no noise
 FEWEST = 6  # samples that say something about the noise of a time
-FAILING = ("regressed", "improved", "changed")
 TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation, of normal noise
+OF_MEDIAN = 1.2533  # standard error of a median to that of a mean
+FAILING = ("regressed", "improved", "changed")
 HINT = """
 Look whether each change is meant. If all are, accept them: tools/bench/gate.py accept, and say why in the commit."""
-OF_MEDIAN = 1.2533  # standard error of a median to that of a mean
 
 
 @dataclasses.dataclass(frozen=True)
