@@ -23,6 +23,7 @@ import titan
 import titan_config
 import titan_process
 import titan_results
+import torch
 from titan_config import Row
 
 import form
@@ -190,6 +191,26 @@ class TestFigures(unittest.TestCase):
         memory = {f"relaunch {key}" for key in titan_results.MEMORY}
         self.assertEqual((status, found), (1, {"relaunch / none", "relaunch refusals", *memory}), out)
 
+    def test_run_writes_lines_for_the_gate(self) -> None:
+        about = {"hardware": "NVIDIA H100, 580.1\nNVIDIA H100, 580.1", "torch, cuda, triton": "", "commit": "1234567"}
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            for target, name, value in (
+                (titan, "turn", lambda *_: titan_results.merged([rank()])),
+                (titan, "_check_install", lambda _: None),
+                (titan, "depth", lambda _: 80),
+                (titan.streams, "describe", lambda: about),
+                (titan.importlib.metadata, "version", lambda _: "1.0"),
+                (torch.cuda, "device_count", lambda: 2),
+            ):
+                stack.enter_context(mock.patch.object(target, name, value))
+            path = Path(folder, "gate.jsonl")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                status = titan.main(["--width", "70B", "--sides", "none,relaunch", "--gate", str(path)])
+            (record,) = records.read(path)
+        self.assertEqual((status, record.bench, record.about["device"]), (0, "titan", "2-x-nvidia-h100"))
+        self.assertEqual(record.row, "70B 4 layers 1 x 4096, 2 of the GPUs, flex")
+        self.assertEqual(record.figures["wall time"], {"relaunch / none": [1.0] * gate.FEWEST})
+
     def test_side_that_failed_has_none(self) -> None:
         sides = {"none": {"error": "out of memory", "turns": []}, "titan": side(rank())}
         found = titan_results.figures(sides)
@@ -245,6 +266,7 @@ class TestArguments(unittest.TestCase):
             ("--gpus", "4"): "--gpus 4: there are 2",
             ("--tp", "4"): "--tp 4 doesn't divide the 2 processes",
             ("--device", "cpu", "--sides", "none,trees"): "--sides trees: CUDA graphs need a GPU",
+            ("--device", "cpu", "--gate", os.devnull): "--gate: only what a GPU does is compared",
             ("--device", "cpu", "--attention", "flex"): "--attention flex: torch compiles it for training on a GPU",
         }.items():
             with self.subTest(arguments):

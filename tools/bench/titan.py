@@ -230,6 +230,8 @@ def rows_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[R
     args.sides = args.sides or possible
     if others := [side for side in args.sides if side not in possible]:
         parser.error(f"--sides {','.join(others)}: CUDA graphs need a GPU")
+    if args.gate and args.device == "cpu":
+        parser.error("--gate: only what a GPU does is compared; --jsonl writes lines of a run without one")
     args.attention = args.attention or ("flex" if args.device == "cuda" else "sdpa")
     if wrong := [seq for seq in args.seq if seq % (CHUNKS * args.tp)]:
         parser.error(f"--seq {wrong[0]} is no multiple of {CHUNKS * args.tp}: the loss has {CHUNKS} chunks, times --tp")
