@@ -11,14 +11,18 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import counts
 import gate
 import instructions
 import models
@@ -76,13 +80,22 @@ class GateTestCase(unittest.TestCase):
 
 class TestVerdicts(GateTestCase):
     def test_row_by_row_with_both_values(self) -> None:
-        self.accept({"a": {"exact": {"events": [3], "waits": [2], "copies": [1]}}})
-        status, out = self.check({"a": {"exact": {"events": [4], "waits": [1], "copies": [1]}}})
+        self.accept({"a": {"count": {"events": [3], "waits": [2], "copies": [1]}}})
+        status, out = self.check({"a": {"count": {"events": [4], "waits": [1], "copies": [1]}}})
         self.assertEqual(status, 1)
         rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-        self.assertIn(["regressed", "bench: a", "events", "exact", "3", "4", "+33.3%"], rows)
-        self.assertIn(["improved", "bench: a", "waits", "exact", "2", "1", "-50.0%"], rows)
-        self.assertIn("3 figures: 1 regressed, 1 improved, 0 noisy, 0 skipped, 1 same", out)
+        self.assertIn(["regressed", "bench: a", "events", "count", "3", "4", "+33.3%"], rows)
+        self.assertIn(["improved", "bench: a", "waits", "count", "2", "1", "-50.0%"], rows)
+        self.assertIn("3 figures: 1 regressed, 1 improved, 0 changed, 0 noisy, 0 skipped, 1 same", out)
+
+    def test_lost_graph_is_a_change_and_no_gain(self) -> None:
+        self.accept({"a": {"exact": {"graphs": [1], "graph nodes": [3], "refusals": [0], "kernels": [3]}}})
+        status, out = self.check({"a": {"exact": {"graphs": [0], "graph nodes": [0], "refusals": [1], "kernels": [3]}}})
+        self.assertEqual(status, 1)
+        rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+        self.assertIn(["changed", "bench: a", "graph nodes", "exact", "3", "0", "-100.0%"], rows)
+        self.assertIn("4 figures: 0 regressed, 0 improved, 3 changed, 0 noisy, 0 skipped, 1 same", out)
+        self.assertIn("Look whether each change is meant.", out)
 
     def test_something_where_nothing_was(self) -> None:
         self.accept({"a": {"exact": {"refusals": [0]}}})
@@ -114,6 +127,12 @@ class TestVerdicts(GateTestCase):
         status, out = self.check(rows, depends={"compiler": "clang 15"})
         self.assertEqual(status, 0)
         self.assertRegex(out, "skipped .* with clang 15; the baseline with gcc 12")
+
+    def test_other_compiler_is_said_alone(self) -> None:
+        rows: dict[str, Figures] = {"a": {"instructions": {"a call": [1000.0]}}}
+        self.accept(rows, depends={"compiler": "gcc 12", "libc": "glibc 2.36"})
+        _, out = self.check(rows, depends={"compiler": "gcc 13", "libc": "glibc 2.36", "python": "3.12"})
+        self.assertIn("with gcc 13, 3.12; the baseline with gcc 12, no python named", out)
 
     def test_accepting_makes_it_the_same(self) -> None:
         self.accept({"a": {"exact": {"events": [3]}}, "b": {"exact": {"events": [1]}}})
@@ -152,6 +171,41 @@ class TestBadInput(GateTestCase):
         path = self.write({"a": {"exact": {"events": [3]}}})
         self.assert_told(".*/baseline/a-device.jsonl: no baseline for this device: accept one", "check", path)
 
+    def test_row_that_depends_on_another_machine(self) -> None:
+        rows: dict[str, Figures] = {"a": {"instructions": {"a call": [1000.0]}}}
+        self.accept(rows, depends={"compiler": "gcc 12"})
+        path = self.write(rows, depends={"compiler": "gcc 13"})
+        expected = "bench: row a was measured with gcc 13; the baseline with gcc 12: .* pass --other-machine"
+        self.assert_told(expected, "accept", path)
+        self.assertEqual(self.check(rows, depends={"compiler": "gcc 12"})[1].count("1 same"), 1)
+        self.assertEqual(self.run_gate("accept", self.write(rows, depends={}), "--other-machine")[0], 0)
+
+    def test_changes_that_no_commit_has(self) -> None:
+        path = self.write({"a": {"exact": {"events": [3]}}}, commit="1234567-dirty")
+        expected = "bench: row a was measured at 1234567-dirty, with changes no commit has: commit and measure again"
+        self.assert_told(expected, "accept", path)
+        self.assertEqual(self.run_gate("accept", path, "--dirty")[0], 0)
+        self.assertEqual(self.run_gate("check", path)[0], 0)
+
+    def test_baseline_that_cannot_be_written(self) -> None:
+        (self.folder / "baseline").touch()
+        path = self.write({"a": {"exact": {"events": [3]}}})
+        self.assert_told(".*/baseline/a-device.jsonl: can't be written: File exists", "accept", path)
+
+    def test_reader_that_has_gone(self) -> None:
+        rows: dict[str, Figures] = {str(i): {"exact": {"events": [3]}} for i in range(5000)}
+        self.accept(rows)
+        path = self.write({name: {"exact": {"events": [4]}} for name in rows})
+        call = f"import sys, pathlib, gate; gate.BASELINE = pathlib.Path({str(gate.BASELINE)!r}); sys.exit(gate.main())"
+        command = [sys.executable, "-c", call, "check", path]
+        process = subprocess.Popen(
+            command, cwd=Path(gate.__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        self.assertEqual((process.stderr.read(), process.wait()), ("", 1))
+        process.stderr.close()
+
     def test_missing_rows_and_figures(self) -> None:
         both: dict[str, Figures] = {name: {"exact": {"events": [3]}} for name in "ab"}
         self.accept(both)
@@ -179,6 +233,17 @@ class TestBadInput(GateTestCase):
             (["{"], "1: not a JSON line"),
             ([head, "[]"], "2: neither a row"),
             ([row], "1: no line before this row says on which device"),
+            (["[" * 100_000], "1: not a JSON line"),
+            (["1" * 10_000], "1: not a JSON line"),
+            *(
+                ([json.dumps({"bench": "bench", "about": {"device": device}}), row], "2: the device .* is no name")
+                for device in (["cpu"], 7, "../cpu", "NVIDIA H100")
+            ),
+            (
+                [json.dumps({"bench": "bench", "about": {**ABOUT, "depends": ["gcc"]}}), row],
+                "2: what the figures depend",
+            ),
+            ([head, row.replace("[3]", f"[{10**400}]")], "2: events of row a has no list"),
             ([head, row, row], "3: a second row a of bench"),
             ([head, '{"row": "a"}'], "2: row a has no figures"),
             (
@@ -197,7 +262,7 @@ class TestBadInput(GateTestCase):
 
 
 class TestBenchmarks(GateTestCase):
-    """What each benchmark gives the gate, from what its processes said."""
+    """Figures of each benchmark, from what its processes said."""
 
     def assert_found(self, rows: dict[str, Figures], worse: dict[str, Figures], expected: set[str]) -> None:
         """The worse run regresses in the expected figures, and the same run in none."""
@@ -318,9 +383,9 @@ class TestInjectedCounts(unittest.TestCase):
     """Every change is found in the counts of the program, as the gate compares them."""
 
     def larger(self, old: Figures, new: Figures) -> set[str]:
-        """The names of the figures that regressed."""
+        """The names of the figures that the gate tells, and that got larger."""
         before, now = (records.Record("bench", "row", ABOUT, figures) for figures in (old, new))
-        return {f.name for f in gate.compare(before, now) if f.verdict == "regressed"}
+        return {f.name for f in gate.compare(before, now) if f.verdict == "changed" and f.new > f.old}
 
     def test_generated_code(self) -> None:
         old = stream_counts.figures(PROGRAM)
@@ -369,6 +434,101 @@ class TestInjectedCounts(unittest.TestCase):
         yield "refusal", mock.patch.object(relaunch_fakes, "prove", refuses), {"refusals"}
 
 
+class TestInstructions(unittest.TestCase):
+    """The process that counts instructions, with a script in the place of valgrind."""
+
+    def fails(self, valgrind: str, **environment: str) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "valgrind")
+            script.write_text(f"#!/bin/sh\n{valgrind}\n")
+            script.chmod(0o755)
+            environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+            with mock.patch.dict(os.environ, environment), self.assertRaises(RuntimeError) as raised:
+                instructions.measure()
+        return str(raised.exception)
+
+    def test_variables_of_the_caller_are_kept_from_the_process(self) -> None:
+        names = ("TORCH_OVERLAY_CUDAGRAPHS", "PYTHONMALLOC", "PYTHONHASHSEED", "GLIBC_TUNABLES", "LD_PRELOAD", "MINE")
+        said = self.fails(
+            f"env | grep -E '^({'|'.join(names)})=' | sort | tr '\\n' ' ' >&2", **dict.fromkeys(names, "7")
+        )
+        self.assertTrue(said.endswith("status 0: MINE=7 PYTHONHASHSEED=0"), said)
+
+    def test_valgrind_that_takes_too_long(self) -> None:
+        with mock.patch.object(instructions, "LIMIT", 0.2):
+            said = self.fails("exec sleep 60")
+        self.assertEqual(said, "valgrind took longer than 0.2 s: measure on a machine that is less busy")
+
+    def test_build_of_python_is_named_without_folders(self) -> None:
+        options = "'--prefix=/home/me' '--enable-shared' 'CFLAGS=-O1 -g'"
+        asked = mock.patch("subprocess.run", return_value=mock.Mock(stdout="gcc 12"))
+        with mock.patch("sysconfig.get_config_var", return_value=options), asked:
+            found = instructions.depends()
+        self.assertEqual(found["options of its build"], "--enable-shared CFLAGS=-O1 -g")
+        self.assertEqual(found["python"].split()[1], sys.version.split()[0])
+
+    def test_compiler_with_arguments(self) -> None:
+        with mock.patch("triton.runtime.build._find_compiler", return_value="ccache gcc"):
+            said = instructions.missing()
+        self.assertIn("the compiler 'ccache gcc' can't be run (No such file or directory): CC names one program", said)
+
+
+class TestCounts(GateTestCase):
+    NAMES = tuple(f"program {i}" for i in range(400))
+
+    def run_counts(self, *argv: str) -> tuple[int, str]:
+        programs = mock.Mock(names=lambda: list(self.NAMES))
+        patched = mock.patch.dict(counts.CORPORA, {"relaunch programs": programs})
+        with patched, contextlib.redirect_stdout(io.StringIO()) as out:
+            status = counts.main(["--corpora", "relaunch programs", *argv])
+        return status, out.getvalue()
+
+    def accept_names(self, *names: str) -> None:
+        path = self.folder / "names.jsonl"
+        records.write(
+            path, {**ABOUT, "device": "cpu"}, {"relaunch programs": {n: {"exact": {"x": [1]}} for n in names}}
+        )
+        self.assertEqual(self.run_gate("accept", str(path))[0], 0)
+
+    def test_programs_that_are_new_or_gone_are_told_without_compiling(self) -> None:
+        self.accept_names(*self.NAMES)
+        self.assertEqual(self.run_counts("--names"), (0, "the baseline has a row for each program\n"))
+        self.accept_names(*self.NAMES[1:], "old")
+        status, out = self.run_counts("--names")
+        expected = [
+            "relaunch programs: program 0 is not in the baseline: accept it",
+            "relaunch programs: old of the baseline is gone: accept it",
+        ]
+        self.assertEqual((status, out.splitlines()), (1, expected))
+
+    def test_new_program_leaves_the_others_in_the_sample(self) -> None:
+        taken = counts.sample(self.NAMES, 5)
+        self.assertTrue(40 < len(taken) < 120, len(taken))
+        self.assertEqual([n for n in counts.sample(("a new one", *self.NAMES), 5) if n != "a new one"], taken)
+        self.assertEqual(counts.sample(self.NAMES, 1), list(self.NAMES))
+
+    def test_arguments_that_are_told_before_anything_is_counted(self) -> None:
+        self.folder.joinpath("file").touch()
+        for *argv, expected in (
+            ("--jobs", "0", "--jobs: '0' is not a positive whole number"),
+            ("--sample", "-1", "--sample: '-1' is not a positive whole number"),
+            ("--sample", "1.5", "--sample: '1.5' is not a positive whole number"),
+            ("--jsonl", str(self.folder), "can't be written (Is a directory): name a file"),
+            ("--jsonl", f"{self.folder}/file/new.jsonl", "can't be written (File exists): name a file"),
+            ("--names", "cpu.jsonl: can't be read: No such file"),
+        ):
+            with self.subTest(argv), mock.patch.object(counts, "measure", side_effect=AssertionError):
+                with contextlib.redirect_stderr(io.StringIO()) as said, self.assertRaises(SystemExit) as left:
+                    self.run_counts(*argv)
+                self.assertEqual(left.exception.code, 2)
+                self.assertIn(expected, said.getvalue().splitlines()[-1])
+
+    def test_file_that_can_be_written_is_not_left_behind(self) -> None:
+        path = self.folder / "new" / "counts.jsonl"
+        self.assertEqual(records.output(str(path)), path)
+        self.assertFalse(path.exists())
+
+
 SLOWER_RUNNER = """
 import sys
 from pathlib import Path
@@ -385,7 +545,7 @@ class TestInjectedInstructions(GateTestCase):
     def setUp(self) -> None:
         super().setUp()
         if what := instructions.missing():
-            self.skipTest(f"needs {what}")
+            self.skipTest(what)
 
     def test_one_more_python_call_a_relaunch(self) -> None:
         def rows(script: str) -> dict[str, Figures]:
@@ -418,7 +578,7 @@ class Times:
         }
 
     def figures(self, seed: int, change: dict[str, float] | None = None, rounds: int = 5) -> dict[str, Figures]:
-        """What a run of the benchmark would write. `change` are factors of relaunch's figures."""
+        """Figures that a run of the benchmark would write. `change` are factors of relaunch's figures."""
         draw = random.Random(seed)
         found = {}
         for name, sides in self.rows.items():

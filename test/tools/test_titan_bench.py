@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gate
+import records
 import titan
 import titan_config
 import titan_process
 import titan_results
+import torch
 from titan_config import Row
 
 import form
@@ -31,11 +34,20 @@ DEPTHS = {"70B": 80}
 
 
 def rank(ms: float = 100.0, mib: float = 1000.0, **more: Any) -> dict[str, Any]:
-    """What a rank of a side with graphs answers."""
+    """An answer of a rank of a side with graphs."""
     memory = {key: mib * (i + 1) for i, key in enumerate(titan_results.MEMORY)}
     counts = {"captures": 8, "nodes": 400, "refusals": 0, "reasons": []}
     kept = {"losses": [12.0, 11.5, 11.25], "norms": [1.0, 2.0, 3.0]}
-    return {"ms": ms, "host ms": ms / 2, "first ms": [9000.0, ms], **memory, **counts, **kept, **more}
+    return {
+        "ms": ms,
+        "host ms": ms / 2,
+        "first ms": [9000.0, ms],
+        "each ms": [ms] * 3,
+        **memory,
+        **counts,
+        **kept,
+        **more,
+    }
 
 
 def side(*ranks: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +109,16 @@ class TestLosses(unittest.TestCase):
         self.assertIn("none, which was run once, and may not repeat itself", titan_results.compare(sides)[1][0])
 
     def test_nothing_to_compare_with(self) -> None:
-        for sides in ({"relaunch": side(rank())}, {"none": {"error": "x", "turns": []}, "relaunch": side(rank())}):
+        failed = {"error": "out of memory", "turns": []}
+        for sides, what in (({}, "is missing"), ({"none": failed}, "failed")):
+            sides = {**sides, "relaunch": side(rank())}
             self.assertEqual(titan_results.compare(sides)[0]["relaunch"], "-")
-            self.assertIn("the side none is missing", titan_results.table({ROW: sides}, DEPTHS))
+            self.assertIn(f"not compared, for the side none {what}", titan_results.table({ROW: sides}, DEPTHS))
+
+    def test_one_turn_is_equal_to_nothing(self) -> None:
+        self.assertEqual(titan_results.compare({"none": side(rank())}), ({"none": "-"}, []))
+        words, _ = titan_results.compare({"none": side(rank()), "relaunch": side(rank())})
+        self.assertEqual(words, {"none": "-", "relaunch": "equal"})
 
 
 class TestTable(unittest.TestCase):
@@ -136,13 +155,68 @@ class TestTable(unittest.TestCase):
     def test_json_line_of_each_side(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "lines")
-            sides = {"none": side(rank()), "trees": {"error": "refused", "turns": []}}
+            sides = {"none": side(rank(), rank()), "trees": {"error": "refused", "turns": []}}
             for _ in range(2):
                 titan.record(path, {"hardware": "2 x H100"}, ROW, sides)
             lines = [json.loads(line) for line in path.read_text().splitlines()]
         self.assertEqual([line["side"] for line in lines], ["none", "trees"] * 2)
         self.assertEqual((lines[0]["hardware"], lines[0]["layers"], lines[0]["equal"]), ("2 x H100", 4, "equal"))
         self.assertEqual(lines[1]["error"], "refused")
+
+
+class TestFigures(unittest.TestCase):
+    """The lines for the gate of benchmarks, which reads them."""
+
+    def check(self, folder: str, *runs: dict[str, dict[str, Any]]) -> tuple[int, str]:
+        """Accept the first run, and check the last."""
+        path = Path(folder, "new.jsonl")
+        with mock.patch.object(gate, "BASELINE", Path(folder, "baseline")):
+            for what, sides in zip(("accept", "check"), runs, strict=True):
+                about = {"hardware": "2 x H100", "commit": "1234567"}
+                records.write(path, about, {"titan": {titan.gate_row(ROW): titan_results.figures(sides)}})
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    status = gate.main([what, str(path)])
+        return status, out.getvalue()
+
+    def test_slower_steps_more_memory_and_lost_graphs(self) -> None:
+        def run(ms: float, mib: float, refusals: int) -> dict[str, dict[str, Any]]:
+            turn = rank(ms, mib, refusals=refusals)
+            return {"none": side(rank(), rank()), "relaunch": side(turn, turn)}
+
+        with tempfile.TemporaryDirectory() as folder:
+            status, out = self.check(folder, run(90.0, 1000.0, 0), run(90.0, 1000.0, 0))
+            self.assertEqual((status, out.count("\n")), (0, 1))
+            status, out = self.check(folder, run(90.0, 1000.0, 0), run(108.0, 1020.0, 2))
+        found = {line.split("  ")[2].strip() for line in out.splitlines() if line.startswith("regressed")}
+        memory = {f"relaunch {key}" for key in titan_results.MEMORY}
+        self.assertEqual((status, found), (1, {"relaunch / none", "relaunch refusals", *memory}), out)
+
+    def test_run_writes_lines_for_the_gate(self) -> None:
+        about = {"hardware": "NVIDIA H100, 580.1\nNVIDIA H100, 580.1", "torch, cuda, triton": "", "commit": "1234567"}
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            for target, name, value in (
+                (titan, "turn", lambda *_: titan_results.merged([rank()])),
+                (titan, "_check_install", lambda _: None),
+                (titan, "depth", lambda _: 80),
+                (titan.streams, "describe", lambda: about),
+                (titan.importlib.metadata, "version", lambda _: "1.0"),
+                (torch.cuda, "device_count", lambda: 2),
+            ):
+                stack.enter_context(mock.patch.object(target, name, value))
+            path = Path(folder, "gate.jsonl")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                status = titan.main(["--width", "70B", "--sides", "none,relaunch", "--gate", str(path)])
+            (record,) = records.read(path)
+        self.assertEqual((status, record.bench, record.about["device"]), (0, "titan", "2-x-nvidia-h100"))
+        self.assertEqual(record.row, "70B 4 layers 1 x 4096, 2 of the GPUs, flex")
+        self.assertEqual(record.figures["wall time"], {"relaunch / none": [1.0] * gate.FEWEST})
+
+    def test_side_that_failed_has_none(self) -> None:
+        sides = {"none": {"error": "out of memory", "turns": []}, "titan": side(rank())}
+        found = titan_results.figures(sides)
+        self.assertEqual(found["wall time"], {"titan / none": []})
+        self.assertEqual(found["count"]["titan nodes"], [400])
+        self.assertFalse([name for kind in found.values() for name in kind if name.startswith("none")])
 
 
 class TestArguments(unittest.TestCase):
@@ -182,12 +256,17 @@ class TestArguments(unittest.TestCase):
             ("--layers", "4,x"): "'4,x' is not a list of positive numbers, like 4,8",
             ("--layers", "0"): "'0' is not a list of positive numbers",
             ("--tp", "1,2"): "'1,2' is not one number",
+            ("--limit", "0"): "'0' is not a positive, finite number of seconds",
+            ("--limit", "inf"): "'inf' is not a positive, finite number of seconds",
+            ("--limit", "nan"): "'nan' is not a positive, finite number of seconds",
+            ("--jsonl", "/"): "'/' can't be written (Is a directory)",
             ("--layers", "81"): "--layers 81: 70B has 80",
             ("--seq", "100"): "--seq 100 is no multiple of 8",
             ("--seq", "8", "--tp", "2"): "--seq 8 is no multiple of 16",
             ("--gpus", "4"): "--gpus 4: there are 2",
             ("--tp", "4"): "--tp 4 doesn't divide the 2 processes",
             ("--device", "cpu", "--sides", "none,trees"): "--sides trees: CUDA graphs need a GPU",
+            ("--device", "cpu", "--gate", os.devnull): "--gate: only what a GPU does is compared",
             ("--device", "cpu", "--attention", "flex"): "--attention flex: torch compiles it for training on a GPU",
         }.items():
             with self.subTest(arguments):
@@ -225,6 +304,17 @@ class TestProcessGroup(unittest.TestCase):
             """)["ms"],
             110.0,
         )
+
+    def test_answer_has_its_name_once_it_is_whole(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            with (
+                mock.patch.object(Path, "replace", side_effect=KeyboardInterrupt),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                titan_process.keep(folder, "0", rank())
+            self.assertEqual(list(Path(folder).glob("rank*.json")), [])
+            titan_process.keep(folder, "0", rank())
+            self.assertEqual(json.loads(Path(folder, "rank0.json").read_text()), rank())
 
     def test_error_of_a_rank(self) -> None:
         program = """pathlib.Path(sys.argv[1], "rank1.json").write_text('{"error": "out of memory", "at": 1}')"""

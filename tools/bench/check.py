@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `python -m torch_overlay check` costs beyond compilation, on GPT-2 small with a side stream. Needs no GPU.
+"""Times `python -m torch_overlay check` beyond compilation, on GPT-2 small with a side stream. Needs no GPU.
 
     python tools/bench/check.py [--layers 12] [--sequence 128]
 
@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
+
 
 LIMIT = 10.0
 ROWS: dict[str, dict[str, Any]] = {
@@ -81,8 +85,8 @@ def measure(layers: int, sequence: int, **options: Any) -> tuple[float, float, A
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--layers", type=records.positive, default=12)
+    parser.add_argument("--sequence", type=records.positive, default=128)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     print(f"GPT-2, {options.layers} layers, sequence {options.sequence}; {os.cpu_count()} cores")

@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Counts what the programs of the tests' corpora do: kernels, events, waits, nodes, allocations. Needs no GPU.
 
-    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--every 25] [--jobs 2]
+    python tools/bench/counts.py --jsonl FILE [--corpora 'stream programs'] [--sample 25] [--jobs 2]
+    python tools/bench/counts.py --names
 
 `stream_counts` says what is counted of programs with streams, `relaunch_counts` of those with CUDA graphs. Nothing is
-timed, and every count is the same on every machine. --every N takes each Nth program alone.
+timed, and every count is the same on every machine. --sample N takes about one program in N: those whose names have a
+hash that N divides, so that a new program doesn't change which of the others are taken. --names compiles nothing: it
+compares the names of the programs with the rows of the baseline. Exit status: 0, 1 if a program is new or gone, 2 for
+bad input.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import gc
 import multiprocessing
 import platform
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -23,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "inductor")]
 
+import gate  # noqa: E402  # pyrefly: ignore[missing-import]
 import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import relaunch_counts  # noqa: E402  # pyrefly: ignore[missing-import]
 import stream_counts  # noqa: E402  # pyrefly: ignore[missing-import]
@@ -64,14 +70,37 @@ def measure(program: tuple[str, str]) -> records.Figures:
         gc.enable()
 
 
+def sample(names: Sequence[str], one_in: int) -> list[str]:
+    """About one name in so many. Whether a name is taken depends on nothing but itself."""
+    return [name for name in names if zlib.crc32(name.encode()) % one_in == 0]
+
+
+def compare_names(corpora: Sequence[str], baseline: Path) -> list[str]:
+    """A line for each program that the baseline has no row for, and for each row that has no program. Raises BadInput
+    for a baseline that can't be read."""
+    rows = {record.key for record in records.read(baseline) if record.bench in corpora}
+    programs = {(corpus, name) for corpus in corpora for name in CORPORA[corpus].names()}
+    new = [f"{corpus}: {name} is not in the baseline: accept it" for corpus, name in sorted(programs - rows)]
+    gone = [f"{corpus}: {name} of the baseline is gone: accept it" for corpus, name in sorted(rows - programs)]
+    return [*new, *gone]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", nargs="+", choices=CORPORA, default=list(CORPORA))
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="take each Nth program; odd, for both modes")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--sample", type=records.positive, default=1, metavar="N", help="take one program in N")
+    parser.add_argument("--names", action="store_true", help="compare names with the baseline, and count nothing")
+    parser.add_argument("--jobs", type=records.positive, default=2, help="processes")
     records.add_option(parser)
     args = parser.parse_args(argv)
-    programs = [(corpus, name) for corpus in args.corpora for name in CORPORA[corpus].names()[:: args.every]]
+    if args.names:
+        try:
+            differences = compare_names(args.corpora, gate.BASELINE / "cpu.jsonl")
+        except records.BadInput as error:
+            parser.error(str(error))
+        print("\n".join(differences or ["the baseline has a row for each program"]))
+        return int(bool(differences))
+    programs = [(corpus, name) for corpus in args.corpora for name in sample(CORPORA[corpus].names(), args.sample)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
         found = dict(zip(programs, pool.map(measure, programs, chunksize=4)))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Compares what benchmarks measured with what was accepted: no figure gets worse unseen, nor better.
+"""Compares what benchmarks measured with what was accepted: no figure changes unseen.
 
     python tools/bench/gate.py check NEW.jsonl [MORE.jsonl] [--some] [--all]
-    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some]
+    python tools/bench/gate.py accept NEW.jsonl [MORE.jsonl] [--some] [--other-machine] [--dirty]
 
 A benchmark writes such files with --jsonl FILE (`records`). The accepted ones are benchmarks/baseline/DEVICE.jsonl, a
 line for each row, with hardware, versions and commit. A figure's value is the median of its samples, and its noise is
@@ -10,11 +10,13 @@ estimated from their median absolute deviations:
 
     regressed    larger: by more than the noise, and, noise included, by as much as matters for its kind
     improved     the same, smaller; accept it, or a later change may lose it unseen
+    changed      a count of compiled code that isn't the accepted one: more or fewer, it says nothing about better
     noisy        a change that matters could hide in the noise: measure more processes or turns, and quietly
     skipped      what the figure depends on (`depends` of the line about it) differs from that of the baseline
 
 Rows without these words are the same, and printed with --all. A row of a benchmark that was measured must be on both
-sides, or, with --some, in the baseline. Exit status: 0, 1 if anything regressed or improved, 2 for bad input.
+sides, or, with --some, in the baseline. Exit status: 0, 1 if anything regressed, improved or changed, 2 for bad
+input.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import argparse
 import collections
 import dataclasses
 import math
+import os
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 
 HERE = Path(__file__).resolve().parent
@@ -45,6 +48,9 @@ SURE = 4.0  # standard errors of a difference that is no noise
 FEWEST = 6  # samples that say something about the noise of a time
 TO_SIGMA = 1.4826  # median absolute deviation -> standard deviation, of normal noise
 OF_MEDIAN = 1.2533  # standard error of a median to that of a mean
+FAILING = ("regressed", "improved", "changed")
+HINT = """
+Look whether each change is meant. If all are, accept them: tools/bench/gate.py accept, and say why in the commit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Finding:
         size, limit = abs(self.change), KINDS[self.kind]
         if self.why:
             return "skipped"
+        if self.kind == "exact":
+            return "changed" if size else "same"
         if size > self.noise and size + self.noise >= limit:
             return "regressed" if self.change > 0 else "improved"
         return "noisy" if self.noise > limit else "same"
@@ -96,8 +104,7 @@ def noise_of(kind: str, old: Sequence[float], new: Sequence[float]) -> float:
 
 def compare(old: Record, new: Record) -> Iterator[Finding]:
     """Every figure of a row. Raises BadInput where a side lacks one."""
-    before, after = old.about.get("depends"), new.about.get("depends")
-    why = "" if before == after else f"with {_named(after)}; the baseline with {_named(before)}"
+    why = _other_machine(old, new)
     for kind in dict.fromkeys((*old.figures, *new.figures)):
         mine, theirs = new.figures.get(kind, {}), old.figures.get(kind, {})
         for name in dict.fromkeys((*theirs, *mine)):
@@ -108,8 +115,14 @@ def compare(old: Record, new: Record) -> Iterator[Finding]:
             yield Finding(new, name, kind, statistics.median(a), statistics.median(b), noise_of(kind, a, b), why)
 
 
-def _named(depends: Any) -> str:
-    return ", ".join(map(str, depends.values())) if isinstance(depends, dict) else "nothing named"
+def _other_machine(old: Record, new: Record) -> str:
+    """Say where `depends` of two records of a row differs; empty if nowhere."""
+    before, after = ((r.about.get("depends") or {}) for r in (old, new))
+    if before == after:
+        return ""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    ours, theirs = (", ".join(str(side.get(name, f"no {name} named")) for name in names) for side in (after, before))
+    return f"with {ours}; the baseline with {theirs}"
 
 
 def check(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> tuple[list[Finding], int]:
@@ -126,11 +139,30 @@ def check(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> tupl
     return [f for key, record in measured.items() for f in compare(old[key], record)], len(missing)
 
 
-def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool) -> list[Record]:
-    """The next baseline. Rows that a benchmark no longer has are dropped, unless only some were measured."""
-    benches = {r.bench for r in new}
+def accept(baseline: Sequence[Record], new: Sequence[Record], some: bool, other_machine: bool = False) -> list[Record]:
+    """The next baseline. Rows that a benchmark no longer has are dropped, unless only some were measured.
+
+    Raises BadInput where figures depend on a machine that isn't the baseline's: they would be compared there no more.
+    """
+    old, benches = {r.key: r for r in baseline}, {r.bench for r in new}
+    for record in () if other_machine else new:
+        if record.key in old and (why := _other_machine(old[record.key], record)):
+            raise BadInput(
+                f"{record.bench}: row {record.row} was measured {why}: measure it there, or pass --other-machine to "
+                "compare it here from now on"
+            )
     kept = {r.key: r for r in baseline if some or r.bench not in benches}
     return [record for _, record in sorted({**kept, **{r.key: r for r in new}}.items())]
+
+
+def check_commits(new: Sequence[Record]) -> None:
+    """Raises BadInput for a row that was measured with changes that no commit has."""
+    for record in new:
+        if (commit := str(record.about.get("commit"))).endswith("-dirty"):
+            raise BadInput(
+                f"{record.bench}: row {record.row} was measured at {commit}, with changes no commit has: commit and "
+                "measure again, or pass --dirty"
+            )
 
 
 def load(files: Sequence[Path]) -> tuple[Path, list[Record]]:
@@ -152,9 +184,17 @@ def report(findings: Sequence[Finding], unmeasured: int, everything: bool) -> st
         header = ["", "row", "figure", "kind", "baseline", "now", "change", ""]
         lines = [*streams.aligned([header, *(f.cells() for f in shown)]), ""]
     counts = collections.Counter(f.verdict for f in findings)
-    told = [f"{counts[word]} {word}" for word in ("regressed", "improved", "noisy", "skipped", "same")]
+    told = [f"{counts[word]} {word}" for word in (*FAILING, "noisy", "skipped", "same")]
     tail = f"; {unmeasured} rows of the baseline were not measured" if unmeasured else ""
     return "\n".join([*lines, f"{len(findings)} figures: {', '.join(told)}{tail}"])
+
+
+def show(text: str) -> None:
+    """Print, and stay quiet where nobody reads on, as with `| head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,14 +203,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="+", metavar="NEW.jsonl")
     parser.add_argument("--some", action="store_true", help="not every row of these benchmarks was measured")
     parser.add_argument("--all", action="store_true", help="print what is the same, too")
+    parser.add_argument("--other-machine", action="store_true", help="accept what depends on another machine")
+    parser.add_argument("--dirty", action="store_true", help="accept what was measured with changes not committed")
     args = parser.parse_args(argv)
     try:
         path, new = load(args.files)
         if args.what == "accept":
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not args.dirty:
+                check_commits(new)
             baseline = records.read(path) if path.exists() else []
-            path.write_text(records.text(accept(baseline, new, args.some)))
-            print(f"{path}: {len(new)} rows accepted")
+            text = records.text(accept(baseline, new, args.some, args.other_machine))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            except OSError as error:
+                raise BadInput(f"{path}: can't be written: {error.strerror}") from error
+            show(f"{path}: {len(new)} rows accepted")
             return 0
         if not path.exists():
             raise BadInput(f"{path}: no baseline for this device: accept one, measured on the main branch")
@@ -178,9 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"gate: {error}", file=sys.stderr)
         return 2
-    print(report(findings, unmeasured, args.all))
-    if failed := any(f.verdict in ("regressed", "improved") for f in findings):
-        print("If the change is meant, accept it: tools/bench/gate.py accept, and say why in the commit.")
+    failed = any(f.verdict in FAILING for f in findings)
+    show(report(findings, unmeasured, args.all) + (HINT if failed else ""))
     return int(failed)
 
 

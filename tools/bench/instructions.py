@@ -9,7 +9,10 @@
 
 The C module runs on stand-ins for the driver, whose own instructions are few. Each is called in two loops of different
 length, so that what is done once drops out. The counts are those of one processor model, compiler and Python, which the
-JSON lines name, and are compared only where these are the same.
+JSON lines name, and are compared only where these are the same. Variables of the caller that change what Python, the
+overlay or the loader do are kept from the process (`CHANGING`).
+
+Exit status: 0, also where valgrind isn't installed, with a line that says so; 1 if the process failed or took too long.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import mmap
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import types
 from pathlib import Path
@@ -43,6 +48,8 @@ import records  # noqa: E402  # pyrefly: ignore[missing-import]
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+CHANGING = ("TORCH_OVERLAY_", "PYTHON", "LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")  # how names of variables begin
+LIMIT = 900.0  # seconds for valgrind, which takes about a minute
 LOOPS = 20, 50, 250  # calls; the first loop warms up
 LOW, STEP = 4 << 30, 1 << 20  # bytes
 _held: list[mmap.mmap] = []
@@ -193,14 +200,20 @@ def run(folder: Path) -> None:
 
 
 def measure(script: str = __file__) -> dict[str, float]:
-    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed. `script` is what
-    runs the cases for `--run FOLDER`."""
+    """Instructions a call, by case. Raises RuntimeError, with what the process said, if it failed or took longer than
+    LIMIT. `script` is what runs the cases for `--run FOLDER`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind"
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(CHANGING)}
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         command = [*valgrind, sys.executable, script, "--run", folder]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"valgrind took longer than {LIMIT:g} s: measure on a machine that is less busy"
+            ) from error
         dumps = [Path(f"{out}.{i + 1}") for i in range(len(CASES) * len(LOOPS))]
         found = [re.search(r"^totals: (\d+)", d.read_text(), re.MULTILINE) for d in dumps if d.exists()]
     totals = [int(match[1]) for match in found if match]
@@ -212,28 +225,34 @@ def measure(script: str = __file__) -> dict[str, float]:
 
 
 def depends() -> dict[str, str]:
-    """What instruction counts depend on."""
+    """Names of all that instruction counts depend on."""
     from triton.runtime.build import _find_compiler
 
     def first_line(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
+    built = shlex.split(sysconfig.get_config_var("CONFIG_ARGS") or "")
     return {
         "processor": counts.processor(),
         "compiler": first_line(_find_compiler("c"), "--version"),
         "libc": " ".join(platform.libc_ver()),
-        "python": f"Python {platform.python_version()}",
+        "python": f"Python {' '.join(sys.version.split())}",
+        "options of its build": " ".join(option for option in built if "/" not in option),  # a folder counts nothing
         "valgrind": first_line("valgrind", "--version"),
     }
 
 
 def missing() -> str:
-    """What is not installed that this needs; empty if all is."""
+    """A sentence on what this needs and doesn't find; empty if all is there."""
     from triton.runtime.build import _find_compiler
 
-    command = [_find_compiler("c"), "-E", "-x", "c", "-"]
-    preprocessed = subprocess.run(command, input=COMMANDS, capture_output=True, text=True)
-    return "" if shutil.which("valgrind") and not preprocessed.returncode else "valgrind and its header callgrind.h"
+    compiler = _find_compiler("c")
+    try:
+        preprocessed = subprocess.run([compiler, "-E", "-x", "c", "-"], input=COMMANDS, capture_output=True, text=True)
+    except OSError as error:
+        return f"the compiler {compiler!r} can't be run ({error.strerror}): CC names one program, without arguments"
+    there = shutil.which("valgrind") and not preprocessed.returncode
+    return "" if there else "valgrind and its header callgrind.h are not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,9 +263,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.run:
         run(args.run)
     if what := missing():
-        print(f"instructions are not counted: {what} are not installed")
+        print(f"instructions are not counted: {what}")
         return 0
-    found = measure()
+    try:
+        found = measure()
+    except RuntimeError as error:
+        print(f"instructions are not counted: {error}", file=sys.stderr)
+        return 1
     for name, count in found.items():
         print(f"{name}: {count:.0f} instructions a call")
     rows = {name: {"instructions": {"a call": [count]}} for name, count in found.items()}

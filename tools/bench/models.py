@@ -236,7 +236,7 @@ def _result(row: str, warm: dict[str, Any], turns: dict[str, list[dict[str, Any]
 
 
 def figures(result: dict[str, Any]) -> records.Figures:
-    """What the gate compares: a sample is of one turn, divided by that of the other side's."""
+    """Figures for the gate: a sample is of one turn, divided by that of the other side's."""
     turns = {name: side.get("turns", []) for name, side in result["sides"].items()}
     mine = turns.pop("relaunch", [])
     found: records.Figures = {"device time": {}, "wall time": {}, "bytes": records.samples(mine, ["reserved MiB"])}
@@ -280,10 +280,14 @@ def main() -> int:
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=["off", "trees", "relaunch"])
-    parser.add_argument("--jobs", type=int, default=14, help="processes that compile together")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two turns of a row and a side")
+    parser.add_argument("--jobs", type=records.positive, default=14, help="processes that compile together")
+    parser.add_argument(
+        "--rounds", type=records.positive, default=1, help="rounds, each of two turns of a row and a side"
+    )
     parser.add_argument("--compare-only", action="store_true", help="compare the results, with the same kernels")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
+    parser.add_argument(
+        "--limit", type=records.seconds, default=3600.0, help="seconds after which no process is started"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     args = parser.parse_args()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What activation offload costs: training steps with a budget that cuts peak memory by 40 %, against the same without.
+"""Measures activation offload: training steps with a budget that cuts peak memory by 40 %, against the same without.
 
     python tools/bench/offload.py [--rows llama,gpt2] [--modes default,reduce-overhead] [--cut 0.4] [--out DIR]
 
@@ -158,7 +158,7 @@ def turn(phase: int) -> Iterator[None]:
 
 
 def measure(row: str, mode: str, side_name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is found, part by part."""
+    """Yield what is found, part by part."""
     import offload_models  # pyrefly: ignore[missing-import]
     import torch
     from torch._dynamo.utils import counters
@@ -410,7 +410,7 @@ def table(results: list[dict[str, Any]], cut: float) -> bool:
 
 
 def figures(r: dict[str, Any]) -> records.Figures:
-    """What the gate compares: a sample of the time is a step with offload, divided by the same step without."""
+    """Figures for the gate: a sample of the time is a step with offload, divided by the same step without."""
     wanted = ("on peak GiB", "on reserved GiB", "host GiB")
     return {
         "device time": {"on / off": records.ratios(r.get("on measured ms", []), r.get("off measured ms", []))},
@@ -444,12 +444,12 @@ def main() -> int:
     parser.add_argument("--modes", default="default,reduce-overhead")
     parser.add_argument("--oom", default="llama", help="rows that are tried with too little memory, too")
     parser.add_argument("--cut", type=float, default=0.4, help="how much of the peak the budget takes off")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2, help="measured steps a turn")
-    parser.add_argument("--length", type=int, help="tokens, for every row")
-    parser.add_argument("--layers", type=int, help="fewer layers, to try the benchmark out")
+    parser.add_argument("--turns", type=records.positive, default=2)
+    parser.add_argument("--steps", type=records.positive, default=2, help="measured steps a turn")
+    parser.add_argument("--length", type=records.positive, help="tokens, for every row")
+    parser.add_argument("--layers", type=records.positive, help="fewer layers, to try the benchmark out")
     parser.add_argument("--peaks", default="", help="what the rows take without offload, if it is known")
-    parser.add_argument("--limit", type=float, default=420, help="seconds")
+    parser.add_argument("--limit", type=records.seconds, default=420, help="seconds")
     parser.add_argument("--out", type=Path)
     records.add_option(parser)
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -4,12 +4,14 @@
     {"row": "llama", "figures": {"device time": {"relaunch / trees": [0.801, 0.799]}, "count": {"nodes": [265, 265]}}}
 
 A line with `about` says what measured the rows after it, and where. A row has figures by kind (`KINDS`), and a figure
-has its repeated samples: one a process, or one a turn of a process. Less is better in every figure. A time is always a
+has its repeated samples: one a process, or one a turn of a process. Less is better in every figure but those of the
+kind "exact": counts of compiled code have no direction, for a graph that is lost makes fewer nodes. A time is always a
 ratio of two times of one run, because times of two machines, or of two days, don't compare.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -19,13 +21,12 @@ from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
 Figures = dict[str, dict[str, list[float]]]  # kind -> name -> samples
 
 KINDS = {  # -> the smallest relative change that matters
-    "exact": 0.0,  # counts of compiled code: nothing in them is chance
+    "exact": 0.0,  # counts of compiled code: nothing in them is chance, and any other value is a change
     "count": 0.01,  # launches, nodes, events, waits and patches, as a process counted them
     "bytes": 0.01,
     "instructions": 0.01,
@@ -36,7 +37,7 @@ TIMED = ("device time", "wall time")
 
 
 class BadInput(Exception):
-    """What a file lacks, or has wrong, in one line."""
+    """An error of a file, in one line: what it lacks, or has wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def device_of(hardware: str) -> str:
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of each sample to the other side's of the same turn; none where a side lacks a turn."""
+    """Ratios of each sample to the other side's of the same turn; none where a side lacks a turn."""
     return [a / b for a, b in zip(mine, others) if b] if len(mine) == len(others) else []
 
 
@@ -67,11 +68,52 @@ def samples(results: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[
 
 
 def number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def positive(text: str) -> int:
+    """An argument of a command line that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def seconds(text: str) -> float:
+    """An argument of a command line that is a positive, finite number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive, finite number of seconds")
+    return value
+
+
+def output(text: str) -> Path:
+    """An argument of a command line that is a file to write, checked before anything is measured. Makes its folder."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be written ({getattr(error, 'strerror', error)}): name a file in a folder of yours"
+        ) from error
+    return path
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="JSON lines for tools/bench/gate.py")
+    parser.add_argument("--jsonl", type=output, metavar="FILE", help="JSON lines for tools/bench/gate.py")
 
 
 def write(path: Path | None, about: Mapping[str, Any], benches: Mapping[str, Mapping[str, Figures]]) -> None:
@@ -80,7 +122,6 @@ def write(path: Path | None, about: Mapping[str, Any], benches: Mapping[str, Map
         return
     where = {"device": device_of(about.get("hardware", "")), **about}
     where.pop("command", None)  # it names the folders of whoever measured
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(Record(bench, row, where, f) for bench, rows in benches.items() for row, f in rows.items()))
 
 
@@ -110,8 +151,9 @@ def read(path: Path) -> list[Record]:
     for place, line in ((f"{path}:{i}", line) for i, line in enumerate(lines, start=1)):
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{place}: not a JSON line ({error.msg}); measure again") from error
+        except (ValueError, RecursionError) as error:
+            why = getattr(error, "msg", error)
+            raise BadInput(f"{place}: not a JSON line ({why}); measure again") from error
         if isinstance(value, dict) and isinstance(value.get("bench"), str) and isinstance(value.get("about"), dict):
             head = value
             continue
@@ -127,11 +169,16 @@ def read(path: Path) -> list[Record]:
 
 
 def _problem(value: Any, head: Mapping[str, Any]) -> str:
-    """What is wrong with a line that should be a row; empty if nothing is."""
+    """Say what is wrong with a line that should be a row; empty if nothing is."""
     if not isinstance(value, dict) or not isinstance(value.get("row"), str):
         return "neither a row nor a line about rows"
-    if not head.get("about", {}).get("device"):
+    about = head.get("about", {})
+    if not about.get("device"):
         return "no line before this row says on which device it was measured"
+    if not isinstance(about["device"], str) or not re.fullmatch("[a-z0-9-]+", about["device"]):
+        return f"the device {about['device']!r} is no name of small letters, digits and hyphens"
+    if not isinstance(about.get("depends", {}), dict):
+        return "what the figures depend on has no names"
     figures = value.get("figures")
     if not isinstance(figures, dict) or not figures:
         return f"row {value['row']} has no figures"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What CUDA graphs cost and gain under torch.compile: no graph, upstream's trees, relaunch, and a graph made by hand.
+"""Compares CUDA graphs under torch.compile: no graph, upstream's trees, relaunch, and a graph made by hand.
 
     python tools/bench/relaunch.py --out DIR [--rows llama,mlp] [--sides off,trees,relaunch,replay] [--limit 540]
     python tools/bench/relaunch.py --read DIR1/measurements.jsonl DIR2/measurements.jsonl
@@ -87,7 +87,7 @@ MODELS = ("gpt2", "bert", "resnet50", "llama")
 
 @dataclasses.dataclass
 class Row:
-    """What the processes said about one row: side -> results, in order."""
+    """Answers of the processes about one row: side -> results, in order."""
 
     name: str
     results: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
@@ -114,7 +114,7 @@ class Row:
         return max(spread)
 
     def ratio(self, key: str, side: str, *others: str) -> float | None:
-        """Of the side to the least of the others; None if one of them is missing."""
+        """Ratio of the side to the least of the others; None if one of them is missing."""
         mine = self.figure(side, key)
         theirs = [figure for other in others if (figure := self.figure(other, key)) is not None]
         if mine is None or len(theirs) < len(others) or not min(theirs):
@@ -122,7 +122,7 @@ class Row:
         return mine / min(theirs)
 
     def figures(self) -> records.Figures:
-        """What the gate compares: a sample is of one process, divided by that of the other side's in the same turn."""
+        """Figures for the gate: a sample is of one process, divided by that of the other side's in the same turn."""
         mine = self.results.get("relaunch", [])
         found: records.Figures = {kind: {} for kind, *_ in COMPARED}
         for kind, key, others in COMPARED:
@@ -159,7 +159,7 @@ class Limit:
 
 
 def limits(rows: dict[str, Row]) -> list[Limit]:
-    """Those whose rows were measured."""
+    """Limits whose rows were measured."""
     found: list[Limit] = []
 
     def say(row: str, what: str, limit: float, value: Callable[[Row], float | None]) -> None:
@@ -244,7 +244,7 @@ def limit_table(found: Sequence[Limit]) -> str:
 
 
 class Process:
-    """Of one row and side. It imports at once, and touches the device when it is asked."""
+    """A process of one row and side. It imports at once, and touches the device when it is asked."""
 
     def __init__(self, row: str, side: str, warm: bool = False, compiled: bool = False) -> None:
         """With `compiled`, its kernels are in the compile caches: it needs no processes that compile beside it."""
@@ -337,10 +337,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["off", "trees", "relaunch", "replay"],
         help=f"of {', '.join(SIDES)}; stock: trees without the overlay; python: relaunch without the C helper",
     )
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two processes for a row and a side")
+    parser.add_argument(
+        "--rounds", type=records.positive, default=1, help="rounds, each of two processes for a row and a side"
+    )
     parser.add_argument("--prepare", type=int, default=6, help="processes that fill the compile caches; 0 for none")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no process is started")
+    parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
+    parser.add_argument(
+        "--limit", type=records.seconds, default=3600.0, help="seconds after which no process is started"
+    )
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing: the table of these measurements")

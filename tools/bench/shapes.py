@@ -167,7 +167,7 @@ def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dic
 
 
 def figures(row: str, results: Sequence[dict[str, Any]]) -> records.Figures:
-    """What the gate compares. A sample of a time is a round over all sizes: the median, over the sizes, of relaunch's
+    """Figures for the gate. A sample of a time is a round over all sizes: the median, over the sizes, of relaunch's
     call to the second call without a graph."""
     sides = {side: [r for r in results if (r["row"], r["side"]) == (row, side)] for side in SIDES}
     mine = sides["relaunch"]
@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--serve", nargs=2, metavar=("ROW", "SIDE"), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sides", type=lambda text: text.split(","), default=list(SIDES))
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all")
+    parser.add_argument("--limit", type=records.seconds, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="folder for the JSON lines")
     records.add_option(parser)
     args = parser.parse_args()

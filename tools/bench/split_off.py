@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What an operator that a CUDA graph can't hold costs a model: Llama with one that waits between its two halves.
+"""Measures what an operator outside of CUDA graphs costs a model: Llama with one that waits between its two halves.
 
     python tools/bench/split_off.py [--rounds 1] [--jsonl FILE]
 
@@ -45,7 +45,9 @@ def main() -> None:
     import transformers as hf
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="rounds, each of two turns with the operator and without")
+    parser.add_argument(
+        "--rounds", type=records.positive, default=1, help="rounds, each of two turns with the operator and without"
+    )
     records.add_option(parser)
     args = parser.parse_args()
     config = relaunch_rows.llama_config()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What streams cost and gain under torch.compile, with the overlay and on stock PyTorch, in one run.
+"""Measures what streams cost and gain under torch.compile, with the overlay and on stock PyTorch, in one run.
 
     python tools/bench/streams.py [--rows 'two chains,experts'] [--rounds 2] [--out DIR]
 
@@ -93,7 +93,7 @@ ROWS = [
 
 @dataclasses.dataclass
 class Side:
-    """What the processes of one side said about one row."""
+    """Answers of the processes of one side about one row."""
 
     results: list[dict[str, float]] = dataclasses.field(default_factory=list)
     errors: list[str] = dataclasses.field(default_factory=list)
@@ -187,7 +187,7 @@ def judge(row: Row, overlay: Side, stock: Side) -> dict[str, Any]:
 
 
 def figures(row: Row, overlay: Side, stock: Side) -> records.Figures:
-    """What the gate compares: the row's ratio in each process, against stock's in the same turn if that is the row."""
+    """Figures for the gate: the row's ratio in each process, against stock's in the same turn if that is the row."""
     found = [row.ratio(r) for r in overlay.results]
     if row.against_stock:
         found = records.ratios(found, [row.ratio(r) for r in stock.results])
@@ -219,8 +219,8 @@ def table(judged: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(r.name for r in ROWS), help="names, separated by commas")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of four processes")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one process")
+    parser.add_argument("--rounds", type=records.positive, default=1, help="rounds of four processes")
+    parser.add_argument("--timeout", type=records.seconds, default=240.0, help="seconds for one process")
     parser.add_argument("--out", type=Path, help="folder for bench.jsonl")
     records.add_option(parser)
     args = parser.parse_args()

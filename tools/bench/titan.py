@@ -4,6 +4,7 @@
     python tools/bench/titan.py --width 70B --layers 4,8 --seq 4096 --sides none,relaunch,titan,trees
     python tools/bench/titan.py --width 8B --seq 512,4096 --jsonl FILE
     python tools/bench/titan.py --width qwen3-moe --seq 4096 --batch 4
+    python tools/bench/titan.py --width 8B --gate FILE                      for tools/bench/gate.py
     python tools/bench/titan.py --width 70B --layers 4 --tp 2               two GPUs share each batch
     python tools/bench/titan.py --width 70B --layers 16,24 --tp 2           eight GPUs; not run yet
     python tools/bench/titan.py --width debug --seq 64 --device cpu         two processes without a GPU
@@ -50,6 +51,7 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
+import records  # noqa: E402  # pyrefly: ignore[missing-import]
 import streams  # noqa: E402  # pyrefly: ignore[missing-import]
 import titan_results  # noqa: E402  # pyrefly: ignore[missing-import]
 from titan_config import depth, import_torchtitan, Row, WIDTHS  # noqa: E402  # pyrefly: ignore[missing-import]
@@ -128,6 +130,12 @@ def record(path: Path, about: dict[str, Any], row: Row, sides: dict[str, dict[st
             print(json.dumps(line), file=file)
 
 
+def gate_row(row: Row) -> str:
+    """The name of a row among all that are measured on a host."""
+    choice = ", deterministic" if row.deterministic else ""
+    return f"{row.name}, {row.gpus} of the GPUs, {row.attention}{choice}"
+
+
 # ---- arguments
 
 
@@ -173,9 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves, chosen alike")
     parser.add_argument("--once", action="store_true", help="each side once, in one order")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a process group (600)")
+    parser.add_argument("--limit", type=records.seconds, default=600.0, help="seconds for a process group (600)")
     parser.add_argument("--logs", type=Path, help="folder for what the processes print")
-    parser.add_argument("--jsonl", type=Path, help="file to which a JSON line for each row and side is added")
+    parser.add_argument("--jsonl", type=records.output, help="file to which a JSON line for each row and side is added")
+    parser.add_argument("--gate", type=records.output, metavar="FILE", help="JSON lines for tools/bench/gate.py")
     return parser
 
 
@@ -221,6 +230,8 @@ def rows_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[R
     args.sides = args.sides or possible
     if others := [side for side in args.sides if side not in possible]:
         parser.error(f"--sides {','.join(others)}: CUDA graphs need a GPU")
+    if args.gate and args.device == "cpu":
+        parser.error("--gate: only what a GPU does is compared; --jsonl writes lines of a run without one")
     args.attention = args.attention or ("flex" if args.device == "cuda" else "sdpa")
     if wrong := [seq for seq in args.seq if seq % (CHUNKS * args.tp)]:
         parser.error(f"--seq {wrong[0]} is no multiple of {CHUNKS * args.tp}: the loss has {CHUNKS} chunks, times --tp")
@@ -246,14 +257,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs = args.logs or Path(folder)
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            if args.jsonl:
-                args.jsonl.open("a").close()
         except OSError as error:
             parser.error(f"{error.filename}: {error.strerror}")
         for row in rows:
             measured[row] = measure(row, args.sides, args.once, args.limit, logs)
             if args.jsonl:
                 record(args.jsonl, about, row, measured[row])
+    records.write(args.gate, about, {"titan": {gate_row(row): titan_results.figures(s) for row, s in measured.items()}})
     print(f"{about['hardware']}, torch {about['torch, cuda, triton']}, torchtitan {about['torchtitan']}, ", end="")
     print(f"commit {about['commit']}\n\n{titan_results.table(measured, {w: depth(w) for w in args.width})}")
     return 0 if titan_results.passed(measured) else 1

@@ -111,7 +111,7 @@ def watch_captures() -> Counter[str]:
 
 
 def _graphs(side: str, captured: Counter[str]) -> dict[str, Any]:
-    """What became of the graphs: captures, their nodes, and refusals with the first reasons."""
+    """Counts of the graphs: captures, their nodes, and refusals with the first reasons."""
     from relaunch_process import counters  # pyrefly: ignore[missing-import]
     from torch._dynamo.utils import counters as dynamo
 
@@ -157,8 +157,21 @@ def measure(row: Row, side: str, folder: str) -> dict[str, Any]:
     memory = _memory(base) if on_gpu else {}
     training.step(keep_loss=True)
     kept = training.trainer.metrics_processor
-    times = {"first ms": first[:5], "ms": statistics.median(steps), "host ms": statistics.median(host)}
+    times = {
+        "first ms": first[:5],
+        "ms": statistics.median(steps),
+        "each ms": steps,
+        "host ms": statistics.median(host),
+    }
     return times | memory | _graphs(side, captured) | {"losses": kept.losses, "norms": kept.norms}
+
+
+def keep(folder: str, rank: str, answer: dict[str, Any]) -> None:
+    """Write the answer of a rank. The file has its name once it is whole, for torchrun may end this process at any
+    time."""
+    part = Path(folder, f"rank{rank}.part")
+    part.write_text(json.dumps(answer))
+    part.replace(part.with_suffix(".json"))
 
 
 def main(row: Row, side: str, folder: str) -> None:
@@ -171,7 +184,7 @@ def main(row: Row, side: str, folder: str) -> None:
     except Exception as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], "at": time.time()}
-    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(answer))
+    keep(folder, os.environ["RANK"], answer)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in answer else 0)  # other ranks may wait in a collective

@@ -1,4 +1,4 @@
-"""What the ranks of the benchmark of training at scale answered: merged, compared, and as tables.
+"""Answers of the ranks of the benchmark of training at scale: merged, compared, and as tables.
 
 A turn is what the ranks of one process group say, a side is all turns of one side for a row.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from typing import Any, TYPE_CHECKING
 
+import records  # pyrefly: ignore[missing-import]
 import streams  # pyrefly: ignore[missing-import]
 
 
@@ -28,7 +29,8 @@ def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if errors:
         return {"error": min(errors, key=lambda rank: rank["at"])["error"]}
     turn = {key: max(rank[key] for rank in ranks) for key in SLOWEST if key in ranks[0]}
-    turn["first ms"] = [max(times) for times in zip(*(rank["first ms"] for rank in ranks))]
+    for key in ("first ms", "each ms"):
+        turn[key] = [max(times) for times in zip(*(rank[key] for rank in ranks))]
     turn["reasons"] = list(dict.fromkeys(reason for rank in ranks for reason in rank.get("reasons", ())))
     return turn | {key: ranks[0][key] for key in ("losses", "norms")}
 
@@ -44,6 +46,20 @@ def side_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return side | {key: turns[0][key] for key in ("losses", "norms", "reasons")}
 
 
+def figures(sides: Mapping[str, dict[str, Any]]) -> records.Figures:
+    """The figures of a row for the gate. A sample of a time is some steps in a row of one turn, divided by those of the
+    side without graphs; one of memory and counts is a turn. Sides that failed have none."""
+    turns = {name: side["turns"] for name, side in sides.items() if "error" not in side}
+    each = {name: [ms for turn in of_side for ms in turn["each ms"]] for name, of_side in turns.items()}
+    found: records.Figures = {"wall time": {}, "bytes": {}, "count": {}}
+    for name, of_side in turns.items():
+        if name != "none":
+            found["wall time"][f"{name} / none"] = records.ratios(each[name], each.get("none", []))
+        for kind, keys in (("bytes", MEMORY), ("count", COUNTS)):
+            found[kind] |= {f"{name} {key}": values for key, values in records.samples(of_side, keys).items()}
+    return found
+
+
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """The first step at which two turns differ, None where they are equal bit for bit."""
     for key, what in (("losses", "loss"), ("norms", "gradient's norm")):
@@ -56,8 +72,8 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 def compare(sides: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], list[str]]:
     """Compare losses and gradient norms of each side's turns with those of the side without graphs.
 
-    Returns a word for each side ("equal", "differs", or "-" where it can't be known), and a sentence for each side that
-    differs although the one without graphs repeats itself.
+    Returns a word for each side ("equal", "differs", or "-" where it can't be known, as of the side without graphs that
+    was run once), and a sentence for each side that differs although the one without graphs repeats itself.
     """
     words = dict.fromkeys(sides, "-")
     base = sides.get("none")
@@ -68,7 +84,7 @@ def compare(sides: Mapping[str, dict[str, Any]]) -> tuple[dict[str, str], list[s
         return {**words, "none": "doesn't repeat"}, []
     problems = []
     for name, side in sides.items():
-        if "error" in side:
+        if "error" in side or (name == "none" and len(side["turns"]) == 1):
             continue
         found = next(filter(None, (_difference(turn, expected) for turn in side["turns"])), None)
         words[name] = "differs" if found else "equal"
@@ -134,7 +150,8 @@ def table(measured: Mapping[Row, Mapping[str, dict[str, Any]]], depths: Mapping[
         hint = "" if row.deterministic else "; --deterministic has all sides choose the same kernels"
         problems += [f"{row.name}: {line}{hint}" for line in wrong]
         if "error" in sides.get("none", {"error": "not run"}):
-            problems.append(f"{row.name}: losses were not compared, for the side none is missing")
+            what = "failed" if "none" in sides else "is missing"
+            problems.append(f"{row.name}: losses were not compared, for the side none {what}")
     parts = [streams.aligned(lines)]
     if layers := per_layer(measured, depths):
         parts.append(streams.aligned(layers))
