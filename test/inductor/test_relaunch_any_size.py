@@ -148,6 +148,14 @@ class TestAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(run.any_size.varied, {1, 2})
         self.assertEqual(run.outside, {"warm-up": 1})
 
+    def test_graph_stays_when_another_number_can_not_vary(self):
+        run = self.region(REGION.replace("    del x\n", "    for _ in range(m): pass\n    del x\n"))
+        for n, m in ((3, 5), (4, 5), (9, 7), (6, 5), (9, 8), (2, 9), (1, 6), (11, 5), (9, 7)):
+            self.call(run, n, m)
+        self.assertEqual(run.any_size.varied, {1})
+        self.assertEqual(run.outside, {"warm-up": 1 + 4})
+        self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+
     def test_graph_that_is_dropped_is_made_again(self):
         run = self.region()
         for n, m in ((3, 5), (4, 7)):

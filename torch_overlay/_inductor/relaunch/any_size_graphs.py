@@ -68,7 +68,8 @@ class AnySizeGraph:
         """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these
         numbers, or if the size with this key has a graph of its own."""
         own = runner.states.get(key)
-        if not runner.keyed or self.failures >= FAILURES or (own is not None and own.relaunch is not None):
+        is_known = self.key_of is not None or self.failures < FAILURES
+        if not runner.keyed or not is_known or (own is not None and own.relaunch is not None):
             return None
         with runner.device.guard():
             if (state := self._state(runner, inputs)) is None:
@@ -84,7 +85,9 @@ class AnySizeGraph:
             except RuntimeError as error:
                 if launches_of(state.relaunch) or "NodeSetParams" not in str(error):
                     raise
-                self.failures = FAILURES
+                with runner.lock:
+                    self.failures, self.key_of = FAILURES, None
+                    self._drop(runner)
                 self._fail(runner, str(error))
                 inputs[:] = originals or inputs
         return None
@@ -94,7 +97,7 @@ class AnySizeGraph:
         if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
             runner.touch(key)
             return state
-        if runner.plan is None or self._obstacle(runner) or _has_empty(inputs):
+        if self.failures >= FAILURES or runner.plan is None or self._obstacle(runner) or _has_empty(inputs):
             return None
         numbers = {k: inputs[k] for k in runner.keyed}
         seen, varied = self._most_different(numbers)
@@ -169,9 +172,7 @@ class AnySizeGraph:
 
     def _fail(self, runner: Runner, why: str) -> None:
         refusals.log.info("%s: no graph for any size: %s", runner.code.name, why)
-        with runner.lock:
-            self.failures, self.why_not, self.key_of = self.failures + 1, why, None
-            self._drop(runner)
+        self.failures, self.why_not = self.failures + 1, why
 
     def _drop(self, runner: Runner) -> None:
         for key in _keys(runner):
