@@ -38,11 +38,11 @@ def module_of(graph: Any, device: FakeDevice) -> Any:
     code, _ = graph.codegen()
     graph.cache_key, graph.cache_path = PyCodeCache.write(code.value)
     graph.device_idxs.add(device.index)
-    interpreter = torch.fx.Interpreter(graph.module)
+    fx_module = graph.module
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
-        with torch.no_grad():
-            return tuple(interpreter.run(*inputs))
+        with torch.no_grad():  # an interpreter holds the values of its run, and threads may run the same code
+            return tuple(torch.fx.Interpreter(fx_module).run(*inputs))
 
     module = modules[graph.cache_key] = generated(WHOLE, device, run=run)
     return module
