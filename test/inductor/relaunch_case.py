@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import torch
@@ -61,6 +62,22 @@ class RelaunchTestCase(TestCase):
 
     def counted(self, name):
         return counters["torch_overlay"]["cudagraph_" + name]
+
+
+class GpuTestCase(TestCase):
+    """Begins without graphs, counts and refusals, and leaves nothing behind."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        refusals._refused.clear()
+
+    def tearDown(self):
+        torch._dynamo.reset()
+        gc.collect()
+        self.assertEqual(runner.live(), dict.fromkeys(runner.live(), 0))
+        super().tearDown()
 
 
 class Native(RelaunchTestCase):

@@ -18,7 +18,7 @@ from unittest import mock
 import relaunch_driver
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import host, Native, RelaunchTestCase
+from relaunch_case import GpuTestCase, host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
@@ -1505,21 +1505,12 @@ class TestPolicy(TestCase):
 
 
 @form.needs_gpu
-class TestGpu(TestCase):
+class TestGpu(GpuTestCase):
     """The smallest programs that touch each part of a capture; `relaunch_programs` has the others."""
 
     def setUp(self):
         super().setUp()
-        torch._dynamo.reset()
-        counters.clear()
-        refusals._refused.clear()
         torch.manual_seed(0)
-
-    def tearDown(self):
-        torch._dynamo.reset()
-        gc.collect()
-        self.assertEqual(runner.live(), dict.fromkeys(runner.live(), 0))
-        super().tearDown()
 
     def check(self, fn, make, *, regions=1, calls=5, **options):
         """Calls of the compiled function against eager; all but the first relaunched, and verified."""

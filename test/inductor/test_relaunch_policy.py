@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import RelaunchTestCase
+from relaunch_case import GpuTestCase, RelaunchTestCase
 from relaunch_host import generated, host_as_gpu
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
@@ -468,21 +468,12 @@ class TestNeeds(Compiling):
 
 
 @form.needs_gpu
-class TestGpu(TestCase):
+class TestGpu(GpuTestCase):
     """Beside the seams, and by `TestAlone` without them."""
 
     def setUp(self):
         super().setUp()
-        torch._dynamo.reset()
-        counters.clear()
-        refusals._refused.clear()
         self.enterContext(inductor_config.patch(cudagraph_policy=POLICY))
-
-    def tearDown(self):
-        torch._dynamo.reset()
-        gc.collect()
-        self.assertEqual(runner.live(), dict.fromkeys(runner.live(), 0))
-        super().tearDown()
 
     def check(self, fn, make, *, regions=1, calls=5, backward=False):
         with config.patch(cudagraph_verify=True):

@@ -51,10 +51,10 @@ class AnySizeGraph:
 
     def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
         """Note the sizes of a call. Those of calls with empty tensors, which have no address, show too little."""
-        numbers = {k: inputs[k] for k in runner.keyed}
-        if runner.scalars or runner.seeds or not _are_integers(numbers) or _has_empty(inputs):
+        if len(self.seen) == MOST_SEEN or runner.scalars or runner.seeds or _has_empty(inputs):
             return
-        if len(self.seen) < MOST_SEEN and all(other.numbers != numbers for other in self.seen):
+        numbers = {k: inputs[k] for k in runner.keyed}
+        if _are_integers(numbers) and all(other.numbers != numbers for other in self.seen):
             views = {k: view_of(v) for k, v in enumerate(inputs) if capture.is_region(v)}
             self.seen.append(Seen(numbers, views))
 

@@ -39,13 +39,7 @@ from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import (
-    capturing,
-    find_culprit,
-    find_launcher,
-    make_graph,
-    Work,
-)
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -372,15 +366,9 @@ class Runner:
         if self.plan is not None and not self.code.is_backward:
             return self._repeat(self.plan, state, inputs)
         given, generators = storages(inputs), self.device.generators(inputs)
-        large = {
-            k: StorageWeakRef(v.untyped_storage())
-            for k, v in enumerate(inputs)
-            if address_of(v) and v.untyped_storage().nbytes() >= LARGE
-        }
-        given_tensors = [v for v in inputs if address_of(v)]
-        are_aligned = not any(address_of(v) % LEAST for v in given_tensors)
-        freed = [StorageWeakRef(v.untyped_storage()) for v in given_tensors if self.code.is_backward]
-        del given_tensors
+        held = {k: StorageWeakRef(v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)}
+        large = {k: ref for k, ref in held.items() if inputs[k].untyped_storage().nbytes() >= LARGE}
+        are_aligned = not any(address_of(inputs[k]) % LEAST for k in held)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer, asked = Observer(), {}
@@ -395,7 +383,8 @@ class Runner:
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
         dying = frozenset(k for k, storage in large.items() if storage.expired())
-        self.any_size.note_run(watch.count, are_aligned, any(storage.expired() for storage in freed))
+        frees_inputs = self.code.is_backward and any(storage.expired() for storage in held.values())
+        self.any_size.note_run(watch.count, are_aligned, frees_inputs)
         base = Plan(detail=detail and bool(dying), dying=dying, asked=asked, **_random(advance))
         state.plan = self.plan = observer.plan(fresh, base)
         state.warm_in.add(threading.get_ident())

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TYPE_CHECKING
 from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Order
-from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression
+from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, OPERATIONS
 from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
 from torch_overlay._inductor.relaunch.numbers.words import settled, slots_of
@@ -122,7 +122,7 @@ def _form(dims: Dims | None) -> Any:
     if dims is None:
         return None
     numbers = (*dims.size, None, *dims.stride, None, dims.offset)
-    return dims.dtype, [v.expression if isinstance(v, Traced) else v for v in numbers]
+    return dims.dtype, list(map(_plain_or_expression, numbers))
 
 
 def _based(
@@ -226,15 +226,15 @@ class _Arranger:
             sizes = dict.fromkeys(_plain_or_expression(aligned(self._dims(p).bytes())) for p in members)
             size, *others = sizes
             for other in others:
-                size = _combined("max", max, size, other)
-            end = _combined("add", int.__add__, end, size)
+                size = _combined("max", size, other)
+            end = _combined("add", end, size)
         return places, end
 
     def _placed(self, slot: PointerSlot, places: Mapping[int, Any]) -> PointerSlot:
         region = slot.region
         begin = self.offsets.get((slot.node, slot.parameter), 0)
         if region >= len(self.captured.places):
-            region, begin = self.layout.scratch_region, _combined("add", int.__add__, places[region], begin)
+            region, begin = self.layout.scratch_region, _combined("add", places[region], begin)
         if isinstance(begin, int):
             return slot._replace(region=region, delta=slot.delta + begin)
         place = region, self._result(begin)
@@ -245,10 +245,10 @@ def _plain_or_expression(value: Any) -> Any:
     return value.expression if isinstance(value, Traced) else value
 
 
-def _combined(name: str, combine: Callable[[int, int], int], a: Any, b: Any) -> Any:
-    """Return the integer, or the expression, that two such are combined to."""
+def _combined(name: str, a: Any, b: Any) -> Any:
+    """Return the integer, or the expression, that an operation makes of two such."""
     if isinstance(a, int) and isinstance(b, int):
-        return combine(a, b)
+        return OPERATIONS[name](a, b)
     if name == "add" and 0 in (a, b):
         return b if a == 0 else a
     return name, *[constant(v) if isinstance(v, int) else v for v in (a, b)]
