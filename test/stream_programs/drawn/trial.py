@@ -106,6 +106,7 @@ def _check(written: Written, mode: str, on_gpu: bool, seeds: int) -> None:
             trains=written.train,
             minimal=alone,
             misaligned=written.misaligned,
+            joined=not (written.unjoined or written.host),
         )
 
 

@@ -19,7 +19,7 @@ def _read(name: str) -> Written:
         train="trains(" in text,
         random="dropout" in text or "rand" in text,
         unjoined="# unjoined" in text,
-        host="cpu" in text or "out" in module.INPUTS,
+        host="cpu" in text or "pin_memory" in text or "out" in module.INPUTS.split(),
         fullgraph="graph_break" not in text and ".item()" not in text,
         host_waits=waits,
         host_blocks=blocks,

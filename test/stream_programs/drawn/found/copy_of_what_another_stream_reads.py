@@ -26,4 +26,4 @@ def build(k):
             v6 = v2.clone()
         return v3, v4, v5, v6
 
-    return calls(k, fn, [buffer])
+    return calls(k, fn, [buffer])  # unjoined

@@ -24,4 +24,4 @@ def build(k):
         v6 = v1.clamp(-2, 2) + 1
         return v3, v4, v5, v6
 
-    return calls(k, fn, [buffer])
+    return calls(k, fn, [buffer])  # unjoined

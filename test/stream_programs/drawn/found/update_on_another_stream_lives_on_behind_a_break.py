@@ -31,4 +31,4 @@ def build(k):
             v5 = torch.zeros_like(y)
         return v2, v3, v4, v5
 
-    return calls(k, fn)
+    return calls(k, fn)  # unjoined
