@@ -1670,9 +1670,8 @@ class TestGpu(GpuTestCase):
                 for _ in range(6):
                     self.assertEqual(compiled(x), torch.full((4,), 16.0, device="cuda"))
                 self.assertFalse(torch.cuda.is_current_stream_capturing())
-                self.assertEqual(len(refusals.refusals()), 1)
-                self.assertIn("[capture]", refusals.refusals()[0])
+                self.assertEqual(refusals.refusals(), [])  # the operator runs between two graphs
                 other = torch.compile(torch.sin, mode="reduce-overhead")
                 for _ in range(3):
                     self.assertEqual(other(x), x.sin())
-        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 1)
+        self.assertEqual(counters["torch_overlay"]["cudagraph_captures"], 2)

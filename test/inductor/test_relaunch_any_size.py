@@ -319,11 +319,14 @@ class TestDecisions(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(self.counted("captures"), captures, run.any_size.why_not)
         return run
 
-    def test_largest(self):
-        self.check("max(n, 4)", (5, 6, 9, 7), 1)
+    def test_largest_and_smallest_decide_nothing(self):
+        for text in ("max(n, 4)", "min(n, 4)", "max(5, min(n, m, 9) - 1)", "min(max(n, 3), 5, max(m - n, 2))"):
+            with self.subTest(text):
+                torch._dynamo.utils.counters.clear()
+                self.check(text, (5, 6, 9, 3, 7, 2, 4, 30), 1)
 
     def test_other_outcome_runs_as_compiled_and_gets_its_own(self):
-        run = self.check("max(n, 4)", (5, 6, 9, 3, 7, 3, 3, 2, 8), 2)
+        run = self.check("n if n > 4 else 4", (5, 6, 9, 3, 7, 3, 3, 2, 8), 2)
         self.assertEqual(run.outside["warm-up"], 3)
 
     def test_two_outcomes_in_the_two_captures(self):

@@ -7,6 +7,7 @@ kernels for memset and memcpy nodes are compiled for a device, and run by Triton
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import sys
 import unittest
@@ -784,4 +785,5 @@ class TestOnGpu(unittest.TestCase):
         x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
         graph = self.capture(lambda: (x @ x, torch.softmax(x, 1), x.float().sum(0), x.clone()))
         in_c, one_by_one = (graphs.read(graph, (), 0, 1, driver=made) for made in (NativeDriver(), cu.Driver()))
-        self.assertEqual(in_c, one_by_one)
+        nodes = tuple(dataclasses.replace(node, attributes=b"") for node in in_c.nodes)  # which are read in C alone
+        self.assertEqual(dataclasses.replace(in_c, nodes=nodes), one_by_one)

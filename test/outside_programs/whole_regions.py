@@ -9,13 +9,23 @@ import torch
 from outside_programs._program import program
 
 
+@torch.library.custom_op("outside::times", mutates_args=())
+def times(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x * n
+
+
+@times.register_fake
+def _(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def scaled(x: Any, w: Any, n: Any) -> Any:
     return ((x @ w).sin() @ w).cos() * n
 
 
 @program(region="warm-up", inputs=lambda n: (n,), fixed=scaled, compiled_at_once=False, dynamic=True)
 def number_that_counts_up(x, w, n):
-    return ((x @ w).sin() @ w).cos() * max(n, 3)  # code decides by it
+    return times(((x @ w).sin() @ w).cos(), n)  # an operator gets it
 
 
 @program(inputs=lambda n: (torch.ones(128),), overlay={"cudagraph_rewrites": False}, compiled_at_once=False)
@@ -61,4 +71,4 @@ def nothing_is_split_off(x, w):
     compiled_at_once=False,
 )
 def more_numbers_than_graphs(x, w, n):
-    return ((x @ w).sin() @ w).cos() * max(n, 3)
+    return times(((x @ w).sin() @ w).cos(), n)

@@ -187,8 +187,8 @@ def half_precision_of_any_size(k: Kit) -> None:
         k.see(f"{n} x {m}", f(k.randn(n, m, dtype=torch.bfloat16)))
 
 
-@program("sizes that a decision of the code tells apart", launches=8)
-def decisions(k: Kit) -> None:
+@program("sizes on both sides of a bound of the code", launches=11, captures=3)
+def bounded_sizes(k: Kit) -> None:
     f = k.compile(lambda x: F.pad(x, (0, 0, 0, max(16 - x.shape[0], 0))).cos(), dynamic=True)
     for n in (5, 9, 40, 12, 64, 3, 17, 15, 33, 8, 100, 5, 40):
         k.churn()

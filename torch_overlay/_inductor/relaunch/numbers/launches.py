@@ -10,6 +10,7 @@ With `shapes`, numbers may be sizes: all launches are noted, with the grid and w
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import threading
@@ -19,7 +20,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, TYPES
 from torch_overlay._inductor.relaunch.numbers.shapes import plain
-from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, largest, smallest, Traced
 from torch_overlay._inductor.relaunch.numbers.words import Use
 from torch_overlay._inductor.relaunch.proof.signatures import binary_of
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 
 POINTER_LETTER = "O"  # of torch's static launcher
+COMPARING = {"max": largest, "min": smallest}  # among the builtins of generated code
 MOST_IN_A_ROW = (1 << 16) - 1  # blocks in the second and in the third dimension of a grid
 
 
@@ -79,7 +81,7 @@ class Launches:
                         _escape([value], "a kernel takes it as a type that launches do not convert")
                     self.uses.append(Use(made[0], number, letters[number], value.expression))
 
-        called = type(launcher)(launcher.__code__, {**launcher.__globals__, "runner": note})
+        called = type(launcher)(launcher.__code__, {**launcher.__globals__, **COMPARING, "runner": note})
         called(*args, **kwargs)
         self.handles.add(made[0])
         return result
@@ -125,16 +127,19 @@ def noted(namespace: dict[str, Any] | None, launches: Launches) -> Iterator[None
     scope = {} if namespace is None else namespace
     kernels = {name: v for name, v in scope.items() if hasattr(v, "launchers") and hasattr(v, "run")}
     shapes = launches.shapes
-    functions = {} if shapes is None else shapes.replaced(scope)
-    originals = {name: scope[name] for name in (*kernels, *functions)}
+    functions = COMPARING if shapes is None else COMPARING | shapes.replaced(scope)
+    originals = {name: scope[name] for name in (*kernels, *functions) if name in scope}
     try:
         scope.update({name: _Noted(kernel, launches) for name, kernel in kernels.items()})
         for name, function in functions.items():
-            scope[name] = functools.partial(_in_thread, launches.thread, function, originals[name])
+            original = originals.get(name) or getattr(builtins, name)
+            scope[name] = functools.partial(_in_thread, launches.thread, function, original)
         with contextlib.nullcontext() if shapes is None else deciding(shapes.decisions):
             yield
     finally:
         scope.update(originals)
+        for name in functions.keys() - originals:
+            scope.pop(name, None)
 
 
 def _in_thread(thread: int, function: Callable[..., Any], original: Callable[..., Any], *args: Any) -> Any:

@@ -11,6 +11,7 @@ numbers with another outcome.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from typing import Any, NoReturn, TYPE_CHECKING
@@ -120,6 +121,20 @@ def _operator(name: str, is_reflected: bool) -> Callable[..., Traced]:
         return _apply(name, *other, self) if is_reflected else _apply(name, self, *other)
 
     return method
+
+
+def largest(*values: Any) -> Any:
+    """Python's `max`, of traced integers, too."""
+    return functools.reduce(_larger, values) if any(isinstance(v, Traced) for v in values) else max(*values)
+
+
+def smallest(*values: Any) -> Any:
+    """Python's `min`, of traced integers, too."""
+    return -largest(*[-v for v in values]) if any(isinstance(v, Traced) for v in values) else min(*values)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return _apply("max", a, b) if isinstance(a, Traced) or isinstance(b, Traced) else max(a, b)
 
 
 def decide(name: str, number: Any) -> None:

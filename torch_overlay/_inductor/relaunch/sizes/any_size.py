@@ -10,7 +10,7 @@ expression. What is left must be equal, or a pointer: that is the proof of any c
 A launch evaluates the expressions: number slots, grids, sizes of what it allocates, and *derived regions*, which begin
 at an offset in another region that depends on the sizes. Scratch allocations are derived regions of the scratch slab.
 They can't be packed at each launch, so they share bins: no two allocations of a bin are in use at the same time, and a
-bin is as large as its largest allocation. Where code decides by a size (`max`, a loop), the graph is for the sizes with
+bin is as large as its largest allocation. Where code decides by a size (`if`, a loop), the graph is for the sizes with
 the same outcome. Other sizes, and regions that call libraries, get graphs by size: Note [Sizes that share an
 executable] of `sizes`.
 """
