@@ -45,5 +45,6 @@ NEEDS: dict[str, Need] = {
     "number_in_training": NUMBER,
     "number_too_large": NUMBER,
     "numbers_and_sizes": NUMBER,
+    "small_transformer": SEEDS,
     "streams_inside": STREAM,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import sys
 import threading
@@ -330,7 +331,8 @@ def exit_beside_a_thread(k: Kit) -> None:
         ready.set()
         threading.Event().wait()
 
-    threading.Thread(target=body, daemon=True).start()
+    # Options of torch, such as the policy, are those of the thread in which they were set.
+    threading.Thread(target=contextvars.copy_context().run, args=(body,), daemon=True).start()
     if not ready.wait(100):
         raise AssertionError("the thread did not finish its calls")
     k.outlives(f)

@@ -158,7 +158,7 @@ def _training(compile: Compile, pads: bool, steps: int = 150) -> Row:
             ids, labels = nn.functional.pad(ids, grow), nn.functional.pad(ids, grow, value=-100)
         return [ids, labels]
 
-    return Row(step, inputs, items, [(4, 33), (4, 50)], repeats=False, kept=lambda value: value)
+    return Row(step, inputs, items, [(4, 33), (4, 50), (4, 64), (4, 72)], repeats=False, kept=lambda value: value)
 
 
 ROWS: dict[str, Callable[[Compile, bool], Row]] = {

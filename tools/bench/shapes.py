@@ -8,7 +8,7 @@ a second process of the first and of relaunch's side measures last.
 
     first    µs of the first call of a size, from idle, until the device is done; median over the sizes
     second   of its second call;  later: of calls after these, the sizes in turn
-    mean     ms a step over all calls of a row whose sizes don't repeat
+    mean     ms a step over all calls of a row whose sizes are drawn;  last: over the last third of them
     device   MiB of device memory that the sizes took;  reserved: of the caching allocator's
 
 Sides: `off` has no graph; `pad` pads to the largest size, under trees; `replay` is a graph made by hand for each size,
@@ -119,11 +119,10 @@ class _Served:
             found["later"] = [statistics.median(times) for times in zip(*rounds)]
             found["rounds"] = rounds
         else:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            results = [self.row.kept(self._call(item)) for item in self.row.items]
-            torch.cuda.synchronize()
-            found["mean"] = (time.perf_counter() - start) * 1e3 / len(self.row.items)
+            results: list[Any] = []
+            last = len(self.row.items) // 3
+            begun, going = (self._many(items, results) for items in (self.row.items[:-last], self.row.items[-last:]))
+            found["mean"], found["last"] = (begun + going) / len(self.row.items), going / last
             found["losses"] = [float(value) for value in results if value is not None]
         torch.cuda.empty_cache()
         after = self._memory()
@@ -132,6 +131,16 @@ class _Served:
         for name in ("captures", "nodes"):
             found[name] = counters["torch_overlay"]["cudagraph_" + name] - ours.get("cudagraph_" + name, 0)
         return found | self._kept()
+
+    def _many(self, items: Sequence[Any], results: list[Any]) -> float:
+        """Run a step for each item, in a row, and add what is kept to the results. Return the ms of all."""
+        import torch
+
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        results += [self.row.kept(self._call(item)) for item in items]
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
 
     def _memory(self) -> tuple[float, float]:
         import torch
@@ -192,9 +201,10 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
             text += f" ({statistics.median(a / b for a, b in zip(result[name], plain)):.2f})"
         return text
 
-    mean = f"{result['mean']:.3f}" if "mean" in result else "-"
-    if "mean" in result and "mean" in base:
-        mean += f" ({result['mean'] / base['mean']:.2f})"
+    def steps(name: str) -> str:
+        text = f"{result[name]:.3f}" if name in result else "-"
+        return f"{text} ({result[name] / base[name]:.2f})" if name in result and name in base else text
+
     equal = "-"
     if result.get("losses") and base.get("losses"):
         difference = max(abs(a - b) for a, b in zip(result["losses"], base["losses"], strict=True))
@@ -206,7 +216,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
         result["row"],
         result["side"],
         *map(times, ("first", "second", "later")),
-        mean,
+        *map(steps, ("mean", "last")),
         equal,
         *numbers,
         errors[:90],
@@ -214,7 +224,7 @@ def _cells(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[st
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    header = ["row", "side", "first us", "second", "later", "mean ms", "losses", "device", "reserved"]
+    header = ["row", "side", "first us", "second", "later", "mean ms", "last", "losses", "device", "reserved"]
     header += ["captures", "executables", "recompiled", ""]
     return "\n".join(streams.aligned([header, *[_cells(result, results) for result in results]]))
 
