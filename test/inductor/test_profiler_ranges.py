@@ -1,0 +1,246 @@
+"""Profiles name calls of compiled code, launches of graphs and blocks on side streams, where the option asks for it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from host_graphs import host_graphs
+from relaunch_case import Native, RelaunchTestCase
+from torch._inductor.test_case import TestCase
+
+import form
+from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ADD = """
+def region(args):
+    x, w = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(x, w, out=buf0)
+    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.add(buf0, x, out=buf1)
+    return (buf1,)
+"""
+SQUARES = """
+def region(args):
+    saved = list(args)
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((512,), (1,), torch.float64)
+        torch.mul(x, x, out=out)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
+
+
+class Nvtx:
+    """Takes the place of torch.cuda.nvtx: `seen` has the pushes, indented by their depth."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.depth = self.calls = 0
+
+    def range_push(self, name: str) -> None:
+        self.seen.append("  " * self.depth + name)
+        self.depth += 1
+        self.calls += 1
+
+    def range_pop(self) -> None:
+        self.depth -= 1
+        self.calls += 1
+
+
+def replaced(case: Any) -> Nvtx:
+    nvtx = Nvtx()
+    for name in ("range_push", "range_pop"):
+        case.enterContext(mock.patch.object(torch.cuda.nvtx, name, getattr(nvtx, name)))
+    return nvtx
+
+
+class TestRange(TestCase):
+    def test_range_that_generated_code_left_open_is_closed(self) -> None:
+        nvtx = replaced(self)
+
+        def fails(inputs: Any) -> None:
+            profiler_ranges.push("inner")
+            raise ZeroDivisionError
+
+        profiler_ranges.push("around")
+        with self.assertRaises(ZeroDivisionError):
+            profiler_ranges.within("outer", fails)([])
+        self.assertEqual((nvtx.seen, nvtx.depth), (["around", "  outer", "    inner"], 1))
+        profiler_ranges.pop()
+
+    def test_function_without_a_name_is_left_as_it_is(self) -> None:
+        self.assertIs(profiler_ranges.within("", len), len)
+
+
+class TestLaunches(RelaunchTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.nvtx = replaced(self)
+
+    def calls(self, run: Any, times: int) -> list[str]:
+        """Names of the ranges in these calls, each with other weights."""
+        before = len(self.nvtx.seen)
+        for _ in range(times):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.nvtx.depth, 0)
+        return self.nvtx.seen[before:]
+
+    def test_launch_names_its_region_and_the_nodes(self) -> None:
+        with config.patch(nvtx=True):
+            run = self.runner(ADD)
+        self.assertEqual(self.calls(run, 1), [])  # no graph yet
+        self.assertEqual(self.calls(run, 4), ["a region, graph of 2 nodes"] * 4)
+
+    def test_launch_stays_named_when_static_inputs_keep_moving(self) -> None:
+        with config.patch(nvtx=True):
+            run = self.runner(ADD, static=[1])
+        self.assertEqual(len(self.calls(run, 8)), 7)
+
+    def test_launch_that_is_verified_is_named(self) -> None:
+        with config.patch(nvtx=True):
+            run = self.runner(ADD, verify=True)
+        self.assertEqual(len(self.calls(run, 3)), 2)
+
+    def test_range_ends_when_the_launch_raises(self) -> None:
+        with config.patch(nvtx=True):
+            run = self.runner(ADD)
+        self.calls(run, 2)
+        x, w = torch.randn(17)[1:].view(4, 4), torch.randn(4, 4)
+        (state,) = run.states.values()
+        with self.assertRaises(Misaligned):
+            state.relaunch.launch([x, w])
+        self.assertEqual((len(self.nvtx.seen), self.nvtx.depth), (2, 0))
+        self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual(self.nvtx.depth, 0)
+
+    def test_stages_have_their_numbers(self) -> None:
+        self.cut_into_stages()
+        with config.patch(nvtx=True):
+            run = self.runner(SQUARES, is_backward=True)
+        for _ in range(3):
+            made = run([torch.full((512,), float(k), dtype=torch.float64) for k in range(6)])
+            self.assertEqual([float(t[0]) for t in made], [25, 16, 9, 4, 1, 0])
+        stages = len(self.device.arrangements[-1].stages)
+        self.assertGreater(stages, 1)
+        names = [name.rpartition(", graph of ")[0] for name in self.nvtx.seen]
+        self.assertEqual(names, [f"a region, stage {i} of {stages}" for i in range(1, stages + 1)] * 2)
+
+    def test_nothing_is_called_without_the_option(self) -> None:
+        for value in (None, False):
+            with config.patch(nvtx=value), mock.patch.object(profiler_ranges, "push", side_effect=AssertionError):
+                self.calls(self.runner(ADD), 4)
+        self.assertEqual(self.nvtx.calls, 0)
+
+
+class TestLaunchesInC(TestLaunches, Native):
+    def test_launch_without_the_option_is_that_of_the_c_module(self) -> None:
+        for value, is_named in ((None, False), (True, True)):
+            with config.patch(nvtx=value):
+                run = self.runner(ADD)
+            self.calls(run, 3)
+            ((state,), attempt) = run.states.values(), run.attempt
+            self.assertEqual(attempt != state.relaunch.call.attempt, is_named)
+
+
+def names_of(trace: Path) -> list[tuple[float, float, str]]:
+    """Begin, end and name of the ranges of a Chrome trace, in order."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    shown = [e for e in events if e.get("cat") == "user_annotation" and "compiled frame" in e["name"]]
+    return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in shown)
+
+
+class TestPrograms(TestCase):
+    """Whole programs with graphs on the host."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        self.enterContext(host_graphs())
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def profile(self, run: Callable[[], Any]) -> list[str]:
+        """Names of the ranges of a call in the profiler's trace, indented by their depth."""
+        trace = self.folder / "trace.json"
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            run()
+        profiler.export_chrome_trace(str(trace))
+        found = names_of(trace)
+        depths = [sum(begin <= b and end >= e for begin, end, _ in found) - 1 for b, e, _ in found]
+        return ["  " * depth + name for depth, (*_, name) in zip(depths, found)]
+
+    def test_training_step_in_a_trace(self) -> None:
+        x = torch.randn(4, 4, requires_grad=True)
+
+        @torch.compile
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return (x @ x).sin().sum()
+
+        with config.patch(nvtx=True):
+            for _ in range(3):
+                fn(x).backward()
+        names = self.profile(lambda: fn(x).backward())
+        self.assertEqual(
+            [name.rpartition(" of ")[0] if "graph" in name else name for name in names],
+            [
+                "forward of compiled frame 0/0",
+                "  forward of compiled frame 0/0, graph",
+                "backward of compiled frame 0/0",
+                "  backward of compiled frame 0/0, graph",
+            ],
+        )
+
+    def test_partitions_in_a_trace(self) -> None:
+        @torch.compile
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return x.sin().erfinv().cos()
+
+        with torch.no_grad(), config.patch(nvtx=True):
+            with inductor_config.patch(custom_should_partition_ops=["aten::erfinv"]):
+                for _ in range(3):
+                    fn(torch.rand(4))
+            names = self.profile(lambda: fn(torch.rand(4)))
+        frame = "inference of compiled frame 0/0"
+        parts = [(f"  {frame}, partition {i}", f"    {frame}, partition {i}, graph of 1 node") for i in (0, 1)]
+        self.assertEqual(names, [frame, *parts[0], *parts[1]])
+
+    def test_code_that_asks_for_no_graph(self) -> None:
+        @torch.compile(options={"triton.cudagraphs": False})
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        with torch.no_grad(), config.patch(nvtx=True):
+            fn(torch.rand(4))
+            self.assertEqual(self.profile(lambda: fn(torch.rand(4))), ["inference of compiled frame 0/0"])
+
+    def test_no_range_without_the_option(self) -> None:
+        @torch.compile
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        nvtx = replaced(self)
+        for _ in range(3):
+            fn(torch.rand(4))
+        self.assertEqual((self.profile(lambda: fn(torch.rand(4))), nvtx.calls), ([], 0))
+
+
+if __name__ == "__main__":
+    form.run_tests()
