@@ -27,7 +27,7 @@ LAYERS = (
     ("_functorch.offload",),
     ("_functorch.streams",),
     ("upstream_fixes",),
-    ("_inductor.scheduler_nodes", "_inductor.schedule_notes", "_inductor.profiler_ranges"),
+    ("_inductor.scheduler_nodes", "_inductor.schedule_notes", "_inductor.profiler_ranges", "_inductor.user_lines"),
     ("_inductor.offload",),
     ("_inductor.streams",),
     ("_inductor.relaunch.causes", "_inductor.relaunch.refusals", "_inductor.relaunch.keys", "_inductor.relaunch.exact"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -18,6 +19,8 @@ import form
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
+from torch_overlay.analysis import check
+from torch_overlay.testing import compile_only, simulated_gpu
 
 
 if TYPE_CHECKING:
@@ -240,6 +243,93 @@ class TestPrograms(TestCase):
         for _ in range(3):
             fn(torch.rand(4))
         self.assertEqual((self.profile(lambda: fn(torch.rand(4))), nvtx.calls), ([], 0))
+
+
+def program() -> Callable[..., Any]:
+    side = torch.cuda.Stream()
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            a = torch.relu(x @ w)
+            with torch.cuda.nvtx.range("mine"):
+                b = a @ w
+            c = b @ x
+        d = torch.tanh(w @ x)
+        current.wait_stream(side)
+        return c + d
+
+    return fn
+
+
+def counted_from(fn: Callable[..., Any], text: str) -> str:
+    """The text with the numbers of lines as counted from the function's first."""
+    first = fn.__code__.co_firstlineno
+    return re.sub(r"py:(\d+)", lambda match: f"py:{int(match[1]) - first}", text)
+
+
+class TestSideStreams(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+
+    def lines(self, nvtx: bool, **options: Any) -> list[str]:
+        """Launches and ranges in generated code."""
+        with simulated_gpu(), config.patch(nvtx=nvtx, fold_branches_below_us=0.0):
+            fn, x = program(), torch.randn(512, 512, device="cuda")
+            (text,) = compile_only(fn, x, x, **options).wrappers
+        text = counted_from(fn, text.partition("def call(")[2])
+        return re.findall(r"profiler_ranges\.\w+\(.*\)|nvtx\.\w+\(.*\)|kernels\.\w+|triton\w+(?=\.run)", text)
+
+    def test_block_has_the_line_where_it_begins(self) -> None:
+        """... and a range of the program's nests."""
+        self.assertExpectedInline(
+            "\n".join(self.lines(True)),
+            """\
+profiler_ranges.push('side stream 1: test_profiler_ranges.py:4')
+kernels.mm
+triton_poi_fused_relu_0
+profiler_ranges.pop()
+nvtx.range_push('mine')
+profiler_ranges.push('side stream 1: test_profiler_ranges.py:6')
+kernels.mm
+profiler_ranges.pop()
+nvtx.range_pop()
+kernels.mm
+profiler_ranges.push('side stream 1: test_profiler_ranges.py:7')
+kernels.mm
+profiler_ranges.pop()
+triton_poi_fused_add_tanh_1""",
+        )
+
+    def test_code_without_the_option_has_none(self) -> None:
+        self.assertEqual([line for line in self.lines(False) if "range" in line], [])
+
+    def test_code_that_is_captured_has_none(self) -> None:
+        lines = self.lines(True, mode="reduce-overhead")
+        self.assertEqual([line for line in lines if line.startswith("profiler_ranges")], [])
+
+    def test_ranges_of_a_training_step_in_their_order(self) -> None:
+        """As the code runs on the simulated device, backward included."""
+        nvtx = replaced(self)
+        with simulated_gpu(), config.patch(nvtx=True, fold_branches_below_us=0.0):
+            fn, x = program(), torch.randn(512, 512, device="cuda", requires_grad=True)
+            found = check(fn, x, x, calls=1, backward=True, eager=False, misaligned=False)
+        self.assertTrue(found.ok, found)
+        self.assertEqual(nvtx.depth, 0)
+        self.assertExpectedInline(
+            counted_from(fn, "\n".join(nvtx.seen)),
+            """\
+forward of compiled frame 0/0
+  side stream 1: test_profiler_ranges.py:4
+  mine
+    side stream 1: test_profiler_ranges.py:6
+  side stream 1: test_profiler_ranges.py:7
+backward of compiled frame 0/0
+  side stream 1: test_profiler_ranges.py:7
+  side stream 1: test_profiler_ranges.py:6""",
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ A launch of a graph is one call of the host for many kernels, so a profile doesn
       backward of compiled frame 0/0, partition 1                    where there are several
         backward of compiled frame 0/0, partition 1, graph of 40 nodes
         backward of compiled frame 0/0, partition 1, stage 3 of 8, graph of 5 nodes
-      side stream 2: model.py:41: y = a @ b                          in code without graphs
+      side stream 2: model.py:41                                     in code without graphs
 
 Each is a range of NVTX, which Nsight Systems shows, and one of record_function, which torch.profiler shows, also above
 the kernels on the device. What opens a range is put around a function when that is made, and into generated code with
@@ -30,6 +30,9 @@ from torch_overlay import config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+RUNTIME = "from torch_overlay._inductor import profiler_ranges"
 
 
 class _Open(threading.local):

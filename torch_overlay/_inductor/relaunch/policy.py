@@ -54,7 +54,8 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.partitions import Partitions
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, source_line
+from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:

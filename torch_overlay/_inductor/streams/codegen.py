@@ -16,6 +16,7 @@ from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
@@ -138,4 +139,4 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
     if not has_streams(wrapper):
         return original(wrapper, is_inference)
     original(wrapper, False)  # pooling memory planning shares blocks between streams
-    wrapper.lines = switch_streams(share_memory(wrapper.lines))
+    wrapper.lines = switch_streams(show_blocks(share_memory(wrapper.lines)))
