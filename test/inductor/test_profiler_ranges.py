@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
 from host_graphs import host_graphs
-from relaunch_case import Native, RelaunchTestCase
+from profiler_traces import Event, is_within, ranges, traced, tree, work_of
+from relaunch_case import GpuTestCase, Native, RelaunchTestCase
 from torch._inductor.test_case import TestCase
 
 import form
+import prefetch_loop
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
@@ -164,13 +163,6 @@ class TestLaunchesInC(TestLaunches, Native):
             self.assertEqual(attempt != state.relaunch.call.attempt, is_named)
 
 
-def names_of(trace: Path) -> list[tuple[float, float, str]]:
-    """Begin, end and name of the ranges of a Chrome trace, in order."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    shown = [e for e in events if e.get("cat") == "user_annotation" and "compiled frame" in e["name"]]
-    return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in shown)
-
-
 class TestPrograms(TestCase):
     """Whole programs with graphs on the host."""
 
@@ -178,17 +170,12 @@ class TestPrograms(TestCase):
         super().setUp()
         torch._dynamo.reset()
         self.enterContext(host_graphs())
-        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def profile(self, run: Callable[[], Any]) -> list[str]:
         """Names of the ranges of a call in the profiler's trace, indented by their depth."""
-        trace = self.folder / "trace.json"
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             run()
-        profiler.export_chrome_trace(str(trace))
-        found = names_of(trace)
-        depths = [sum(begin <= b and end >= e for begin, end, _ in found) - 1 for b, e, _ in found]
-        return ["  " * depth + name for depth, (*_, name) in zip(depths, found)]
+        return tree(traced(profiler))
 
     def test_training_step_in_a_trace(self) -> None:
         x = torch.randn(4, 4, requires_grad=True)
@@ -330,6 +317,43 @@ backward of compiled frame 0/0
   side stream 1: test_profiler_ranges.py:7
   side stream 1: test_profiler_ranges.py:6""",
         )
+
+
+@form.needs_gpu
+class TestOnAGpu(GpuTestCase):
+    """The prefetch loop of the examples, small."""
+
+    def trace(self, mode: str | None) -> tuple[list[Event], int]:
+        """Events of a second run of the loop, and its steps."""
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with mock.patch.multiple(prefetch_loop, BATCH=64, FEATURES=256), config.patch(nvtx=True):
+            step = prefetch_loop.make_step(prefetch_loop.make_model(), torch.cuda.Stream())
+            batches = prefetch_loop.PinnedBatches(torch.randn(8 * 64, 256), 64)
+            compiled = torch.compile(step, fullgraph=True, mode=mode)
+            prefetch_loop.run_loop(compiled, batches)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=activities) as profiler:
+                scores = prefetch_loop.run_loop(compiled, batches)
+                torch.cuda.synchronize()
+        return traced(profiler), len(scores)
+
+    def test_kernels_of_each_launch_are_within_its_range(self) -> None:
+        events, steps = self.trace("reduce-overhead")
+        shown = ranges(events)
+        calls = [e for e in shown if re.fullmatch(r"inference of compiled frame \S+", e["name"])]
+        launches = [e for e in shown if re.search(r", graph of \d+ nodes?$", e["name"])]
+        self.assertEqual(len(calls), steps)
+        self.assertGreaterEqual(len(launches), steps)
+        for launch in launches:
+            self.assertTrue(any(is_within(launch, call) for call in calls), launch)
+            self.assertTrue(any(e["cat"] == "kernel" for e in work_of(events, launch)), launch)
+
+    def test_copy_of_the_next_batch_is_within_the_range_of_its_stream(self) -> None:
+        events, steps = self.trace(None)
+        blocks = [e for e in ranges(events) if re.match(r"side stream \d+: prefetch_loop\.py:\d+", e["name"])]
+        self.assertEqual(len(blocks), steps)
+        for block in blocks:
+            self.assertEqual([e["cat"] for e in work_of(events, block)], ["gpu_memcpy"], block)
 
 
 if __name__ == "__main__":
