@@ -17,11 +17,11 @@ OURS = re.compile(r"(forward|backward|inference) of compiled frame|side stream")
 ROUNDING = 0.01  # us
 
 
-def traced(profiler: torch.profiler.profile) -> list[Event]:
+def traced(profiler: torch.profiler.profile, **options: Any) -> list[Event]:
     """Events of the trace that a profiler exports."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace), **options)
         return read(trace)
 
 

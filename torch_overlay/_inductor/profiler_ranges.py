@@ -15,6 +15,8 @@ the kernels on the device. What opens a range is put around a function when that
 side streams when that is generated (the option is in the key of the caches): without the option there is nothing to
 skip. Generated code that asks for graphs has no ranges of side streams, since nobody would see them in a launch.
 
+The kernels in a graph are named one by one where the driver allows it: `relaunch.capture.kernel_names`.
+
 A function that raises leaves the ranges open that generated code has opened in it; whoever is around it closes them.
 """
 
