@@ -53,8 +53,8 @@ def work_of(events: list[Event], shown: Event) -> list[Event]:
     """
     done = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launched = {e["args"]["correlation"] for e in calls if is_within(e, shown)}
-    number = shown["args"]["External id"]
-    shadows = [e for e in events if e.get("cat") == "gpu_user_annotation" and e["args"]["External id"] == number]
+    launched = {e["args"].get("correlation") for e in calls if is_within(e, shown)} - {None}
+    alike = [e for e in events if e.get("cat") == "gpu_user_annotation" and e["name"] == shown["name"]]
+    shadows = [e for e in alike if e["args"].get("External id") in (None, shown["args"]["External id"])]
     below = [e for e in done if any(is_within(e, shadow) for shadow in shadows)]
-    return [e for e in done if e["args"]["correlation"] in launched] or below
+    return [e for e in done if e["args"].get("correlation") in launched] or below
