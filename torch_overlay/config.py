@@ -22,7 +22,9 @@ streams: bool = True
 # Ranges and marks of torch.cuda.nvtx, and ranges of torch.profiler.record_function, in programs with streams. True:
 # compiled code keeps them, in the program's order with the launches; kernels are not fused across their ends, and a
 # captured CUDA graph is split there. False: compiled code leaves them out. None: compiled code keeps them if a tool is
-# attached to the process (Nsight Systems) or a profiler runs when the function is compiled.
+# attached to the process (Nsight Systems) or a profiler runs when the function is compiled. With True, profiles also
+# show ranges of the overlay's own, around calls of compiled code, launches of CUDA graphs and blocks on side streams,
+# and annotations of kernels in graphs, with the user's line and module.
 nvtx: bool | None = None
 
 # A branch on a side stream that consists of pointwise work and takes less device time than this, in microseconds,

@@ -18,6 +18,7 @@ from torch._dynamo.test_case import run_tests
 
 import form  # noqa: F401
 from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
 from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.numbers.traced import decide, deciding, Escaped, Traced
@@ -125,6 +126,14 @@ class TestAnySize(AnySizeTestCase, RelaunchTestCase):
         self.assertEqual(run.launched(), len(self.SIZES) - 1)
         self.assertEqual([graph.nodes for graph in run.graphs()], [6])
         self.assertEqual(run.any_size.describe(run), "one graph serves any size")
+
+    def test_each_launch_is_named_in_profiles(self):
+        with config.patch(nvtx=True):
+            run = self.region()
+        with mock.patch.object(profiler_ranges, "push") as push:
+            for n, m in self.SIZES:
+                self.call(run, n, m)
+        self.assertEqual(push.mock_calls, [mock.call("a region, graph of 6 nodes")] * (len(self.SIZES) - 1))
 
     def test_a_size_that_has_a_graph_keeps_it(self):
         run = self.region()

@@ -13,9 +13,11 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import titan
 import titan_config
+from profiler_traces import Event, ranges, read, work_of
 
 import form
 
@@ -40,6 +42,27 @@ BLOCK = """if True:
         masks = model.get_attention_masks(positions=positions)
         seen = compile_only(model.layers["0"], x, masks, positions, mode="reduce-overhead", backward=True)
     print(json.dumps([text.count("def partition_") for text in seen.wrappers]))
+"""
+TRACE = """if True:
+    import os, sys
+    import titan_config, torch
+    import torch_overlay
+    device, trace = sys.argv[1:]
+    titan_config.import_torchtitan(device)
+    from titan_process import Training
+    from torch.distributed.elastic.utils.distributed import get_free_port
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(get_free_port())
+    row = titan_config.Row("debug", 2, 64, gpus=1, device=device, attention="sdpa")
+    training = Training(row, "relaunch", os.path.dirname(trace))
+    for _ in range(4):
+        training.step(keep_loss=False)
+    with torch.profiler.profile() as profiler:
+        training.step(keep_loss=False)
+        training.synchronize()
+    profiler.export_chrome_trace(trace)
+    sys.stdout.flush()
+    os._exit(0)
 """
 needs_torchtitan = unittest.skipUnless(importlib.util.find_spec("torchtitan"), f"needs torchtitan: {titan.INSTALL}")
 
@@ -122,6 +145,27 @@ class TestTorchtitan(unittest.TestCase):
         # Tokens at random out of 2048: the loss is about ln 2048.
         self.assertTrue(all(7 < loss < 9 for loss in record["losses"]), record["losses"])
         self.assertEqual(len(set(record["losses"])), len(record["losses"]))
+
+    def trace(self, device: str) -> list[Event]:
+        """Events of a training step whose calls have names."""
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCH_OVERLAY_NVTX="on"):
+            trace = Path(folder, "trace.json")
+            self.run_python("-c", TRACE, device, str(trace))
+            return read(trace)
+
+    @form.slow
+    def test_names_in_the_trace_of_a_step(self) -> None:
+        names = [each["name"].partition(" of ")[0] for each in ranges(self.trace("cpu"))]
+        loss = ["forward", "backward"] * titan.CHUNKS
+        self.assertEqual(names, [*["forward"] * 2, *loss, *["backward"] * 2])  # of two blocks
+
+    @form.needs_gpu
+    def test_kernels_of_each_launch_in_the_trace_of_a_step(self) -> None:
+        events = self.trace("cuda")
+        launches = [each for each in ranges(events) if ", graph of " in each["name"]]
+        self.assertEqual({each["name"].partition(" of ")[0] for each in launches}, {"forward", "backward"})
+        for launch in launches:
+            self.assertTrue(work_of(events, launch), launch)
 
     @form.needs_gpu
     def test_sides_on_a_gpu(self) -> None:

@@ -14,8 +14,16 @@ from typing import Any, TYPE_CHECKING
 import torch._inductor.config as inductor_config
 
 from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import partitions
-from torch_overlay._inductor.relaunch.policy import compiled_frame, forget, is_of_others, RelaunchPolicy, rewritten
+from torch_overlay._inductor.relaunch.policy import (
+    compiled_frame,
+    describe_whole,
+    forget,
+    is_of_others,
+    RelaunchPolicy,
+    rewritten,
+)
 from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
@@ -78,7 +86,7 @@ def post_compile(
 ) -> None:
     """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
     what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
-    saves."""
+    saves. If the option asks for it, name its calls in profiles."""
     found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
     residents = Residents(found.resident)
     try:
@@ -92,6 +100,8 @@ def post_compile(
     settle_owners(getattr(compiled, "_overlay_owners", ()))
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
+    if profiler_ranges.wanted():
+        compiled.current_callable = profiler_ranges.within(describe_whole(compiled).name, compiled.current_callable)
 
 
 @contextlib.contextmanager

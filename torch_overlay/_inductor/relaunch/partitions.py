@@ -8,7 +8,8 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
 from torch_overlay._inductor.relaunch.causes import of_partition
-from torch_overlay._inductor.relaunch.refusals import COMMUNICATION, source_line
+from torch_overlay._inductor.relaunch.refusals import COMMUNICATION
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:

@@ -50,10 +50,12 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 
 from torch_overlay._functorch.streams.ids import index_now, written_index
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.partitions import Partitions
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused, source_line
+from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ class RelaunchPolicy(CUDAGraphPolicy):
 
         def wrapping(number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             code = describe_partition(graph, number, static_input_idxs, **kwargs)
-            return lambda partition: _wrap(partition, code, number, **kwargs)
+            name = code.name if profiler_ranges.wanted() and len(graph.partition_maps) > 1 else ""
+            return lambda partition: profiler_ranges.within(name, _wrap(partition, code, number, **kwargs))
 
         graph.recursively_apply_fns([wrapping(number) for number in range(len(graph.partition_maps))])
         return model

@@ -33,6 +33,7 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
@@ -43,7 +44,7 @@ from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
-from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of
+from torch_overlay._inductor.relaunch.launch.staged import Graph, graph_of, launches_of, stages_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, NUMBERS
 from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
@@ -91,6 +92,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
+        self.named = profiler_ranges.wanted()
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
@@ -498,7 +500,7 @@ class Runner:
             refusals.log.info(message, self.code.name, nodes, len(launchers), *what)
         with self.lock:
             self._launched_before += launches_of(state.relaunch)
-        state.relaunch = self.verified(made)
+        state.relaunch = self._finished(made)
         state.shared = launchers[0].shared
         self._drop_unkept()
         with self.lock:
@@ -516,7 +518,7 @@ class Runner:
         """Keep a graph that serves calls whose own keys have no state. States that wait for a graph are dropped."""
         count_capture(nodes)
         state = State()
-        state.relaunch = self.verified(made)
+        state.relaunch = self._finished(made)
         with self.lock:
             self.states = OrderedDict({k: s for k, s in self.states.items() if s.relaunch is not None or s.refused})
             self.states[key] = state
@@ -528,7 +530,14 @@ class Runner:
         with self.lock:
             self._launched_before += launches_of(self.states.pop(key).relaunch)
 
-    def verified(self, made: Relaunch | Split) -> Relaunch | Split | Verified:
+    def _finished(self, made: Relaunch | Split) -> Relaunch | Split | Verified:
+        """Return what a call launches: named and verified, as the options say."""
+        if self.named:
+            stages = stages_of(made)
+            for i, stage in enumerate(stages, start=1):
+                part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
+                nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
+                stage.show(f"{self.code.name}, {part}graph of {nodes}")
         return Verified(made, self.plain, self.code, clone_flat) if self.verify else made
 
     def _drop_unkept(self) -> None:

@@ -12,10 +12,12 @@ from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
+from torch_overlay._inductor import kernel_places, profiler_ranges
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import (
     BeginRegion,
@@ -136,6 +138,9 @@ def has_streams(wrapper: Any) -> bool:
 
 def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_inference: bool) -> None:
     if not has_streams(wrapper):
-        return original(wrapper, is_inference)
-    original(wrapper, False)  # pooling memory planning shares blocks between streams
-    wrapper.lines = switch_streams(share_memory(wrapper.lines))
+        original(wrapper, is_inference)
+    else:
+        original(wrapper, False)  # pooling memory planning shares blocks between streams
+        wrapper.lines = switch_streams(show_blocks(share_memory(wrapper.lines)))
+    if profiler_ranges.wanted() and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
+        wrapper.lines = kernel_places.mark(wrapper.lines)

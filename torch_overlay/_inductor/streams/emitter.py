@@ -14,6 +14,7 @@ function returns.
 
 from __future__ import annotations
 
+import os
 from typing import Any, TYPE_CHECKING
 
 import torch._inductor.config as inductor_config
@@ -29,8 +30,9 @@ from torch_overlay._functorch.streams.ids import (
     is_copy_stream,
     written_index,
 )
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.schedule_notes import notes_of
-from torch_overlay._inductor.scheduler_nodes import kernel_of, owner_of
+from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, owner_of
 from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
@@ -48,6 +50,7 @@ from torch_overlay._inductor.streams.wrapper_lines import (
     root_of,
     StreamLine,
 )
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:
@@ -224,9 +227,22 @@ class RegionEmitter:
                 self.scheduler.flush()
                 self.wrapper.writeline(OnStream(self, None, None))
             else:
-                self.wrapper.writeline(
-                    OnStream(self, op.stream, self.region.devices.get(here, callers_device(op.stream)))
-                )
+                device = self.region.devices.get(here, callers_device(op.stream))
+                self.wrapper.writeline(OnStream(self, op.stream, device, self.range_of(node, op.stream)))
+
+    def range_of(self, node: BaseSchedulerNode, stream: int) -> str:
+        """Return the name of the range that profiles show around a node on a side stream, and those that follow it
+        there: Note [Names in profiles] of `profiler_ranges`.
+        """
+        if callers_device(stream) is not None or inductor_config.triton.cudagraphs or not profiler_ranges.wanted():
+            return ""
+        if not self.root.imports.contains(profiler_ranges.RUNTIME):
+            self.root.imports.writeline(profiler_ranges.RUNTIME)
+        if is_copy_stream(stream):
+            return f"copies to the {'device' if copy_device(stream)[1] else 'host'}"
+        lines = [source_line(origin.stack_trace or "") for origin in fx_origins(node)]
+        where = [f": {os.path.basename(line.partition(': ')[0])}" for line in lines if line]
+        return f"side stream {stream}{min(where, default='')}"
 
     def write_back(self) -> None:
         """Copy aligned inputs back: Note [Aligned copies and the caller's memory] of `streams.alignment`."""

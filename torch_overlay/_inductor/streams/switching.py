@@ -51,7 +51,7 @@ _INDIFFERENT = (
 )
 
 
-def _needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
+def needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
     """Return the stream that must be current when this line runs; None if it doesn't matter."""
     if isinstance(line, IfMultiStream):
         line = line.line
@@ -134,7 +134,7 @@ def switch_streams(lines: list[Any]) -> list[Any]:
         else:
             if (device := _allocates_on(line)) is not None:  # maybe before the first operation has set a device
                 region["device"] = device
-            _switch(out, region, _needs(line, region["place"], region["emitter"]))
+            _switch(out, region, needs(line, region["place"], region["emitter"]))
             out.append(line)
     return out
 

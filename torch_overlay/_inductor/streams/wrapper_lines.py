@@ -50,11 +50,13 @@ class EndRegion(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class OnStream(upstream.WrapperLine):
-    """A mark: the lines that follow belong to a node of this stream; None: to a node of the host."""
+    """A mark: the lines that follow belong to a node of this stream; None: to a node of the host. `range` is the name
+    of the work there in profiles, if it has one."""
 
     emitter: RegionEmitter
     stream: int | None
     device_index: int | None
+    range: str = ""
 
     def codegen(self, code: IndentedBuffer) -> None:
         pass

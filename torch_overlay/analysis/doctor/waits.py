@@ -11,7 +11,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.culprit import user_line
-from torch_overlay._inductor.relaunch.refusals import is_in_torch
+from torch_overlay._inductor.user_lines import is_in_torch
 
 
 if TYPE_CHECKING:

@@ -187,7 +187,7 @@ class Capture:
                 self.recording.clear_stack()
                 namespace = namespace_of(self.model)
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
-                with observed(namespace, self.observer), tracing, watch:
+                with observed(namespace, self.observer), tracing, watch, self.recording.noting_lines(namespace):
                     given, stand_ins = stand_ins, []
                     outputs = self.model(given)
                     del given

@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_overlay._inductor.relaunch.refusals import is_in_torch
+from torch_overlay._inductor.user_lines import is_in_torch
 
 
 if TYPE_CHECKING:

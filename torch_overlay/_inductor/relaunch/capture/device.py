@@ -28,6 +28,8 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.offload import runtime
+from torch_overlay._inductor import profiler_ranges
+from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.driver import DriverError
@@ -60,6 +62,7 @@ class Cuda:
         self.index = index
         self.device = torch.device("cuda", index)
         self.concurrent = config.cudagraph_concurrency
+        self.annotates = profiler_ranges.wanted() and kernel_names.are_available()
         self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self.current: Callable[[], int] = torch._C._cuda_getDevice
@@ -190,12 +193,22 @@ class Cuda:
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 arrangement = dataclasses.replace(arrangement, stages=())
             else:
+                self._annotate(captured, [stage.template for stage in arrangement.stages], launchers)
                 graph.reset()
                 return arrangement, launchers
         graph.instantiate()
         upload(graph)
         shared = native.shared(arrangement.template) if is_shared else None
-        return arrangement, [Launcher(graph, arrangement.template, not captured.recording.fixed, shared)]
+        launchers = [Launcher(graph, arrangement.template, not captured.recording.fixed, shared)]
+        self._annotate(captured, [arrangement.template], launchers)
+        return arrangement, launchers
+
+    def _annotate(self, captured: Captured, templates: Sequence[Template], launchers: Sequence[Launcher]) -> None:
+        """Name the kernels of the launchers, which have these nodes of the capture."""
+        if (noted := captured.recording.lines) is not None:
+            places = noted.places()
+            for template, launcher in zip(templates, launchers, strict=True):
+                kernel_names.annotate(places, [node.handle for node in template.nodes], launcher)
 
     def _room(self) -> Callable[[KernelNode], int]:
         """Return a function that says how many blocks of a kernel this device runs at once."""

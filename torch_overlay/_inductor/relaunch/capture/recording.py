@@ -32,12 +32,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.capture.kernel_names import KernelLines
 from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.graph.driver import Driver
@@ -71,6 +72,7 @@ class Recording:
         self._pools: list[Any] = []  # ids
         self._active: Any = None
         self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
+        self.lines: KernelLines | None = None
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
 
@@ -141,6 +143,13 @@ class Recording:
         """Return the handles of the nodes that the graph has so far."""
         driver, graph = self._captured()
         return driver.nodes(graph)
+
+    def noting_lines(self, namespace: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """Note, if profiles are to show it, which line of the module with these globals makes each node."""
+        if not self.owner.annotates:
+            return contextlib.nullcontext()
+        self.lines = KernelLines(namespace, self.nodes)
+        return self.lines
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:

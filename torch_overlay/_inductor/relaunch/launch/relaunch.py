@@ -27,6 +27,7 @@ from typing import Any, TYPE_CHECKING, TypeAlias
 import torch
 from torch._dynamo.utils import counters
 
+from torch_overlay._inductor.profiler_ranges import within
 from torch_overlay._inductor.relaunch.launch import data_ptrs, native, native_call
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned, raw, reinterpret
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -81,6 +82,7 @@ class Relaunch:
 
     launch: Callable[..., tuple[Any, ...]]
     attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
+    range = ""  # that profilers show around a launch
 
     def __init__(
         self,
@@ -127,7 +129,12 @@ class Relaunch:
         self.addresses[:] = [NOWHERE] * len(self.addresses)
         self.static = [k for k in self.static if self.moves[k] < MOVES]
         self.addresses = [NOWHERE] * (1 + max(self.static, default=-1))
-        self.launch = self._bound()
+        self.launch = within(self.range, self._bound())
+
+    def show(self, name: str) -> None:
+        """Have profilers show each launch under a name."""
+        self.range, self.launch = name, within(name, self.launch)
+        self.attempt = within(name, self.attempt) if self.attempt is not None else None
 
     def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
         if addresses is not self.addresses:  # called by an earlier closure

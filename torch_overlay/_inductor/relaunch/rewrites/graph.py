@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from torch_overlay._functorch.streams.ids import written_index
 from torch_overlay._functorch.streams.placed import placement
-from torch_overlay._inductor.relaunch.refusals import source_line
+from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,23 @@
+"""Finds the line of the user's program in a stack trace of FX."""
+
+from __future__ import annotations
+
+import os
+import re
+
+
+def is_in_torch(path: str) -> bool:
+    """True for a file of torch's own."""
+    import torch
+
+    return path.startswith(os.path.dirname(torch.__file__) + os.sep)
+
+
+def source_line(stack_trace: str) -> str:
+    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch count only if there are no
+    others."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)
+    if not frames:
+        return ""
+    file, line, _, text = ([f for f in frames if not is_in_torch(f[0])] or frames)[-1]
+    return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"
