@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import types
 from unittest import mock
 
 import relaunch_driver
@@ -139,12 +140,18 @@ class TestSizes(SizesTestCase):
         self.assertEqual(self.captures(), 6)
         self.assertEqual(len(self.device.launchers), 2, "another function is no other executable")
 
-    def test_after_many_sizes_a_further_one_waits_until_a_capture_pays(self):
+    def test_after_many_captures_that_took_long_a_further_size_waits_until_a_capture_pays(self):
         run = self.sized()
-        with mock.patch.object(sizes, "EAGER", 3):
-            for n in (3, 3, 4, 4, 5, 5, 6, 6):
-                self.call(run, n)
-            run.sizes.capture_takes = 1e9
+        for n in (3, 3, 4, 4, 5, 5, 6, 6):
+            self.call(run, n)
+        self.assertEqual(self.counted("captures"), 4)
+        self.assertGreater(took := run.sizes.captures_took, run.sizes.capture_takes)
+        run.sizes.capture_takes = 1e9
+        state = types.SimpleNamespace(alone=False, relaunch=None, spent=0.0)
+        for few, seconds, waits in ((3, took, True), (4, took, False), (3, took + 1, False)):
+            with mock.patch.multiple(sizes, EAGER=few, SECONDS=seconds):
+                self.assertIs(run.sizes.waits(state, run.states.values()), waits)
+        with mock.patch.multiple(sizes, EAGER=3, SECONDS=took):
             for _ in range(4):
                 self.call(run, 7)
             self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 4))

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 OWN = 4  # so many sizes have executables of their own
-EAGER = 64  # so many further sizes are captured at their second call
+# So many further sizes are captured at their second call, and more of them as long as captures took few seconds in all.
+EAGER = 16
+SECONDS = 1.0
 
 
 class Sizes:
@@ -38,7 +40,7 @@ class Sizes:
         self.executables: list[Executable] = []  # the latest first
         self.bound = config.cudagraph_executables
         self.captured = 0  # graphs of further sizes
-        self.capture_takes = 0.0  # seconds of the host, for the latest of them
+        self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
     def is_shared(self, state: State, states: Iterable[State]) -> bool:
         """True if the state's graph is to share an executable."""
@@ -48,10 +50,12 @@ class Sizes:
     def waits(self, state: State, states: Iterable[State]) -> bool:
         """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
         than a capture takes. The first sizes are captured anyway."""
-        return self.captured >= EAGER and state.spent < self.capture_takes and self.is_shared(state, states)
+        has_made_many = self.captured >= EAGER and self.captures_took >= SECONDS
+        return has_made_many and state.spent < self.capture_takes and self.is_shared(state, states)
 
     def note_capture(self, seconds: float) -> None:
-        self.captured, self.capture_takes = self.captured + 1, seconds
+        self.captured += 1
+        self.captures_took, self.capture_takes = self.captures_took + seconds, seconds
 
     def launchers(
         self, device: Any, captured: Captured, graph: CapturedGraph, proven: Proven, drawn: tuple[int, ...]
