@@ -45,7 +45,8 @@ from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
-from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
+from torch_overlay._inductor.streams.plan import Buffer, Op
+from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
