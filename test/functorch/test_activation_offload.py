@@ -39,7 +39,8 @@ from torch_overlay._functorch.offload import (
     settings as offload_config,
 )
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
-from torch_overlay._functorch.offload.plan import _spread, Candidate, choose, Link, Model, Recompute, Step
+from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
+from torch_overlay._functorch.offload.plan import _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
