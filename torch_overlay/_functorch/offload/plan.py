@@ -52,11 +52,11 @@ def _spread(model: Model, candidates: Sequence[Candidate], part: float) -> list[
 
 
 def choose(model: Model, budget: int, link: Link) -> Choice:
-    """Return the cheapest set whose peak is within `budget` bytes, or as near to it as possible.
+    """Return a set whose peak is within `budget` bytes, or as near to it as possible.
 
-    Several sets are compared: the candidates with most slack, as many as it takes if no step waits for a copy, or
-    fewer, with steps that wait; and sets that are spread over parts of the forward, where a launch needs memory for all
-    values at once.
+    Of several sets the cheapest is taken: the candidates with most slack, as many as it takes if no step waits for a
+    copy, or fewer, with steps that wait; and sets that are spread over parts of the forward, where a launch needs
+    memory for all values at once.
     """
     must = [c.name for c in model.candidates if c.must]
     optional = [c for c in model.candidates if not c.must]
