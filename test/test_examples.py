@@ -15,7 +15,7 @@ from torch_overlay.testing import compile_only, Compiled, simulated_gpu
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from torch_overlay._inductor.streams.planner import Plan
+    from torch_overlay._inductor.streams.plan import Plan
 
 import moe_experts
 import offloaded_transformer

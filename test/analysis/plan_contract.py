@@ -17,7 +17,7 @@ from plan_closure import happens_before, missing
 
 import form  # noqa: F401
 from torch_overlay._inductor.streams import planned_region, planner
-from torch_overlay._inductor.streams.planner import Buffer, HOST, Plan
+from torch_overlay._inductor.streams.plan import Buffer, HOST, Plan
 
 
 if TYPE_CHECKING:

@@ -39,13 +39,15 @@ from torch_overlay._functorch.offload import (
     settings as offload_config,
 )
 from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, place_loads, place_waits, Store
-from torch_overlay._functorch.offload.plan import _spread, Candidate, choose, Link, Model, Recompute, Step
+from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
+from torch_overlay._functorch.offload.plan import _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
-from torch_overlay._inductor.streams.planner import Buffer, Op, plan_streams
+from torch_overlay._inductor.streams.plan import Buffer, Op
+from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu

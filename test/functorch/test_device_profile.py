@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import form  # noqa: F401
 from torch_overlay._functorch.offload import device_rates, kernel_times, profile_cache
-from torch_overlay._functorch.offload.plan import Link
+from torch_overlay._functorch.offload.cost_model import Link
 from torch_overlay._functorch.offload.reader import Reader
 
 

@@ -27,7 +27,8 @@ from torch_overlay import config
 from torch_overlay._dynamo import compiled_backward, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.streams.planner import Buffer, ENTRY, Op, plan_streams
+from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
+from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay.analysis import check_step, check_wrapper
 from torch_overlay.analysis.race_check import step_check
 from torch_overlay.testing import Compiled, observe, simulated_gpu

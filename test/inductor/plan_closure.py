@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import form  # noqa: F401
 from token_text import token as token_of, tokens as tokens_of
 from torch_overlay._functorch.streams.tokens import state as state_of, streams_of
-from torch_overlay._inductor.streams import planner
-from torch_overlay._inductor.streams.planner import Buffer, ENTRY, HOST, Op, plan_streams
+from torch_overlay._inductor.streams.plan import Buffer, CALLER, ENTRY, Event, HOST, Op, Plan
+from torch_overlay._inductor.streams.planner import plan_streams
 
 
 def happens_before(plan, events):
@@ -29,7 +29,7 @@ def happens_before(plan, events):
         if all(op.rerecords != w.token for op in plan.ops[: w.before]):  # else the event stands for something else
             boundary.setdefault((w.before, w.stream), []).append(w.token)
     streams = set(plan.streams) | {s for op in plan.ops for s in streams_of(op.before)}
-    streams.add(planner.CALLER)
+    streams.add(CALLER)
     state = {s: {("entry", s)} for s in streams}
     for stream, tokens in plan.known.items():
         state.setdefault(stream, {("entry", stream)}).update(("entry", s) for s in streams_of(tokens))
@@ -238,10 +238,8 @@ def without_one_wait(plan):
     for event in plan.events:
         for wait in event.waits:
             rest = tuple(w for w in event.waits if w != wait)
-            events = [
-                planner.Event(e.index, e.after, e.stream, rest) if e.index == event.index else e for e in plan.events
-            ]
+            events = [Event(e.index, e.after, e.stream, rest) if e.index == event.index else e for e in plan.events]
             yield f"ev{event.index} wait {wait}", plan, events
     for boundary in plan.boundary_waits:
         others = tuple(w for w in plan.boundary_waits if w != boundary)
-        yield str(boundary), planner.Plan(plan.ops, plan.events, others), plan.events
+        yield str(boundary), Plan(plan.ops, plan.events, others), plan.events

@@ -11,7 +11,8 @@ import form
 from token_text import tokens
 from torch_overlay import config
 from torch_overlay._inductor.streams.memory_report import account, amount, describe
-from torch_overlay._inductor.streams.planner import Buffer, Op, Plan, plan_streams
+from torch_overlay._inductor.streams.plan import Buffer, Op, Plan
+from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay.testing import compile_only, simulated_gpu
 
 

@@ -23,7 +23,8 @@ if not form.PATCHED:
     from torch_overlay._cli import demo, demo_gpu
     from torch_overlay._cli.demo import Events
     from torch_overlay._cli.terminal import plain_table, Screen
-    from torch_overlay._inductor.streams.planner import HOST, Op, plan_streams
+    from torch_overlay._inductor.streams.plan import HOST, Op
+    from torch_overlay._inductor.streams.planner import plan_streams
     from torch_overlay.testing import simulated_gpu
 
 

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 from torch_overlay._cli.terminal import Screen
-from torch_overlay._inductor.streams.planner import HOST
+from torch_overlay._inductor.streams.plan import HOST
 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import ModuleType
 
-    from torch_overlay._inductor.streams.planner import Plan
+    from torch_overlay._inductor.streams.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

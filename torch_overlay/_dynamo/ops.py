@@ -29,6 +29,7 @@ from torch._library.custom_ops import custom_op
 from torch.fx import has_side_effect
 
 from torch_overlay._dynamo import objects
+from torch_overlay._functorch.streams.fx import NAMESPACES
 
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 NAMESPACE = "streams_overlay"
+NAMESPACES.add(NAMESPACE)
 _ONE_INDEX = "(int index) -> Tensor"
 _TWO_INDICES = "(int left, int right) -> Tensor"
 

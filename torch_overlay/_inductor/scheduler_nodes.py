@@ -10,7 +10,7 @@ from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
 from torch_overlay._functorch.offload.device_rates import bytes_per_us, flops_per_us
-from torch_overlay._functorch.streams.fx import is_view
+from torch_overlay._functorch.streams.fx import is_stream_operator, is_view
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
@@ -28,7 +28,7 @@ def user_stream(scheduler: Scheduler, node: BaseSchedulerNode) -> int:
 def stream_operation(node: BaseSchedulerNode) -> torch._ops.OpOverload | None:
     """Return the operation of the user's stream program that a node carries out on the host, if it is one."""
     overload = getattr(node.node, "op_overload", None)
-    if isinstance(overload, torch._ops.OpOverload) and overload.namespace in ("streams", "streams_overlay"):
+    if isinstance(overload, torch._ops.OpOverload) and is_stream_operator(overload):
         return overload
     return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MARGIN = 1.5  # a copy may take this many times its estimated time before a step waits for it
 # A load is launched this many times its duration before its reader: steps are long, and may be shorter than estimated.
 LEAD = 4.0
-STAGES = 6  # about as many as a backward has under CUDA graphs: `relaunch.memory.arrange`, Note [Stages]
+STAGES = 6  # about as many as a backward has that is launched as CUDA graphs: Note [Stages]
 
 
 def held_until(step: int, count: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._functorch.offload import profile_cache
-from torch_overlay._functorch.offload.plan import Link
+from torch_overlay._functorch.offload.cost_model import Link
 
 
 if TYPE_CHECKING:

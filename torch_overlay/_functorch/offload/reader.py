@@ -14,8 +14,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from torch_overlay._functorch.offload.cost_model import Step
 from torch_overlay._functorch.offload.kernel_times import name_of
-from torch_overlay._functorch.offload.plan import Step
 from torch_overlay._functorch.streams.fx import viewed
 
 

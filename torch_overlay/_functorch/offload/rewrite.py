@@ -26,8 +26,9 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch_overlay import config
 from torch_overlay._functorch.offload import kernel_times, log as offload_log, ops
 from torch_overlay._functorch.offload.checkpoint_policies import MUST, OFFLOAD
+from torch_overlay._functorch.offload.cost_model import Candidate, Model, Recompute, Step
 from torch_overlay._functorch.offload.device_rates import Rates, rates
-from torch_overlay._functorch.offload.plan import Candidate, Choice, choose, Model, Recompute, Step
+from torch_overlay._functorch.offload.plan import Choice, choose
 from torch_overlay._functorch.offload.reader import (
     ALSO_POINTWISE,
     is_dense,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch_overlay._functorch.streams.tokens import Token
 
-KEY = "stream_fact"  # in `custom`; the compile cache's key includes keys that begin with "stream_"
+KEY = "stream_fact"  # in `custom`; as the stream, it belongs in the keys of compile caches
 
 Storage = tuple[str, "int | None"]
 """Memory that is updated in place: a name, and the stream whose memory it is in eager; None for the caller's."""

@@ -6,6 +6,7 @@ import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch._dynamo.variables.streams  # has the operators of `torch.ops.streams`
 from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
 
-BACKWARD = "overlay_backward"  # in `meta`, not in `custom`: the node belongs to the backward
+BACKWARD = "stream_backward"  # in `meta`, not in `custom`: the node belongs to the backward
+NAMESPACES = {"streams"}  # of the operators of stream programs; a module that defines some adds their namespace
 
 _aten = torch.ops.aten
 _streams = torch.ops.streams
@@ -32,14 +34,15 @@ RECORD = _streams.record_event.default
 _DEVICE_PUT = torch.ops.prims.device_put.default
 
 
+def is_stream_operator(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
+        return target._qualified_op_name.partition("::")[0] in NAMESPACES
+    return getattr(target, "namespace", "") in NAMESPACES
+
+
 def is_stream_op(node: Node) -> bool:
     """True for an operation of the user's stream program, as opposed to one that computes."""
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
-        namespace = target._qualified_op_name.partition("::")[0]
-    else:
-        namespace = getattr(target, "namespace", "")
-    return node.op == "call_function" and namespace in ("streams", "streams_overlay")
+    return node.op == "call_function" and is_stream_operator(node.target)
 
 
 def is_synchronization(node: Node) -> bool:

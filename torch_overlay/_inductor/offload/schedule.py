@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
+    from torch_overlay._functorch.offload.cost_model import Link
     from torch_overlay._functorch.offload.device_rates import Rates
-    from torch_overlay._functorch.offload.plan import Link
 
 
 def overload_of(node: BaseSchedulerNode) -> Any:

@@ -18,7 +18,7 @@ from torch_overlay._inductor.scheduler_nodes import is_gpu, owner_of
 from torch_overlay._inductor.streams.graph_facts import (
     eager_memory_of_results,
 )
-from torch_overlay._inductor.streams.planner import Buffer, HOST
+from torch_overlay._inductor.streams.plan import Buffer, HOST
 
 
 if TYPE_CHECKING:

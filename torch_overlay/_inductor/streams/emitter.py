@@ -36,7 +36,7 @@ from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, owner
 from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
-from torch_overlay._inductor.streams.planner import ENTRY, Event, HOST
+from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
 from torch_overlay._inductor.streams.saved_memory import note_owners
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.wrapper_lines import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from torch_overlay._inductor.streams.planner import Buffer, Plan
+    from torch_overlay._inductor.streams.plan import Buffer, Plan
 
 _UNITS = ("B", "KiB", "MiB", "GiB")
 

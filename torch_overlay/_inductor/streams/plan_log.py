@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch_overlay._inductor.streams.planner import Plan
+    from torch_overlay._inductor.streams.plan import Plan
 
 
 _observers: list[Callable[[Plan], None]] = []

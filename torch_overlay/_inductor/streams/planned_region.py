@@ -18,7 +18,7 @@ from torch_overlay._inductor.streams.graph_facts import (
     saved_on_streams,
 )
 from torch_overlay._inductor.streams.host_copies import AsyncCopy
-from torch_overlay._inductor.streams.planner import Plan, plan_streams
+from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.reader import RegionReader
 
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.streams.tokens import Token
+    from torch_overlay._inductor.streams.plan import Plan
 
 
 @dataclass(frozen=True)

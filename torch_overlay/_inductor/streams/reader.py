@@ -46,7 +46,7 @@ from torch_overlay._inductor.streams.graph_facts import (
     stream_devices,
 )
 from torch_overlay._inductor.streams.parts import Access, accesses, parts
-from torch_overlay._inductor.streams.planner import HOST, Op
+from torch_overlay._inductor.streams.plan import HOST, Op
 
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_overlay._inductor.streams.planner import Plan
+    from torch_overlay._inductor.streams.plan import Plan
 
 
 def _saved() -> Any:

@@ -29,7 +29,7 @@ from torch_overlay._functorch.streams.ids import callers_device, is_copy_stream
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.scheduler_nodes import device_us, fx_origins, stream_operation
 from torch_overlay._inductor.streams.folding import handed_out
-from torch_overlay._inductor.streams.planner import HOST
+from torch_overlay._inductor.streams.plan import HOST
 
 
 if TYPE_CHECKING:
