@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from torch_overlay import csrc
 
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-SYMBOLS = re.findall(r'F\(\w+, "(\w+)"', (csrc.FOLDER / "driver_api.h").read_text())
+SYMBOLS = re.findall(r'"(cu\w+)"', (csrc.FOLDER / "driver_api.h").read_text())
 
 
 def build(source: str, library: Path, *flags: str) -> str:
@@ -27,3 +27,11 @@ def build(source: str, library: Path, *flags: str) -> str:
     command = [_find_compiler("c"), "-O1", "-g", "-shared", "-fPIC", str(path), "-o", str(library), *flags]
     subprocess.run(command, check=True)
     return str(library)
+
+
+def build_module(source: str, folder: str) -> tuple[Any, ctypes.CDLL]:
+    """Compile such a library and the C module over it, in the folder. Return the module, and the library as a test
+    calls it."""
+    library = build(source, Path(folder) / "libdriver.so", "-lpthread")
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        return csrc.build(library), ctypes.CDLL(library)

@@ -47,7 +47,10 @@ class TestStack(TestCase):
         cls.addClassCleanup(shutil.rmtree, cls.copy, ignore_errors=True)
         run_patched.make_copy(installed_root(), cls.copy)
 
-    @unittest.skipUnless(importlib.util.find_spec("ruff"), "ruff formats new files: tools/setup lint")
+    @unittest.skipUnless(
+        importlib.util.find_spec("ruff") and importlib.util.find_spec("clang_format"),
+        "ruff and clang-format format new files: tools/setup lint",
+    )
     def test_it_is_what_the_declarations_say(self):
         """From a folder whose configuration of ruff is another, too."""
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

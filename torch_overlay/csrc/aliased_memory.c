@@ -1,7 +1,7 @@
 /* Memory for captures: a range maps one small physical block over and over. `launch.native` describes it. */
 
 #include "driver_api.h"
-#include "relaunch.h"
+#include "module.h"
 
 #include <pthread.h>
 
@@ -257,7 +257,7 @@ static void *allocate(Range *range, size_t size) {
     return (void *)address;
 }
 
-EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
+EXPORT void *aliased_alloc(ssize_t size, int device, void *stream) {
     void *result = NULL;
     Range *range;
     (void)stream;
@@ -273,7 +273,7 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
     return result;
 }
 
-EXPORT void overlay_free(void *pointer, ssize_t size, int device, void *stream) {
+EXPORT void aliased_free(void *pointer, ssize_t size, int device, void *stream) {
     (void)size, (void)device, (void)stream;
     pthread_mutex_lock(&lock);
     for (Arena *arena = arenas; arena; arena = arena->next)
@@ -501,7 +501,7 @@ static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef aliased_memory_methods[] = {
+static PyMethodDef methods[] = {
     {"reserve", py_reserve, METH_VARARGS, "reserve(device, bytes, gap=1): a new range"},
     {"use", py_use, METH_O, "use(range or None): where this thread allocates; returns what it was"},
     {"take", py_take, METH_VARARGS, "take(range, bytes): an address that no allocator knows of"},
@@ -516,7 +516,9 @@ PyMethodDef aliased_memory_methods[] = {
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};
 
-int aliased_memory_init(PyObject *module) {
-    if (PyModule_AddObject(module, "alloc_address", PyLong_FromVoidPtr((void *)overlay_alloc)) < 0) return -1;
-    return PyModule_AddObject(module, "free_address", PyLong_FromVoidPtr((void *)overlay_free));
+static int init(PyObject *module) {
+    if (PyModule_AddObject(module, "alloc_address", PyLong_FromVoidPtr((void *)aliased_alloc)) < 0) return -1;
+    return PyModule_AddObject(module, "free_address", PyLong_FromVoidPtr((void *)aliased_free));
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

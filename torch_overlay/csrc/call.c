@@ -1,5 +1,6 @@
 /* A relaunch as one call: `launch.relaunch` describes it, and has it in Python. */
 
+#include "module.h"
 #include "relaunch.h"
 
 #include <structmember.h>
@@ -642,13 +643,15 @@ static PyMemberDef call_members[] = {
     {NULL}};
 static PyType_Slot call_slots[] = {
     {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};
-static PyType_Spec call_spec = {"torch_overlay_c.Call", sizeof(Call), 0,
+static PyType_Spec call_spec = {"cuda_driver_c.Call", sizeof(Call), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
 
-PyMethodDef call_module_methods[] = {
+static PyMethodDef methods[] = {
     {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"}, {NULL}};
 
-int call_init(void) {
+static int init(PyObject *module) {
     if (!(name_view = PyUnicode_InternFromString("view"))) return -1;
     return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

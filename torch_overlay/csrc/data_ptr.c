@@ -1,5 +1,6 @@
 /* Addresses of tensors: Note [Fields of a tensor] in `launch.data_ptrs`. */
 
+#include "module.h"
 #include "relaunch.h"
 
 PyTypeObject *tensor_type, *usual_type;
@@ -74,9 +75,11 @@ static PyObject *py_learn(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef data_ptr_methods[] = {
+static PyMethodDef methods[] = {
     {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
     {NULL}};
 
-int data_ptr_init(void) { return (name_data_ptr = PyUnicode_InternFromString("data_ptr")) ? 0 : -1; }
+static int init(PyObject *module) { return (name_data_ptr = PyUnicode_InternFromString("data_ptr")) ? 0 : -1; }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

@@ -1,5 +1,6 @@
 /* Executables whose nodes are patched: `launch.native`, *Patching*. */
 
+#include "module.h"
 #include "relaunch.h"
 
 #include <stddef.h>
@@ -434,17 +435,19 @@ static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new},
                                      {Py_tp_methods, blocks_methods},
                                      {Py_tp_getset, blocks_getset},
                                      {0, NULL}};
-static PyType_Spec blocks_spec = {"torch_overlay_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
+static PyType_Spec blocks_spec = {"cuda_driver_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
 
-PyMethodDef patch_methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
+static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
 
 static PyType_Slot shared_slots[] = {{Py_tp_new, shared_new}, {Py_tp_dealloc, shared_dealloc}, {0, NULL}};
-static PyType_Spec shared_spec = {"torch_overlay_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
+static PyType_Spec shared_spec = {"cuda_driver_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
 
-int patch_init(PyObject *module) {
+static int init(PyObject *module) {
     PyObject *type;
     if (!(shared_type = (PyTypeObject *)PyType_FromSpec(&shared_spec))) return -1;
     if (PyModule_AddObjectRef(module, "Shared", (PyObject *)shared_type)) return -1;
     type = PyType_FromSpec(&blocks_spec);
     return type ? PyModule_AddObject(module, "Blocks", type) : -1;
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

@@ -1,19 +1,11 @@
-/* Declarations that the files of a relaunch share: the aliased allocator, addresses of tensors, the patching of
-   executables, scratch memory, and whole calls. */
+/* Declarations that the files of a relaunch share: addresses of tensors, the patching of executables, scratch
+   memory, and whole calls. */
 
 #pragma once
 
 #include "driver_api.h"
 
-/* ---- aliased_memory.c ---- */
-
-extern PyMethodDef aliased_memory_methods[];
-int aliased_memory_init(PyObject *module);
-
 /* ---- data_ptr.c ---- */
-
-extern PyMethodDef data_ptr_methods[];
-int data_ptr_init(void);
 
 typedef struct {
     void *table;
@@ -116,8 +108,6 @@ typedef struct {
     int stale, busy;         /* stale: what the executable holds is unknown */
 } Blocks;
 
-extern PyMethodDef patch_methods[];
-int patch_init(PyObject *module);
 Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions);
 Py_ssize_t set_nodes(Blocks *self);
 int get_context(Handle *now);
@@ -171,6 +161,4 @@ int free_scratch(Scratch *self, Handle *address);
 
 /* ---- call.c ---- */
 
-extern PyMethodDef call_module_methods[];
-int call_init(void);
 PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs);

@@ -1,7 +1,7 @@
 """Wraps the C module that talks to the driver: aliased memory for captures, and the patching of executables.
 
 *Memory.* A capture runs no kernel, so any memory will do. A range is address space that maps the same small physical
-block over and over, however many GiB the region asks for. `overlay_alloc` and `overlay_free` are the two functions of a
+block over and over, however many GiB the region asks for. `aliased_alloc` and `aliased_free` are the two functions of a
 pluggable allocator: torch calls them from any thread, with or without the GIL, so they touch no Python object and take
 one lock of their own. `use(range)` selects the range that a thread allocates from; a thread that never called it shares
 the range of its device that is in use, if there is exactly one.
