@@ -1,10 +1,4 @@
-"""Wraps the C module that talks to the driver: aliased memory for captures, and the patching of executables.
-
-*Memory.* A capture runs no kernel, so any memory will do. A range is address space that maps the same small physical
-block over and over, however many GiB the region asks for. `aliased_alloc` and `aliased_free` are the two functions of a
-pluggable allocator: torch calls them from any thread, with or without the GIL, so they touch no Python object and take
-one lock of their own. `use(range)` selects the range that a thread allocates from; a thread that never called it shares
-the range of its device that is in use, if there is exactly one.
+"""Wraps the part of the C module that patches executables and launches them.
 
 *Patching.* `Exec(exec_handle, nodes, slots, regions)` takes the nodes and pointer slots of a template, and owns one
 parameter block for each node that holds a pointer. `patch(bases)` writes the pointer slots of the regions whose base
@@ -14,36 +8,6 @@ otherwise grows only with what moved.
 *Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call: `native_call`.
 
 The C source is in `torch_overlay/csrc`. The tests have a Python model of it, which behaves the same.
-
-Note [Addresses of captures]
-1. Within a range no address is allocated twice, so one address stands for one allocation.
-2. Unused addresses lie before, between and after the allocations, inside the range's bounds: a word that points a
-   little outside of its allocation is in the range but in no allocation, so the proof can refuse it.
-3. Ranges with a different `gap` keep their allocations at different distances. A word that holds one region's address
-   plus a constant, and by chance points into another region, points elsewhere in a capture with another gap.
-4. `release` unmaps the range; its addresses are freed when torch has freed every segment in their arena (it keeps the
-   segments of a pool as long as a captured graph retains the pool). Until then the driver reserves them for nobody
-   else, so torch's allocator never has an address twice.
-5. All addresses are above 4 GiB, so the upper half of a pointer is not zero: a word that looks like the lower half of a
-   pointer is none (`proof.prove`, Note [What a word can hide]).
-6. The second of two adjacent 32-bit numbers could pass for the upper half of an address. By default the driver begins
-   at 1 TiB, where the upper half is 256, a size that many kernels take. So the driver is asked for addresses with an
-   upper half of 705 or more, since tensor descriptors, which matrix products take, begin with 704. The driver may
-   refuse; then a number may pass for an address, which costs no more than a refused capture, and the next capture is at
-   other addresses.
-
-Note [Remains on the stack]
-A launcher passes on what the unused fields of its structures hold: what lay on the stack. Two captures of a region
-leave the same there, with one exception, due to our own allocator: it maps a block of 12 MiB when the mapped part of a
-range is full, which happens at another allocation where the gaps are wider, and the driver's functions leave the
-addresses of the blocks on the stack. These are in the range and stand for different bytes in each capture. So the
-allocator clears the stack below, as deep as the driver goes where it has mapped a block; it is also cleared when a
-capture begins.
-
-A range is mapped as it fills, a physical block of 12 MiB at a time, for the driver maps only whole blocks. Mapping
-costs the host the same for a block of any size (on a machine with an H200 36 us to map it and grant access, 22 us to
-unmap it, and no less per block if many are mapped at once), and a capture should take no more than 16 MiB of the
-device. Allocations lie 64 KiB times the gap apart, and are aligned as the caching allocator aligns.
 """
 
 from __future__ import annotations
