@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,14 @@ def build(source: str, library: Path, *flags: str) -> str:
     return str(library)
 
 
-def build_module(source: str, folder: str) -> tuple[Any, ctypes.CDLL]:
-    """Compile such a library and the C module over it, in the folder. Return the module, and the library as a test
-    calls it."""
+def build_module(source: str, folder: str, **parts: str) -> tuple[Any, ctypes.CDLL]:
+    """Compile such a library and the C module over it, in the folder. `parts`: C texts of a test's own that become
+    parts of the module. Return the module, and the library as a test calls it."""
     library = build(source, Path(folder) / "libdriver.so", "-lpthread")
-    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+    sources = csrc.FOLDER
+    if parts:
+        sources = Path(shutil.copytree(sources, Path(folder) / "csrc"))
+    for name, text in parts.items():
+        sources.joinpath(f"{name}.c").write_text(text)
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder), mock.patch.object(csrc, "FOLDER", sources):
         return csrc.build(library), ctypes.CDLL(library)

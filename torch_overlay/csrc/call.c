@@ -1,7 +1,9 @@
 /* A relaunch as one call: `launch.relaunch` describes it, and has it in Python. */
 
+#include "data_ptr.h"
 #include "module.h"
-#include "relaunch.h"
+#include "patch.h"
+#include "scratch.h"
 
 #include <structmember.h>
 

@@ -1,7 +1,7 @@
 /* Addresses of tensors: Note [Fields of a tensor] in `launch.data_ptrs`. */
 
+#include "data_ptr.h"
 #include "module.h"
-#include "relaunch.h"
 
 PyTypeObject *tensor_type, *usual_type;
 uint8_t item_sizes[DTYPES];

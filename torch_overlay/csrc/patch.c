@@ -1,7 +1,8 @@
 /* Executables whose nodes are patched: `launch.native`, *Patching*. */
 
+#include "data_ptr.h"
 #include "module.h"
-#include "relaunch.h"
+#include "patch.h"
 
 #include <stddef.h>
 
