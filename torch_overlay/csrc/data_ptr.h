@@ -51,5 +51,3 @@ int asked_address(PyObject *object, uint64_t *address);
 static inline int address_of(PyObject *object, uint64_t *address) {
     return field_address(object, address) ? 0 : asked_address(object, address);
 }
-
-PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks);
