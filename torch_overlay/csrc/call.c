@@ -203,7 +203,7 @@ static int read_order(Call *self, PyObject *order) {
     return 0;
 }
 
-PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
+static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"positions",      "masks",      "allocations", "slab",    "types",       "scratch",
                             "numbers",        "order",      "recipes",     "empty",   "reinterpret", "outputs",
                             "replay",         "direct",     "raw",         "current", "index",       "stream_of",
@@ -673,8 +673,18 @@ static PyType_Spec call_spec = {"cuda_driver_c.Call", sizeof(Call), 0,
 static PyMethodDef methods[] = {
     {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"}, {NULL}};
 
+/* Adds the method to `Blocks`, whose file knows nothing of calls. */
+static int add_call(void) {
+    static PyMethodDef definition = {"call", (PyCFunction)(void (*)(void))blocks_call, METH_VARARGS | METH_KEYWORDS,
+                                     "call(...): a Call of them"};
+    PyObject *method = blocks_type() ? PyDescr_NewMethod(blocks_type(), &definition) : NULL;
+    int code = method ? PyObject_SetAttrString((PyObject *)blocks_type(), "call", method) : -1;
+    Py_XDECREF(method);
+    return code;
+}
+
 static int init(PyObject *module) {
-    if (!(name_view = PyUnicode_InternFromString("view"))) return -1;
+    if (!(name_view = PyUnicode_InternFromString("view")) || add_call()) return -1;
     return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
 }
 

@@ -2,16 +2,8 @@
 
 #pragma once
 
-#include "driver_api.h"
+#include "node.h"
 #include "numbers.h"
-
-typedef struct {
-    Handle handle, context;
-    unsigned char *block;
-    size_t size; /* of the block, without the array that points into it */
-    char *label;
-    int kind;
-} Node;
 
 /* What an executable holds that several graphs share: for each of its nodes the node of a `Blocks` whose block it was
    set to, or NULL if that is unknown. `last`: the `Blocks` that was launched last, never read. The lock is for patching
@@ -48,10 +40,9 @@ typedef struct {
     int stale, busy;         /* stale: what the executable holds is unknown */
 } Blocks;
 
+/* Returns a borrowed reference to the type; NULL with a Python error. */
+PyTypeObject *blocks_type(void);
 Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions);
 Py_ssize_t set_nodes(Blocks *self);
 int get_context(Handle *now);
 int have_context(Blocks *self, Handle now);
-
-/* Of call.c. */
-PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs);

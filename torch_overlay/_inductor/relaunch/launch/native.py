@@ -1,9 +1,7 @@
 """Wraps the part of the C module that patches executables and launches them.
 
-*Patching.* `Exec(exec_handle, nodes, slots, regions)` takes the nodes and pointer slots of a template, and owns one
-parameter block for each node that holds a pointer. `patch(bases)` writes the pointer slots of the regions whose base
-changed, and passes the blocks of their nodes to the driver. It allocates nothing; it costs one comparison a region, and
-otherwise grows only with what moved.
+*Patching.* `Exec(exec_handle, nodes, slots, regions)` takes the nodes and pointer slots of a template, and makes the
+`Blocks` of them (`csrc/patch.c`), which has `patch(bases)`.
 
 *Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call: `native_call`.
 
