@@ -4,6 +4,7 @@
 """
 
 import collections
+import os
 
 import hypothesis
 import pytest
@@ -22,6 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if flags := os.environ.get("TORCH_OVERLAY_CFLAGS"):  # those of a sanitizer: tools/check
+        from torch_overlay import csrc
+
+        csrc.FLAGS += tuple(flags.split())
     if config.getoption("--each-hook"):
         if not form.PATCHED:
             raise pytest.UsageError("--each-hook is for the patched form: tools/run_patched.py pytest --each-hook")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from torch_overlay import csrc
 
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-SYMBOLS = re.findall(r'F\(\w+, "(\w+)"', (csrc.FOLDER / "driver_api.h").read_text())
+SYMBOLS = re.findall(r'"(cu\w+)"', (csrc.FOLDER / "driver_api.h").read_text())
 
 
 def build(source: str, library: Path, *flags: str) -> str:
@@ -27,3 +28,16 @@ def build(source: str, library: Path, *flags: str) -> str:
     command = [_find_compiler("c"), "-O1", "-g", "-shared", "-fPIC", str(path), "-o", str(library), *flags]
     subprocess.run(command, check=True)
     return str(library)
+
+
+def build_module(source: str, folder: str, **parts: str) -> tuple[Any, ctypes.CDLL]:
+    """Compile such a library and the C module over it, in the folder. `parts`: C texts of a test's own that become
+    parts of the module. Return the module, and the library as a test calls it."""
+    library = build(source, Path(folder) / "libdriver.so", "-lpthread")
+    sources = csrc.FOLDER
+    if parts:
+        sources = Path(shutil.copytree(sources, Path(folder) / "csrc"))
+    for name, text in parts.items():
+        sources.joinpath(f"{name}.c").write_text(text)
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder), mock.patch.object(csrc, "FOLDER", sources):
+        return csrc.build(library), ctypes.CDLL(library)

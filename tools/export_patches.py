@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fnmatch
 import re
 import sys
 import textwrap
@@ -108,7 +109,8 @@ def references(name: str, text: str) -> set[str]:
 
 
 def reach(roots: Iterable[str], files: dict[str, str]) -> set[str]:
-    """The files that a set of modules needs: what they import, the packages around it, the data files they name."""
+    """The files that a set of modules needs: what they import, the packages around it, the data files they name, or
+    look for by a pattern."""
     by_module = {module_of(name): name for name in files if name.endswith(".py")}
     found: set[str] = set()
     todo = list(roots)
@@ -121,7 +123,9 @@ def reach(roots: Iterable[str], files: dict[str, str]) -> set[str]:
         found.add(name)
         todo += references(name, files[name])
         data = [other for other in files if not other.endswith(".py") and Path(other).parent == Path(name).parent]
-        found.update(other for other in data if Path(other).name in files[name])
+        patterns = re.findall(r"\bglob\(\"([^\"]+)\"\)", files[name])
+        named = [other for other in data if Path(other).name in files[name]]
+        found.update(named, *(fnmatch.filter(data, f"*/{pattern}") for pattern in patterns))
     return found
 
 

@@ -14,7 +14,7 @@ A pull request is declared by a folder beside its patch:
 
 New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
 module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
-modules in their comments. The text is formatted as upstream's.
+modules in their comments. The text is formatted as upstream's. A source of C is listed by its path.
 
     python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would pull in: lines
                                                             of each, and what it imports; a package is its modules
@@ -63,6 +63,9 @@ TITLE, LINE, CODE = 72, 80, 88  # characters of a title, a line of a message, a 
 PYTHON = "py311"  # the oldest that upstream supports
 ROOTS = ("torch/", "test/")
 PACKAGE = "torch_overlay"
+RELAUNCH = f"{PACKAGE}._inductor.relaunch"  # of which comments in C say `folder.module`
+C = (".c", ".h")
+C_STYLE = {"IndentWidth": 2, "ColumnLimit": 80}
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,15 @@ def _names(path: Path) -> dict[str, str]:
         if (name := todo.pop()) in found and name not in reached:
             reached.add(name)
             todo += found[name].get("needs", ())
-            names |= {module: _dotted(target) for target, module in found[name].get("files", {}).items()}
+            files = found[name].get("files", {})
+            names |= {module: _dotted(target) for target, module in files.items() if target.endswith(".py")}
     return names
 
 
 def _renamed(module: str, names: Mapping[str, str]) -> str:
     """Return the text of a module as a new file of upstream's."""
     text = source_of(module).read_text()
-    package = module.rpartition(".")[0].rpartition(".")[0]
+    package = RELAUNCH if module.endswith(C) else module.rpartition(".")[0].rpartition(".")[0]
 
     def mentioned(match: re.Match[str]) -> str:
         """A comment says `folder.module`; upstream's modules are in one folder."""
@@ -159,7 +163,9 @@ def _renamed(module: str, names: Mapping[str, str]) -> str:
 
 
 def source_of(module: str) -> Path:
-    """Return the file of a module of the overlay."""
+    """Return the file of a module of the overlay, or of a source of C, whose path is given."""
+    if module.endswith(C):
+        return ROOT / module
     stem = ROOT / module.replace(".", "/")
     return stem.with_suffix(".py") if not (stem / "__init__.py").is_file() else stem / "__init__.py"
 
@@ -173,9 +179,16 @@ def _formatted(path: str, text: str) -> str:
     SeriesError if there is no ruff."""
     options = ["--isolated", "--target-version", PYTHON, "--line-length", str(CODE)]
     command = [sys.executable, "-m", "ruff", "format", "--quiet", *options, "-"]
+    if path.endswith(C):
+        rows = [
+            row for row in (ROOT / ".clang-format").read_text().splitlines() if row.partition(":")[0] not in C_STYLE
+        ]
+        style = ", ".join([*rows, *(f"{name}: {value}" for name, value in C_STYLE.items())])
+        run = "import clang_format; clang_format.clang_format()"
+        command = [sys.executable, "-c", run, f"--style={{{style}}}"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
-        raise SeriesError(f"{path} can't be formatted: {done.stderr.strip()}; tools/setup lint installs ruff")
+        raise SeriesError(f"{path} can't be formatted: {done.stderr.strip()}; tools/setup lint installs what formats")
     return done.stdout
 
 

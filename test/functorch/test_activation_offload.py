@@ -44,7 +44,7 @@ from torch_overlay._functorch.offload.plan import _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
-from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
+from torch_overlay._inductor.relaunch.launch import blocks, memcpy_nodes
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
@@ -1032,11 +1032,11 @@ class TestGraphs(TestCase):
         import struct
 
         node = CopyNode(0, 7, 0x7000_0000_0000, 0x7100_0000_0000, 64, 1, 1, 64, 1, 64, 1, dst_on_host=True)
-        _, _, _, _, block, _ = native._block(node, 0)
+        _, _, _, _, block, _ = blocks._block(node, 0)
         words = struct.unpack("<25Q", block)
-        self.assertEqual(words[:11], (0, 0, 0, 0, native.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
-        self.assertEqual(words[11:22], (0, 0, 0, 0, native.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
-        self.assertEqual(words.index(0x7100_0000_0000) * 8, native.SOURCE_OF_COPY)
+        self.assertEqual(words[:11], (0, 0, 0, 0, blocks.ON_DEVICE, 0, 0x7100_0000_0000, 0, 0, 64, 1))
+        self.assertEqual(words[11:22], (0, 0, 0, 0, blocks.ON_HOST, 0x7000_0000_0000, 0, 0, 0, 64, 1))
+        self.assertEqual(words.index(0x7100_0000_0000) * 8, blocks.SOURCE_OF_COPY)
 
     def test_driver_that_will_not_patch_a_copy_is_found_out_at_the_first_launch(self) -> None:
         copy = CopyNode(0, 7, 1 << 40, 1 << 41, 64, 1, 1, 64, 1, 64, 1, src_on_host=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ARENA = 4 << 40
-# Note [Addresses of captures] in `native`, 5 and 6.
+# Note [Addresses of captures] in `csrc/aliased_memory.c`, 5 and 6.
 LOWEST = 1 << 32
 WISH = 0x2C15A600000
 BLOCK, AHEAD = 12 << 20, 4

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import tempfile
-from pathlib import Path
-from unittest import mock
 
 import driver_stand_in
-from torch_overlay import csrc
 
 
 # A driver library whose functions a test defines.
@@ -38,10 +34,8 @@ class DriverInC:
             arguments = ", ".join(re.findall(r"(\w+)(?:,|$)", parameters))
             lines.append(f"int (*hook_{name})({parameters});")
             lines.append(f"int {name}({parameters}) {{ return hook_{name}({arguments}); }}")
-        library = driver_stand_in.build("\n".join(lines), Path(self.folder.name) / "libdriver.so")
-        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=self.folder.name):
-            self.module = csrc.build(library).graph
-        self.library = ctypes.CDLL(library)
+        module, self.library = driver_stand_in.build_module("\n".join(lines), self.folder.name)
+        self.module = module.graph
         self.hooks, self.names = {}, {}
 
     def ask(self, api):

@@ -43,7 +43,7 @@ def setUpModule():
     global driver
     driver = relaunch_driver.driver()
     modules["native"] = relaunch_driver.module()
-    modules["model"] = native.with_exec(native_model.Module(driver.path))
+    modules["model"] = native.with_exec(native_model.Module(driver.library._name))
 
 
 class DriverCase(TestCase):

@@ -65,7 +65,7 @@ import ctypes, gc, sys, types
 driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 driver.noted_calls.restype = ctypes.c_char_p
 import importlib.util
-spec = importlib.util.spec_from_file_location("torch_overlay_c", sys.argv[2])
+spec = importlib.util.spec_from_file_location("cuda_driver_c", sys.argv[2])
 extension = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(extension)
 native = extension.events
@@ -408,7 +408,7 @@ Region: a negative number of events
 
 class TestNotBuilt(TestCase):
     def test_first_call_says_what_it_takes(self):
-        error = csrc.NotBuiltError("torch_overlay's C module can't be built")
+        error = csrc.NotBuiltError("the C module can't be built")
         one_device = stream_runtime.region(device=0, streams={"stream0": "cuda:0"})
         with mock.patch.object(csrc, "extension", side_effect=error):
             for _ in range(2):

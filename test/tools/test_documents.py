@@ -49,7 +49,9 @@ class TestDocuments(unittest.TestCase):
         self.assertGreater(len(named), 30)
         self.assertEqual({name for name in named if not any(file.endswith(f"/{name}") for file in files)}, set())
         notes = set(re.findall(r"Note \[[^\]]+\]", text.replace("\n", " ")))
-        sources = "".join(path.read_text() for path in (form.ROOT / "torch_overlay").rglob("*.py"))
+        sources = "".join(
+            path.read_text() for end in ("py", "c") for path in (form.ROOT / "torch_overlay").rglob(f"*.{end}")
+        )
         self.assertEqual({note for note in notes if note not in " ".join(sources.split())}, set())
 
 

@@ -58,6 +58,13 @@ class TestExport(unittest.TestCase):
         self.assertEqual([seam.target for seam in SEAMS if seam.patch == "overlay-tools"], [])
 
     @form.slow
+    def test_data_files_come_with_the_module_that_looks_for_them(self) -> None:
+        files = export_patches.travelling_files()
+        (taken,) = [t for t in export_patches.assign_files(files).values() if "csrc/__init__.py" in t]
+        sources = {name for name in files if name.startswith("csrc/")}
+        self.assertGreater(len(sources), 10)
+        self.assertEqual(sources - {*taken}, set())
+
     def test_every_wrap_seam_is_one_decorator_line_below_descriptors(self) -> None:
         patched = self.patched()
         trees = {name: ast.parse(text) for name, text in patched.items() if name.endswith(".py")}

@@ -1,53 +1,32 @@
-"""Builds the C module: events and region boundaries, relaunches of CUDA graphs, and the reading of captured graphs.
+"""Builds the extension module of the C sources in this folder, which call the CUDA driver.
 
-    driver_api.c      the driver's functions, as one table         driver_api.h
-    events.c          `events`: Event (`_inductor.streams.runtime`)   events.h
-    region.c          and Region, the boundary of generated code
-    aliased_memory.c  `relaunch`: memory for captures              relaunch.h, for all of `relaunch`
-    data_ptr.c        addresses of tensors (`launch.data_ptrs`)
-    numbers.c         parameters that are computed from numbers (`numbers.expressions`)
-    patch.c           the parameters of an executable's nodes (`launch.native`)
-    scratch.c         scratch memory and its cache
-    call.c            a relaunch as one call (`launch.native_call`)
-    graph_reader.c    `graph`: nodes and edges (`graph.native_read`)
-    module.c          the extension module, which has `events`, `relaunch` and `graph` in it
+Each source says what it is, and adds its functions and types to the module by itself (`module.h`): a source that lies
+here is a part of the module.
 
-The module is built at first use by the compiler that Triton needs, and Triton caches it. The environment variable
-TORCH_OVERLAY_CFLAGS adds flags, such as those of a sanitizer.
+The module is built at first use by the compiler that Triton needs, and Triton caches it.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
 
 FOLDER = Path(__file__).parent
-MAIN = "module.c"
-PARTS = ("driver_api.c", "events.c", "region.c", "aliased_memory.c", "data_ptr.c", "numbers.c")
-PARTS += ("patch.c", "scratch.c", "call.c", "graph_reader.c")
-HEADERS = ("driver_api.h", "events.h", "relaunch.h")
+NAME, MAIN = "cuda_driver_c", "module.c"
 DRIVER = "libcuda.so.1"
 FLAGS = ("-std=gnu11", "-fvisibility=hidden")
 
 
 def arguments(driver: str = DRIVER) -> dict[str, Any]:
     """Return the arguments for Triton's compiler, which caches a build by the first file's text and these flags."""
-    digest = hashlib.sha256(b"".join((FOLDER / name).read_bytes() for name in (*PARTS, *HEADERS))).hexdigest()
-    flags = [
-        *FLAGS,
-        *os.environ.get("TORCH_OVERLAY_CFLAGS", "").split(),
-        f'-DDRIVER="{driver}"',
-        f"-DSOURCES=0x{digest[:16]}",
-    ]
-    return {
-        "src_path": str(FOLDER / MAIN),
-        "name": "torch_overlay_c",
-        "ccflags": [*flags, *(str(FOLDER / name) for name in PARTS)],
-    }
+    others = sorted(path for path in FOLDER.glob("*.[ch]") if path.name != MAIN)
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in others)).hexdigest()
+    flags = [*FLAGS, f'-DDRIVER="{driver}"', f"-DSOURCES=0x{digest[:16]}"]
+    flags += [str(path) for path in others if path.suffix == ".c"]
+    return {"src_path": str(FOLDER / MAIN), "name": NAME, "ccflags": flags}
 
 
 def build(driver: str = DRIVER) -> Any:
@@ -68,8 +47,8 @@ def _attempt() -> Any:
         return build()
     except Exception as error:
         return NotBuiltError(
-            f"torch_overlay's C module can't be built: {error}. It takes what Triton takes: a C compiler (gcc, clang, "
-            f"or the one that CC names), Python's headers, and {DRIVER}, which comes with NVIDIA's driver"
+            f"the C module over the CUDA driver can't be built: {error}. It takes what Triton takes: a C compiler "
+            f"(gcc, clang, or the one that CC names), Python's headers, and {DRIVER}, which comes with NVIDIA's driver"
         )
 
 

@@ -1,7 +1,36 @@
-/* Memory for captures: a range maps one small physical block over and over. `launch.native` describes it. */
+/* Memory for captures: a range of addresses that maps one small physical block over and over.
+
+   A capture runs no kernel, so any memory will do. A range is mapped as it fills, a physical block of 12 MiB at a time,
+   for the driver maps only whole blocks. Mapping costs the host the same for a block of any size (on a machine with an
+   H200 36 us to map it and grant access, 22 us to unmap it, and no less per block if many are mapped at once), and a
+   capture should take no more than 16 MiB of the device. Allocations lie 64 KiB times the gap apart, and are aligned as
+   the caching allocator aligns.
+
+   `aliased_alloc` and `aliased_free` are the functions of a pluggable allocator: torch calls them from any thread, with
+   or without the GIL, so they touch no Python object and take one lock of their own. `use(range)` selects the range
+   that a thread allocates from; a thread that never called it shares the range of its device that is in use, if there
+   is exactly one.
+
+   Note [Addresses of captures]
+   1. Within a range no address is allocated twice, so one address stands for one allocation.
+   2. Unused addresses lie before, between and after the allocations, inside the range's bounds: a word that points a
+   little outside of its allocation is in the range but in no allocation, so the proof can refuse it.
+   3. Ranges with a different `gap` keep their allocations at different distances. A word that holds one region's
+   address plus a constant, and by chance points into another region, points elsewhere in a capture with another gap.
+   4. `release` unmaps the range; its addresses are freed when torch has freed every segment in their arena (it keeps
+   the segments of a pool as long as a captured graph retains the pool). Until then the driver reserves them for nobody
+   else, so torch's allocator never has an address twice.
+   5. All addresses are above 4 GiB, so the upper half of a pointer is not zero: a word that looks like the lower half
+   of a pointer is none (`proof.prove`, Note [What a word can hide]).
+   6. The second of two adjacent 32-bit numbers could pass for the upper half of an address. By default the driver
+   begins at 1 TiB, where the upper half is 256, a size that many kernels take. So the driver is asked for addresses
+   with an upper half of 705 or more, since tensor descriptors, which matrix products take, begin with 704. The driver
+   may refuse; then a number may pass for an address, which costs no more than a refused capture, and the next capture
+   is at other addresses. */
 
 #include "driver_api.h"
-#include "relaunch.h"
+#include "module.h"
+#include "stack.h"
 
 #include <pthread.h>
 
@@ -13,29 +42,8 @@
 #define AHEAD 4
 #define GAP ((size_t)64 << 10)
 #define ALIGNMENT 512
-#define DEEP ((size_t)256 << 10)
-#define SHALLOW ((size_t)64 << 10)
-#define OURS ((size_t)2 << 10) /* what functions here use */
-
-/* Zeroes the stack that this thread's next calls will use: Note [Remains on the stack]. */
-static void clear_stack(size_t most) {
-    static __thread uintptr_t end;
-    size_t room;
-    void *cleared;
-    if (!end) {
-        pthread_attr_t attributes;
-        size_t size;
-        end = UINTPTR_MAX; /* not known */
-        if (!pthread_getattr_np(pthread_self(), &attributes)) {
-            if (!pthread_attr_getstack(&attributes, &cleared, &size)) end = (uintptr_t)cleared;
-            pthread_attr_destroy(&attributes);
-        }
-    }
-    room = (uintptr_t)&room > end ? ((uintptr_t)&room - end) / 2 : 0; /* a thread's stack may be small */
-    if (room > most) room = most;
-    cleared = memset(__builtin_alloca(room + 1), 0, room);
-    __asm__ volatile("" : : "r"(cleared) : "memory"); /* keeps the memset, whose result nobody reads */
-}
+#define SHALLOW ((size_t)64 << 10) /* of the stack: what the driver uses to map a block */
+#define OURS ((size_t)2 << 10)     /* what functions here use */
 
 /* Everything below is guarded by `lock`. */
 
@@ -221,9 +229,7 @@ static int map(Range *range, Address end, const char **what) {
 /* Notes why an allocation failed, for torch only says that it did. `code` 0: no driver error. Returns NULL. */
 static void *refuse(Range *range, size_t size, const char *what, int code) {
     if (code)
-        snprintf(range->error, sizeof range->error,
-                 "CUDA driver error in %s: %s (%d), for an allocation of %zu "
-                 "bytes",
+        snprintf(range->error, sizeof range->error, "CUDA driver error in %s: %s (%d), for an allocation of %zu bytes",
                  what, text_of(code), code, size);
     else
         snprintf(range->error, sizeof range->error, "%s, for an allocation of %zu bytes", what, size);
@@ -257,7 +263,7 @@ static void *allocate(Range *range, size_t size) {
     return (void *)address;
 }
 
-EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
+EXPORT void *aliased_alloc(ssize_t size, int device, void *stream) {
     void *result = NULL;
     Range *range;
     (void)stream;
@@ -273,7 +279,7 @@ EXPORT void *overlay_alloc(ssize_t size, int device, void *stream) {
     return result;
 }
 
-EXPORT void overlay_free(void *pointer, ssize_t size, int device, void *stream) {
+EXPORT void aliased_free(void *pointer, ssize_t size, int device, void *stream) {
     (void)size, (void)device, (void)stream;
     pthread_mutex_lock(&lock);
     for (Arena *arena = arenas; arena; arena = arena->next)
@@ -496,12 +502,7 @@ static PyObject *py_counts(PyObject *module, PyObject *unused) {
     return Py_BuildValue("{slslslsl}", "ranges", r, "blocks", b, "arenas", a, "held", held);
 }
 
-static PyObject *py_clear_stack(PyObject *module, PyObject *unused) {
-    clear_stack(DEEP);
-    Py_RETURN_NONE;
-}
-
-PyMethodDef aliased_memory_methods[] = {
+static PyMethodDef methods[] = {
     {"reserve", py_reserve, METH_VARARGS, "reserve(device, bytes, gap=1): a new range"},
     {"use", py_use, METH_O, "use(range or None): where this thread allocates; returns what it was"},
     {"take", py_take, METH_VARARGS, "take(range, bytes): an address that no allocator knows of"},
@@ -512,11 +513,12 @@ PyMethodDef aliased_memory_methods[] = {
     {"count", py_count, METH_O, "count(range): how many allocations there are"},
     {"bounds", py_bounds, METH_O, "bounds(range): (low, high)"},
     {"error", py_error, METH_O, "error(range): why the last allocation failed, or None"},
-    {"clear_stack", py_clear_stack, METH_NOARGS, "clear_stack(): zeros where what is called next has its stack"},
     {"counts", py_counts, METH_NOARGS, "counts(): what is held, by kind"},
     {NULL}};
 
-int aliased_memory_init(PyObject *module) {
-    if (PyModule_AddObject(module, "alloc_address", PyLong_FromVoidPtr((void *)overlay_alloc)) < 0) return -1;
-    return PyModule_AddObject(module, "free_address", PyLong_FromVoidPtr((void *)overlay_free));
+static int init(PyObject *module) {
+    if (PyModule_AddObject(module, "alloc_address", PyLong_FromVoidPtr((void *)aliased_alloc)) < 0) return -1;
+    return PyModule_AddObject(module, "free_address", PyLong_FromVoidPtr((void *)aliased_free));
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

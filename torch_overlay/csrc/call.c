@@ -1,6 +1,9 @@
 /* A relaunch as one call: `launch.relaunch` describes it, and has it in Python. */
 
-#include "relaunch.h"
+#include "data_ptr.h"
+#include "module.h"
+#include "patch.h"
+#include "scratch.h"
 
 #include <structmember.h>
 
@@ -200,7 +203,7 @@ static int read_order(Call *self, PyObject *order) {
     return 0;
 }
 
-PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
+static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"positions",      "masks",      "allocations", "slab",    "types",       "scratch",
                             "numbers",        "order",      "recipes",     "empty",   "reinterpret", "outputs",
                             "replay",         "direct",     "raw",         "current", "index",       "stream_of",
@@ -625,6 +628,28 @@ static PyObject *call_launch(Call *self, PyObject *const *args, Py_ssize_t count
     return run(self, args[0], count == 2 ? args[1] : NULL, 0);
 }
 
+static PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks) {
+    uint64_t bad = 0;
+    if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(indices) || !PyTuple_CheckExact(masks)
+        || PyTuple_GET_SIZE(indices) != PyTuple_GET_SIZE(masks))
+        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and two tuples of one length");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices); i++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
+        uint64_t mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i)), address;
+        PyObject *tensor;
+        int code;
+        if (PyErr_Occurred()) return NULL;
+        if (index < 0 || index >= PyList_GET_SIZE(tensors))
+            return PyErr_Format(PyExc_IndexError, "aligned(): there is no tensor %zd", index);
+        tensor = Py_NewRef(PyList_GET_ITEM(tensors, index));
+        code = address_of(tensor, &address);
+        Py_DECREF(tensor);
+        if (code) return NULL;
+        bad |= address & mask;
+    }
+    return PyBool_FromLong(!bad);
+}
+
 static PyObject *call_aligned(Call *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 3) return PyErr_Format(PyExc_TypeError, "aligned(inputs, positions, masks)");
     return aligned(args[0], args[1], args[2]);
@@ -642,13 +667,25 @@ static PyMemberDef call_members[] = {
     {NULL}};
 static PyType_Slot call_slots[] = {
     {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};
-static PyType_Spec call_spec = {"torch_overlay_c.Call", sizeof(Call), 0,
+static PyType_Spec call_spec = {"cuda_driver_c.Call", sizeof(Call), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, call_slots};
 
-PyMethodDef call_module_methods[] = {
+static PyMethodDef methods[] = {
     {"launching", py_launching, METH_NOARGS, "launching(): is this thread in the middle of a launch?"}, {NULL}};
 
-int call_init(void) {
-    if (!(name_view = PyUnicode_InternFromString("view"))) return -1;
+/* Adds the method to `Blocks`, whose file knows nothing of calls. */
+static int add_call(void) {
+    static PyMethodDef definition = {"call", (PyCFunction)(void (*)(void))blocks_call, METH_VARARGS | METH_KEYWORDS,
+                                     "call(...): a Call of them"};
+    PyObject *method = blocks_type() ? PyDescr_NewMethod(blocks_type(), &definition) : NULL;
+    int code = method ? PyObject_SetAttrString((PyObject *)blocks_type(), "call", method) : -1;
+    Py_XDECREF(method);
+    return code;
+}
+
+static int init(PyObject *module) {
+    if (!(name_view = PyUnicode_InternFromString("view")) || add_call()) return -1;
     return call_type || (call_type = (PyTypeObject *)PyType_FromSpec(&call_spec)) ? 0 : -1;
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

@@ -1,6 +1,7 @@
 /* Addresses of tensors: Note [Fields of a tensor] in `launch.data_ptrs`. */
 
-#include "relaunch.h"
+#include "data_ptr.h"
+#include "module.h"
 
 PyTypeObject *tensor_type, *usual_type;
 uint8_t item_sizes[DTYPES];
@@ -12,28 +13,6 @@ int asked_address(PyObject *object, uint64_t *address) {
     *address = PyLong_AsUnsignedLongLong(number);
     Py_DECREF(number);
     return *address == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
-}
-
-PyObject *aligned(PyObject *tensors, PyObject *indices, PyObject *masks) {
-    uint64_t bad = 0;
-    if (!PyList_CheckExact(tensors) || !PyTuple_CheckExact(indices) || !PyTuple_CheckExact(masks)
-        || PyTuple_GET_SIZE(indices) != PyTuple_GET_SIZE(masks))
-        return PyErr_Format(PyExc_TypeError, "aligned() wants a list of tensors, and two tuples of one length");
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(indices); i++) {
-        Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(indices, i));
-        uint64_t mask = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(masks, i)), address;
-        PyObject *tensor;
-        int code;
-        if (PyErr_Occurred()) return NULL;
-        if (index < 0 || index >= PyList_GET_SIZE(tensors))
-            return PyErr_Format(PyExc_IndexError, "aligned(): there is no tensor %zd", index);
-        tensor = Py_NewRef(PyList_GET_ITEM(tensors, index));
-        code = address_of(tensor, &address);
-        Py_DECREF(tensor);
-        if (code) return NULL;
-        bad |= address & mask;
-    }
-    return PyBool_FromLong(!bad);
 }
 
 static PyObject *py_addresses(PyObject *module, PyObject *arg) {
@@ -74,9 +53,11 @@ static PyObject *py_learn(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef data_ptr_methods[] = {
+static PyMethodDef methods[] = {
     {"addresses", py_addresses, METH_O, "addresses(tensors): (data_ptr, ...)"},
     {"learn", py_learn, METH_VARARGS, "learn(type, tensor, item_size): a dtype, by one of its tensors"},
     {NULL}};
 
-int data_ptr_init(void) { return (name_data_ptr = PyUnicode_InternFromString("data_ptr")) ? 0 : -1; }
+static int init(PyObject *module) { return (name_data_ptr = PyUnicode_InternFromString("data_ptr")) ? 0 : -1; }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

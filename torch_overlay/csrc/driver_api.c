@@ -1,3 +1,5 @@
+/* Opens the driver, and fills the table of its functions. */
+
 #include "driver_api.h"
 
 #include <dlfcn.h>

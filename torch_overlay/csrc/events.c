@@ -1,6 +1,7 @@
 /* Events for generated code: `streams.runtime` describes them. */
 
 #include "events.h"
+#include "module.h"
 
 PyTypeObject *event_type;
 
@@ -120,11 +121,13 @@ static PyMethodDef methods[] = {
     {NULL}};
 static PyType_Slot slots[] = {
     {Py_tp_new, event_new}, {Py_tp_dealloc, event_dealloc}, {Py_tp_methods, methods}, {0, NULL}};
-static PyType_Spec spec = {"torch_overlay_c.Event", sizeof(Event), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyType_Spec spec = {"cuda_driver_c.Event", sizeof(Event), 0, Py_TPFLAGS_DEFAULT, slots};
 
-int events_init(PyObject *module) {
+static int init(PyObject *module) {
     PyObject *type = PyType_FromSpec(&spec);
     if (!type) return -1;
     event_type = (PyTypeObject *)Py_NewRef(type);
     return PyModule_AddObject(module, "Event", type);
 }
+
+PART(.module = "events", .init = init)

@@ -27,6 +27,3 @@ void restore(Mode *mode);
 /* Makes the stream wait for the event. If only that wait makes the stream part of a capture, joins it to the caller's
    stream. Returns a CUresult. */
 int wait_exit(Event *self, Handle stream, Handle caller);
-
-int events_init(PyObject *module);
-int region_init(PyObject *module);

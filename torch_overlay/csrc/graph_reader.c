@@ -1,6 +1,7 @@
 /* The nodes and edges of a captured graph: `graph.native_read`. */
 
 #include "driver_api.h"
+#include "module.h"
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, END = 0, BUFFER_POINTER = 1, BUFFER_SIZE = 2 };
 
@@ -310,9 +311,11 @@ static PyObject *py_count(PyObject *module, PyObject *arg) {
                                                           : PyLong_FromSize_t(count);
 }
 
-PyMethodDef graph_reader_methods[] = {
+static PyMethodDef methods[] = {
     {"count", py_count, METH_O, "count(graph): of nodes"},
     {"structure", py_structure, METH_O, "structure(graph): (nodes, kinds, edges)"},
     {"kernels", py_kernels, METH_O, "kernels(nodes): what each of these kernel nodes launches"},
     {"cut", py_cut, METH_VARARGS, "cut(graph, clone, wanted): takes the other nodes out of the clone"},
     {NULL}};
+
+PART(.module = "graph", .methods = methods)

@@ -1,36 +1,40 @@
-/* The extension module: `events`, `relaunch` and `graph` are modules in it. */
+/* The extension module: what the parts of the other files add, in modules inside of it. */
 
-#include "events.h"
-#include "relaunch.h"
+#include "module.h"
+#include "driver_api.h"
 
-extern PyMethodDef graph_reader_methods[];
+static Part *parts;
 
-static struct PyModuleDef events = {PyModuleDef_HEAD_INIT, "torch_overlay_c.events", NULL, -1, NULL};
-static struct PyModuleDef relaunch = {PyModuleDef_HEAD_INIT, "torch_overlay_c.relaunch", NULL, -1, NULL};
-static struct PyModuleDef graph = {PyModuleDef_HEAD_INIT, "torch_overlay_c.graph", NULL, -1, NULL};
-static struct PyModuleDef whole = {PyModuleDef_HEAD_INIT, "torch_overlay_c", NULL, -1, NULL};
-
-/* A borrowed reference to a new module inside of `parent`. */
-static PyObject *add_module(PyObject *parent, const char *name, struct PyModuleDef *definition) {
-    PyObject *made = PyModule_Create(definition);
-    return made && !PyModule_AddObject(parent, name, made) ? made : NULL;
+void add_part(Part *part) {
+    part->next = parts;
+    parts = part;
 }
 
-static int fill_relaunch(PyObject *module) {
-    PyMethodDef *const methods[] = {aliased_memory_methods, data_ptr_methods, patch_methods, call_module_methods};
-    for (size_t i = 0; i < sizeof methods / sizeof *methods; i++)
-        if (PyModule_AddFunctions(module, methods[i])) return -1;
-    return aliased_memory_init(module) || data_ptr_init() || patch_init(module) || call_init() ? -1 : 0;
+/* Returns a borrowed reference to the module `name` inside of `whole`, which is made if it isn't there. */
+static PyObject *module_in(PyObject *whole, const char *name) {
+    PyObject *found = PyDict_GetItemString(PyModule_GetDict(whole), name);
+    int failed;
+    if (found || !(found = PyModule_New(name))) return found;
+    failed = PyModule_AddObjectRef(whole, name, found);
+    Py_DECREF(found);
+    return failed ? NULL : found;
 }
 
-PyMODINIT_FUNC PyInit_torch_overlay_c(void) {
-    PyObject *self, *made;
-    if (load_driver() || !(self = PyModule_Create(&whole))) return NULL;
-    if (!(made = add_module(self, "events", &events)) || events_init(made) || region_init(made)
-        || !(made = add_module(self, "relaunch", &relaunch)) || fill_relaunch(made)
-        || !(made = add_module(self, "graph", &graph)) || PyModule_AddFunctions(made, graph_reader_methods)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return self;
+static int fill(PyObject *whole, const Part *part) {
+    PyObject *module = module_in(whole, part->module);
+    if (!module || (part->methods && PyModule_AddFunctions(module, part->methods))) return -1;
+    return part->init ? part->init(module) : 0;
+}
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cuda_driver_c", NULL, -1, NULL};
+
+PyMODINIT_FUNC PyInit_cuda_driver_c(void) {
+    PyObject *whole;
+    if (load_driver() || !(whole = PyModule_Create(&definition))) return NULL;
+    for (const Part *part = parts; part; part = part->next)
+        if (fill(whole, part)) {
+            Py_DECREF(whole);
+            return NULL;
+        }
+    return whole;
 }

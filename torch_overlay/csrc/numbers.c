@@ -1,8 +1,9 @@
-/* The numbers of a launch: `numbers.expressions` describes the program that computes them. */
+/* The numbers of a launch, computed by a program on registers: `numbers.program`. */
 
 #include <limits.h>
 
-#include "relaunch.h"
+#include "driver_api.h"
+#include "numbers.h"
 
 enum {
     ADD,
@@ -144,7 +145,7 @@ static int compute(const Step *step, const Number *from, Number *to) {
     case SUB: return !__builtin_sub_overflow(a.i, b.i, &to->i);
     case MUL: return !__builtin_mul_overflow(a.i, b.i, &to->i);
     case FLOORDIV: return divide(a.i, b.i, &to->i, &other);
-    case MOD: return divide(a.i, b.i, &other, &to->i);
+    case MOD: to->i = 0; return b.i == -1 || divide(a.i, b.i, &other, &to->i); /* by -1 the quotient may be too large */
     case NEG: return !__builtin_sub_overflow((int64_t)0, a.i, &to->i);
     case FADD: to->d = a.d + b.d; return 1;
     case FSUB: to->d = a.d - b.d; return 1;

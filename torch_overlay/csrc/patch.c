@@ -1,8 +1,12 @@
-/* Executables whose nodes are patched: `launch.native`, *Patching*. */
+/* Executables whose nodes are patched.
 
-#include "relaunch.h"
+   `Blocks(exec, nodes, slots, regions, words, shared)` owns a block of parameters for each node that holds a pointer.
+   `patch(bases)` writes the pointer slots of the regions whose base changed, and passes the blocks of their nodes to
+   the driver. It allocates nothing; it costs one comparison a region, and otherwise grows only with what moved. */
 
-#include <stddef.h>
+#include "data_ptr.h"
+#include "module.h"
+#include "patch.h"
 
 static PyTypeObject *shared_type;
 
@@ -39,10 +43,7 @@ static void blocks_dealloc(Blocks *self) {
     if (self->shared && self->shared->last == self) self->shared->last = NULL;
     Py_XDECREF((PyObject *)self->shared);
     PyMem_Free(self->number);
-    for (size_t i = 0; self->node && i < self->nodes; i++) {
-        free(self->node[i].block);
-        PyMem_Free(self->node[i].label);
-    }
+    for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
     PyMem_Free(self->node);
     PyMem_Free(self->slot);
     PyMem_Free(self->first);
@@ -58,53 +59,7 @@ static void blocks_dealloc(Blocks *self) {
     Py_DECREF(type);
 }
 
-/* Reads a node. Its block is the driver's struct, then the arguments' values, then the array that points to them. */
-static int read_node(Node *node, PyObject *item, Py_ssize_t number, size_t *size) {
-    static const size_t least[] = {sizeof(KernelParams), 40, 200};
-    unsigned long long handle, context;
-    const char *label, *block;
-    Py_ssize_t length, label_length;
-    PyObject *arguments;
-    size_t bytes, count, at, i;
-    if (!is_tuple(item, "node", number)
-        || !PyArg_ParseTuple(item, "iKKs#y#O!;a node is (kind, handle, context, label, block, arguments)", &node->kind,
-                             &handle, &context, &label, &label_length, &block, &length, &PyTuple_Type, &arguments))
-        return -1;
-    count = (size_t)PyTuple_GET_SIZE(arguments);
-    at = round_up((size_t)length, 64);
-    bytes = round_up(at + count * sizeof(void *), 64);
-    if (node->kind < 0 || node->kind > 2 || (size_t)length < least[node->kind]) {
-        PyErr_SetString(PyExc_ValueError, "not a node that can be patched");
-        return -1;
-    }
-    node->handle = (Handle)(uintptr_t)handle;
-    node->context = (Handle)(uintptr_t)context;
-    if (!(node->label = PyMem_Malloc((size_t)label_length + 1)) || !(node->block = aligned_alloc(64, bytes))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(node->label, label, (size_t)label_length + 1);
-    memset(node->block, 0, bytes);
-    memcpy(node->block, block, (size_t)length);
-    for (i = 0; i < count; i++) {
-        size_t offset = PyLong_AsSize_t(PyTuple_GET_ITEM(arguments, i));
-        if (PyErr_Occurred()) return -1;
-        if (offset > (size_t)length) {
-            PyErr_SetString(PyExc_ValueError, "an argument lies outside of its block");
-            return -1;
-        }
-        ((void **)(node->block + at))[i] = node->block + offset;
-    }
-    if (!node->kind) {
-        KernelParams *params = (KernelParams *)node->block;
-        params->arguments = count ? (void **)(node->block + at) : NULL;
-        params->extra = NULL;
-    }
-    node->size = *size = (size_t)length;
-    return 0;
-}
-
-static int read_slots(Blocks *self, PyObject *slots, const size_t *size) {
+static int read_slots(Blocks *self, PyObject *slots) {
     unsigned long long node, offset, region, delta;
     size_t before = 0;
     for (size_t i = 0; i < self->slots; i++) {
@@ -113,8 +68,8 @@ static int read_slots(Blocks *self, PyObject *slots, const size_t *size) {
             || !PyArg_ParseTuple(item, "KKKK;a pointer slot is (node, offset, region, delta)", &node, &offset, &region,
                                  &delta))
             return -1;
-        if (node >= self->nodes || region >= self->regions || region < before || size[node] < 8
-            || offset > size[node] - 8) {
+        if (node >= self->nodes || region >= self->regions || region < before || self->node[node].size < 8
+            || offset > self->node[node].size - 8) {
             PyErr_SetString(PyExc_ValueError, "a pointer slot lies outside of its node or region, or is out of order");
             return -1;
         }
@@ -127,7 +82,7 @@ static int read_slots(Blocks *self, PyObject *slots, const size_t *size) {
     return 0;
 }
 
-static int read_words(Blocks *self, PyObject *words, const size_t *size) {
+static int read_words(Blocks *self, PyObject *words) {
     for (size_t i = 0; i < self->words; i++) {
         PyObject *item = PyTuple_GET_ITEM(words, (Py_ssize_t)i);
         unsigned long long node, offset;
@@ -137,8 +92,8 @@ static int read_words(Blocks *self, PyObject *words, const size_t *size) {
             || !PyArg_ParseTuple(item, "KKi;a number slot is (node, offset, type)", &node, &offset, &word->type))
             return -1;
         length = size_of_word(word->type);
-        if (!length || node >= self->nodes || self->node[node].kind || size[node] < length
-            || offset > size[node] - length) {
+        if (!length || node >= self->nodes || self->node[node].kind || self->node[node].size < length
+            || offset > self->node[node].size - length) {
             PyErr_SetString(PyExc_ValueError, "a number slot lies outside of its node, or has an unknown type");
             return -1;
         }
@@ -183,7 +138,6 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     unsigned long long exec;
     Py_ssize_t regions;
     PyObject *nodes, *slots, *words = NULL, *shared = Py_None;
-    size_t *size = NULL, i;
     Blocks *self;
     if (!PyArg_ParseTuple(args, "KO!O!n|O!O", &exec, &PyTuple_Type, &nodes, &PyTuple_Type, &slots, &regions,
                           &PyTuple_Type, &words, &shared))
@@ -197,8 +151,7 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     self->regions = (size_t)regions;
     self->words = words ? (size_t)PyTuple_GET_SIZE(words) : 0;
     self->stale = 1;
-    if (!(size = PyMem_Calloc(self->nodes + 1, sizeof *size))
-        || !(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
+    if (!(self->node = PyMem_Calloc(self->nodes + 1, sizeof *self->node))
         || !(self->slot = PyMem_Calloc(self->slots + 1, sizeof *self->slot))
         || !(self->first = PyMem_Calloc(self->regions + 1, sizeof *self->first))
         || !(self->dirty = PyMem_Calloc(self->nodes + 1, sizeof *self->dirty))
@@ -211,15 +164,13 @@ static PyObject *blocks_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_NoMemory();
         goto failed;
     }
-    for (i = 0; i < self->nodes; i++)
-        if (read_node(&self->node[i], PyTuple_GET_ITEM(nodes, i), (Py_ssize_t)i, &size[i])) goto failed;
-    if (read_slots(self, slots, size) || (words && read_words(self, words, size))
+    for (size_t i = 0; i < self->nodes; i++)
+        if (node_read(&self->node[i], PyTuple_GET_ITEM(nodes, (Py_ssize_t)i), (Py_ssize_t)i)) goto failed;
+    if (read_slots(self, slots) || (words && read_words(self, words))
         || (shared != Py_None && read_shared(self, shared)))
         goto failed;
-    PyMem_Free(size);
     return (PyObject *)self;
 failed:
-    PyMem_Free(size);
     Py_DECREF(self);
     return NULL;
 }
@@ -296,22 +247,12 @@ static size_t write_words(Blocks *self, size_t count) {
     return count;
 }
 
-static int is_equal(const Node *a, const Node *b) {
-    const KernelParams *p = (KernelParams *)a->block, *q = (KernelParams *)b->block;
-    size_t begin = a->kind ? 0 : sizeof(KernelParams);
-    if (a->kind != b->kind || a->size != b->size) return 0;
-    if (!a->kind /* the array of arguments differs */
-        && (memcmp(p, q, offsetof(KernelParams, arguments)) || p->kern != q->kern || p->ctx != q->ctx))
-        return 0;
-    return !memcmp(a->block + begin, b->block + begin, a->size - begin);
-}
-
 /* Puts the nodes on the list that the executable holds otherwise, since other graphs use it, too. */
 static size_t list_others(Blocks *self, size_t count) {
     if (!self->shared || self->shared->last == self) return count;
     for (size_t i = 0; i < self->nodes; i++) {
         const Node *holder = self->shared->holder[self->number[i]];
-        if (holder != &self->node[i] && !(holder && is_equal(holder, &self->node[i])))
+        if (holder != &self->node[i] && !(holder && node_is_equal(holder, &self->node[i])))
             count = list_node(self, i, count);
     }
     return count;
@@ -325,23 +266,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
     if (self->shared) self->shared->last = NULL;
     for (size_t i = 0; i < count; i++) {
         Node *node = &self->node[self->dirty[i]];
-        const char *what;
-        int code;
-        if (!node->kind) {
-            what = "cuGraphExecKernelNodeSetParams";
-            code = cu.GraphExecKernelNodeSetParams(self->exec, node->handle, node->block);
-        } else if (node->kind == 1) {
-            what = "cuGraphExecMemsetNodeSetParams";
-            code = cu.GraphExecMemsetNodeSetParams(self->exec, node->handle, node->block, node->context);
-        } else {
-            what = "cuGraphExecMemcpyNodeSetParams";
-            code = cu.GraphExecMemcpyNodeSetParams(self->exec, node->handle, node->block, node->context);
-        }
-        if (code) {
-            PyErr_Format(PyExc_RuntimeError, "CUDA driver error in %s: %s (%d), at %s", what, text_of(code), code,
-                         node->label);
-            return -1;
-        }
+        if (node_set(node, self->exec)) return -1;
         if (self->shared) self->shared->holder[self->number[self->dirty[i]]] = node;
     }
     self->stale = 0;
@@ -424,7 +349,6 @@ static PyObject *py_context(PyObject *module, PyObject *unused) {
 static PyMethodDef blocks_methods[] = {
     {"patch", (PyCFunction)(void (*)(void))blocks_patch, METH_FASTCALL,
      "patch(bases, regions=None): write what moved, and return the number of nodes set"},
-    {"call", (PyCFunction)(void (*)(void))blocks_call, METH_VARARGS | METH_KEYWORDS, "call(...): a Call of them"},
     {NULL}};
 static PyGetSetDef blocks_getset[] = {{"stale", (getter)blocks_stale, NULL, "the next patch() sets every node", NULL},
                                       {"nodes", (getter)blocks_nodes, NULL, "how many nodes can be patched", NULL},
@@ -434,17 +358,23 @@ static PyType_Slot blocks_slots[] = {{Py_tp_new, blocks_new},
                                      {Py_tp_methods, blocks_methods},
                                      {Py_tp_getset, blocks_getset},
                                      {0, NULL}};
-static PyType_Spec blocks_spec = {"torch_overlay_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
+static PyType_Spec blocks_spec = {"cuda_driver_c.Blocks", sizeof(Blocks), 0, Py_TPFLAGS_DEFAULT, blocks_slots};
 
-PyMethodDef patch_methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
+static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
 
 static PyType_Slot shared_slots[] = {{Py_tp_new, shared_new}, {Py_tp_dealloc, shared_dealloc}, {0, NULL}};
-static PyType_Spec shared_spec = {"torch_overlay_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
+static PyType_Spec shared_spec = {"cuda_driver_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
 
-int patch_init(PyObject *module) {
-    PyObject *type;
+PyTypeObject *blocks_type(void) {
+    static PyTypeObject *made;
+    if (!made) made = (PyTypeObject *)PyType_FromSpec(&blocks_spec);
+    return made;
+}
+
+static int init(PyObject *module) {
     if (!(shared_type = (PyTypeObject *)PyType_FromSpec(&shared_spec))) return -1;
     if (PyModule_AddObjectRef(module, "Shared", (PyObject *)shared_type)) return -1;
-    type = PyType_FromSpec(&blocks_spec);
-    return type ? PyModule_AddObject(module, "Blocks", type) : -1;
+    return blocks_type() ? PyModule_AddObjectRef(module, "Blocks", (PyObject *)blocks_type()) : -1;
 }
+
+PART(.module = "relaunch", .methods = methods, .init = init)

@@ -1,6 +1,7 @@
 /* Looks up streams, and records and waits for events, at the entry and exit of generated code: `streams.runtime`. */
 
 #include "events.h"
+#include "module.h"
 
 #define COPY_STREAMS 900000 /* from here on, indices name copy streams (streams/ids.py), not entries of the table */
 
@@ -436,12 +437,14 @@ static PyMethodDef frame_methods[] = {
 static PyType_Slot region_slots[] = {
     {Py_tp_new, region_new}, {Py_tp_dealloc, region_dealloc}, {Py_tp_methods, region_methods}, {0, NULL}};
 static PyType_Slot frame_slots[] = {{Py_tp_dealloc, frame_dealloc}, {Py_tp_methods, frame_methods}, {0, NULL}};
-static PyType_Spec region_spec = {"torch_overlay_c.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT, region_slots};
-static PyType_Spec frame_spec = {"torch_overlay_c.Frame", sizeof(Frame), 0,
+static PyType_Spec region_spec = {"cuda_driver_c.Region", sizeof(Region), 0, Py_TPFLAGS_DEFAULT, region_slots};
+static PyType_Spec frame_spec = {"cuda_driver_c.Frame", sizeof(Frame), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, frame_slots};
 
-int region_init(PyObject *module) {
+static int init(PyObject *module) {
     PyObject *type;
     if (!(frame_type = (PyTypeObject *)PyType_FromSpec(&frame_spec))) return -1;
     return (type = PyType_FromSpec(&region_spec)) ? PyModule_AddObject(module, "Region", type) : -1;
 }
+
+PART(.module = "events", .init = init)

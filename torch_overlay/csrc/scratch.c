@@ -1,7 +1,7 @@
 /* Scratch memory of a launch that is no tensor: torch's C functions allocate and free it, or where they fail its Python
    functions, which raise torch's errors. */
 
-#include "relaunch.h"
+#include "scratch.h"
 
 void scratch_clear(Scratch *self) {
     Py_CLEAR(self->raw_alloc);

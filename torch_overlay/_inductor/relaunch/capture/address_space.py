@@ -8,9 +8,9 @@
     space.allocations(), space.low, space.high          # sealed: every address that the capture can have seen
     space.close()                                       # after this the addresses are unmapped
 
-All addresses map the same physical block, so a kernel that runs on them computes nothing of use. Note [Addresses of
-captures] in `native` says what is guaranteed about the addresses; two captures that are to be compared use different
-gaps.
+A capture runs no kernel, so any memory will do. A space is a range of addresses that maps the same small physical block
+over and over (`csrc/aliased_memory.c`), however many GiB are allocated in it. Two captures that are to be compared use
+different gaps.
 
 Life: 1. A space allocates only while it is entered, and never after that. 2. Its pools belong to it: close() drops
 them. A graph that was captured with a pool retains the pool, and torch counts the pool's segments as reserved memory
@@ -26,11 +26,20 @@ from typing import Any
 
 import torch
 
-from torch_overlay._inductor.relaunch.launch import native
+from torch_overlay import csrc
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
 SIZE = 1 << 40
+
+
+def _functions() -> Any:
+    """Return the functions of C. Raise `Refusal` if they can't be built: then there are no CUDA graphs."""
+    try:
+        return csrc.extension().relaunch
+    except csrc.NotBuiltError as error:
+        raise Refusal("c-module", str(error)) from None
 
 
 @functools.cache
@@ -45,7 +54,7 @@ class AddressSpace:
         address space than the capture can ask for."""
         index = device if isinstance(device, int) else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        self._module = module or native.implementation()
+        self._module = module or _functions()
         self._range: int | None = self._module.reserve(self.device.index, size, gap)
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []

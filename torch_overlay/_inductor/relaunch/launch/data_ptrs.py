@@ -13,8 +13,8 @@ A Python tensor holds a pointer to a TensorImpl; the TensorImpl holds a pointer 
 and the number of a dtype; the StorageImpl holds the address. Where these fields lie is fixed for a build of torch, and
 promised nowhere: before the module reads anything, `teach` compares what it would read with `data_ptr()` for tensors of
 each dtype, views, parameters and others. If one differs, the module forgets the dtypes. For a tensor that has no
-storage, no elements or an unknown dtype, the module calls `data_ptr()`. In a PyTorch tree this is a C++ function of ten
-lines.
+storage, no elements or an unknown dtype, the module calls `data_ptr()`. As a part of libtorch_python it would be a
+C++ function of ten lines.
 
 A flag of a storage says that its address must be asked for before anybody writes: a storage that is copied on write
 (`torch._lazy_clone`) shares its address with another one until then. `data_ptr()` gives it memory of its own, so the
@@ -63,7 +63,7 @@ def teach(native: Any) -> bool:
             with torch.enable_grad():
                 found = probes()
         if native.addresses(found) != tuple([t.data_ptr() for t in found]):
-            raise RuntimeError("a tensor's fields lie elsewhere than in torch 2.15")
+            raise RuntimeError("a tensor's fields lie elsewhere than the C module looks for them")
     except Exception as error:
         native.learn(torch.Tensor, None, 0)
         log.info("addresses of tensors are asked for, some 60 ns each: %s", error)

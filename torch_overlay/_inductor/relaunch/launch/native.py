@@ -1,49 +1,11 @@
-"""Wraps the C module that talks to the driver: aliased memory for captures, and the patching of executables.
+"""Wraps the part of the C module that patches executables and launches them.
 
-*Memory.* A capture runs no kernel, so any memory will do. A range is address space that maps the same small physical
-block over and over, however many GiB the region asks for. `overlay_alloc` and `overlay_free` are the two functions of a
-pluggable allocator: torch calls them from any thread, with or without the GIL, so they touch no Python object and take
-one lock of their own. `use(range)` selects the range that a thread allocates from; a thread that never called it shares
-the range of its device that is in use, if there is exactly one.
-
-*Patching.* `Exec(exec_handle, nodes, slots, regions)` takes the nodes and pointer slots of a template, and owns one
-parameter block for each node that holds a pointer. `patch(bases)` writes the pointer slots of the regions whose base
-changed, and passes the blocks of their nodes to the driver. It allocates nothing; it costs one comparison a region, and
-otherwise grows only with what moved.
+*Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.blocks`), which has
+`patch(bases)` (`csrc/patch.c`).
 
 *Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call: `native_call`.
 
 The C source is in `torch_overlay/csrc`. The tests have a Python model of it, which behaves the same.
-
-Note [Addresses of captures]
-1. Within a range no address is allocated twice, so one address stands for one allocation.
-2. Unused addresses lie before, between and after the allocations, inside the range's bounds: a word that points a
-   little outside of its allocation is in the range but in no allocation, so the proof can refuse it.
-3. Ranges with a different `gap` keep their allocations at different distances. A word that holds one region's address
-   plus a constant, and by chance points into another region, points elsewhere in a capture with another gap.
-4. `release` unmaps the range; its addresses are freed when torch has freed every segment in their arena (it keeps the
-   segments of a pool as long as a captured graph retains the pool). Until then the driver reserves them for nobody
-   else, so torch's allocator never has an address twice.
-5. All addresses are above 4 GiB, so the upper half of a pointer is not zero: a word that looks like the lower half of a
-   pointer is none (`proof.prove`, Note [What a word can hide]).
-6. The second of two adjacent 32-bit numbers could pass for the upper half of an address. By default the driver begins
-   at 1 TiB, where the upper half is 256, a size that many kernels take. So the driver is asked for addresses with an
-   upper half of 705 or more, since tensor descriptors, which matrix products take, begin with 704. The driver may
-   refuse; then a number may pass for an address, which costs no more than a refused capture, and the next capture is at
-   other addresses.
-
-Note [Remains on the stack]
-A launcher passes on what the unused fields of its structures hold: what lay on the stack. Two captures of a region
-leave the same there, with one exception, due to our own allocator: it maps a block of 12 MiB when the mapped part of a
-range is full, which happens at another allocation where the gaps are wider, and the driver's functions leave the
-addresses of the blocks on the stack. These are in the range and stand for different bytes in each capture. So the
-allocator clears the stack below, as deep as the driver goes where it has mapped a block; it is also cleared when a
-capture begins.
-
-A range is mapped as it fills, a physical block of 12 MiB at a time, for the driver maps only whole blocks. Mapping
-costs the host the same for a block of any size (on a machine with an H200 36 us to map it and grant access, 22 us to
-unmap it, and no less per block if many are mapped at once), and a capture should take no more than 16 MiB of the
-device. Allocations lie 64 KiB times the gap apart, and are aligned as the caching allocator aligns.
 """
 
 from __future__ import annotations
@@ -52,21 +14,18 @@ import ctypes
 import functools
 import logging
 import os
-import struct
 from typing import Any, TYPE_CHECKING
 
 import torch
 
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
-from torch_overlay._inductor.relaunch.numbers.program import LETTERS
-from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, EmptyNode, FillNode, KernelNode, Refusal
+from torch_overlay._inductor.relaunch.launch.blocks import make_blocks
+from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch_overlay._inductor.relaunch.proof.nodes import Node, NumberSlot, PointerSlot, Template
+    from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +43,7 @@ def complete(module: Any) -> Any:
 
 
 def with_exec(module: Any) -> Any:
-    module.Exec = functools.partial(_make_exec, module)
+    module.Exec = functools.partial(make_blocks, module)
     return module
 
 
@@ -121,105 +80,6 @@ def launching() -> bool:
     return module is not None and module.launching()
 
 
-KERNEL, FILL, COPY = range(3)
-# A kernel's block is CUDA_KERNEL_NODE_PARAMS_v2, then the packed parameters, aligned as CUtensorMap requires.
-GRID_AT, PARAMETERS_AT = 8, 128
-DESTINATION, SOURCE_OF_COPY = 136, 48  # dstDevice and srcDevice in CUDA_MEMCPY3D
-ON_HOST, ON_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-
-
-def _make_exec(
-    module: Any,
-    exec_handle: int,
-    nodes: Iterable[Node],
-    slots: Iterable[PointerSlot],
-    regions: int,
-    numbers: Sequence[NumberSlot] = (),
-    shared: Any = None,
-) -> Any:
-    """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
-    with so many regions. `shared`: the `Shared` of an executable that several templates use; then a launch sets every
-    node that the executable holds otherwise.
-
-    `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
-    moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
-    returns the number of nodes set. It compares a base with that of the last call that had one for the region; if the
-    driver refuses a node, the error says which, and the next call sets every node again (`stale`). Hold a lock over
-    patch() and the launch, so that no other thread patches in between.
-
-    The blocks live as long as the object, and the object must live as long as the executable is patched.
-    """
-    patched = sorted(slots, key=lambda slot: (slot.region, slot.node))
-    wanted = {slot.node for slot in (*patched, *numbers)}
-    if shared is not None:
-        wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
-    by_index = {node.index: node for node in nodes if node.index in wanted}
-    position = {index: place for place, index in enumerate(by_index)}
-    context = 0
-    if not all(isinstance(node, KernelNode) for node in by_index.values()):
-        context = module.context()
-    blocks = tuple(_block(node, context) for node in by_index.values())
-    places = tuple(
-        [(position[slot.node], _place(by_index[slot.node], slot), slot.region, slot.delta) for slot in patched]
-    )
-    words = tuple(
-        [(position[slot.node], _word(by_index[slot.node], slot), LETTERS.index(slot.letter)) for slot in numbers]
-    )
-    others = None if shared is None else (shared, tuple(by_index))
-    return module.Blocks(exec_handle, blocks, places, regions, words, others)
-
-
 def shared(template: Template) -> Any:
     """Return the `Shared` for an executable of the template's graph."""
     return implementation().Shared(1 + max((node.index for node in template.nodes), default=-1))
-
-
-def _word(node: Node, slot: NumberSlot) -> int:
-    """Return the offset of the number slot in the node's block."""
-    if slot.parameter < 0:
-        return GRID_AT + 4 * (-1 - slot.parameter)
-    return PARAMETERS_AT + node.parameters[slot.parameter][0]
-
-
-def _block(node: Node, context: int) -> tuple[int, int, int, str, bytes, tuple[int, ...]]:
-    """Return (kind, handle, context, label, block, offsets of the arguments in the block) of a node."""
-    label = f"node {node.index} ({node.name})"
-    if isinstance(node, KernelNode):
-        size = max([offset + len(value) for offset, value in node.parameters], default=0)
-        block = bytearray(PARAMETERS_AT + size)
-        struct.pack_into(
-            "<Q7I4x4Q", block, 0, node.func, *node.grid, *node.block, node.shared_bytes, 0, 0, node.kern, node.ctx
-        )
-        for offset, value in node.parameters:
-            at = PARAMETERS_AT + offset
-            block[at : at + len(value)] = value
-        arguments = tuple([PARAMETERS_AT + offset for offset, _ in node.parameters])
-        return KERNEL, node.handle, 0, label, bytes(block), arguments
-    if isinstance(node, FillNode):
-        fields = (node.dst, node.pitch, node.value, node.element_size, node.width, node.height)
-        return FILL, node.handle, context, label, struct.pack("<QQIIQQ", *fields), ()
-    if isinstance(node, CopyNode):
-        source = (*_side(node.src, node.src_on_host), node.src_pitch, node.src_height)
-        destination = (*_side(node.dst, node.dst_on_host), node.dst_pitch, node.dst_height)
-        extent = (node.width, node.height, node.depth)
-        return COPY, node.handle, context, label, struct.pack("<25Q", *source, *destination, *extent), ()
-    raise TypeError(f"{label} holds no parameter that can be patched")
-
-
-def _side(address: int, on_host: bool) -> tuple[int, ...]:
-    """Return one side of a CUDA_MEMCPY3D up to its pitch: position in the array, kind of memory, and address."""
-    return (0, 0, 0, 0, ON_HOST, address, 0, 0, 0) if on_host else (0, 0, 0, 0, ON_DEVICE, 0, address, 0, 0)
-
-
-def _place(node: Node, slot: PointerSlot) -> int:
-    """Return the offset of the pointer slot in the node's block."""
-    offset, value = node.parameters[slot.parameter]
-    if not 0 <= slot.offset <= len(value) - 8:
-        raise ValueError(
-            f"node {node.index} ({node.name}), parameter {slot.parameter}: no pointer slot at {slot.offset}"
-        )
-    if isinstance(node, KernelNode):
-        return PARAMETERS_AT + offset + slot.offset
-    if isinstance(node, CopyNode):
-        return SOURCE_OF_COPY if slot.parameter else DESTINATION
-    return 0

@@ -1,0 +1,41 @@
+/* The numbers of a launch, and the parameters that hold them. */
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+typedef union {
+    int64_t i;
+    double d;
+} Number;
+
+typedef struct {
+    int operation, a, b;
+} Step;
+
+/* Computes the values of words from the numbers among the inputs. Registers: inputs, constants, steps. */
+typedef struct {
+    Py_ssize_t inputs, constants, steps, results, least; /* least: so many inputs a call has at the least */
+    Py_ssize_t *position;                                /* of each input */
+    unsigned char *is_float;                             /* of each register */
+    Number *start;                                       /* the registers before a run: constants are in place */
+    Step *step;
+    int *result; /* registers */
+} Program;
+
+/* A number slot: a parameter that a launch computes. `held` is what it holds. */
+typedef struct {
+    unsigned char *where;
+    size_t node;
+    int type;
+    uint64_t held;
+} Word;
+
+size_t size_of_word(int type);
+int program_init(Program *self, PyObject *numbers);
+void program_clear(Program *self);
+/* Makes the values of `count` words, then the results after these as integers of 64 bits, in `value`. 1: done. 0: the
+   numbers are unfit. -1: an error. */
+int program_run(const Program *self, PyObject *inputs, const Word *words, size_t count, uint64_t *value);
