@@ -331,7 +331,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
-        impl="torch_overlay._functorch.streams.input_mutations:create_runtime_wrapper",
+        impl="torch_overlay._functorch.streams.placement:create_runtime_wrapper",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
