@@ -10,7 +10,7 @@ import os
 import pickle
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay._functorch.offload.settings import parse
+from torch_overlay._functorch.offload.settings import parse, Settings
 
 
 if TYPE_CHECKING:
@@ -42,9 +42,25 @@ def _is_number(value: Any) -> bool:
     return type(value) is not bool and isinstance(value, (int, float)) and value >= 0  # NaN compares as False
 
 
+def _offload(value: Any) -> Settings | None:
+    return parse(value, "torch_overlay.config.activation_offload")
+
+
 def _is_offload(value: Any) -> bool:
-    parse(value)  # its error says what the option takes
+    _offload(value)  # its error says what the option takes
     return True
+
+
+def offload_settings(config: Any) -> Settings | None:
+    """Return the settings; None if `config` has offload off. Raise ValueError if the option is not understood, or can't
+    be followed."""
+    found = _offload(config.activation_offload)
+    if found is not None and not config.streams:
+        raise ValueError(
+            "torch_overlay.config.activation_offload needs torch_overlay.config.streams: copies to the host run on "
+            "streams of their own. Set streams = True, or activation_offload = None."
+        )
+    return found
 
 
 SWITCH = Option("True or False", lambda value: type(value) is bool, read_switch, SPELLINGS)

@@ -331,7 +331,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
-        impl="torch_overlay._functorch.streams.input_mutations:create_runtime_wrapper",
+        impl="torch_overlay._functorch.streams.placement:create_runtime_wrapper",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
@@ -642,7 +642,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- dynamo-stream-objects
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:get_external_object_by_index",
-        impl="torch_overlay._dynamo.objects:get_external_object_by_index",
+        impl="torch_overlay._dynamo.object_hooks:get_external_object_by_index",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="99f4ef8e01ac140d",
@@ -652,7 +652,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:set_external_object_by_index",
-        impl="torch_overlay._dynamo.objects:set_external_object_by_index",
+        impl="torch_overlay._dynamo.object_hooks:set_external_object_by_index",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="e79bcc3823e0ef10",
@@ -662,7 +662,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:store_user_object_weakrefs",
-        impl="torch_overlay._dynamo.objects:store_user_object_weakrefs",
+        impl="torch_overlay._dynamo.object_hooks:store_user_object_weakrefs",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="83740dd825e05b28",
@@ -671,7 +671,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:stash_graph_created_object",
-        impl="torch_overlay._dynamo.objects:stash_graph_created_object",
+        impl="torch_overlay._dynamo.object_hooks:stash_graph_created_object",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="7361acf0399f5d67",
@@ -680,7 +680,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:reset_user_object_tracking",
-        impl="torch_overlay._dynamo.registry:reset_user_object_tracking",
+        impl="torch_overlay._dynamo.object_hooks:reset_user_object_tracking",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="6ddf21791458c11e",
@@ -689,7 +689,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.graph_bytecode_inputs:register_user_object",
-        impl="torch_overlay._dynamo.registry:register_user_object",
+        impl="torch_overlay._dynamo.object_hooks:register_user_object",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="804d02935348b3a5",
@@ -717,7 +717,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.convert_frame:_compile",
-        impl="torch_overlay._dynamo.registry:compile_frame",
+        impl="torch_overlay._dynamo.object_hooks:compile_frame",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8041208bb845db0c",
@@ -726,7 +726,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_snapshot_external_objects",
-        impl="torch_overlay._dynamo.objects:snapshot_external_objects",
+        impl="torch_overlay._dynamo.object_hooks:snapshot_external_objects",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="76b7f6440a4a3232",
@@ -736,7 +736,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_AutogradBackwardCompiler.get_or_compile",
-        impl="torch_overlay._dynamo.objects:backward_compiler",
+        impl="torch_overlay._dynamo.object_hooks:backward_compiler",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="b4bed2c5503e88c3",

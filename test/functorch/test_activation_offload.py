@@ -49,6 +49,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, 
 from torch_overlay._inductor.streams.plan import Buffer, Op
 from torch_overlay._inductor.streams.planner import plan_streams
 from torch_overlay._inductor.streams.runtime import Spec
+from torch_overlay._options import offload_settings
 from torch_overlay.analysis import check_step
 from torch_overlay.testing import compile_only, simulated_gpu
 
@@ -297,7 +298,9 @@ class TestPlacement(TestCase):
 
 class TestConfig(TestCase):
     def test_what_is_understood(self) -> None:
-        parse = offload_config.parse
+        def parse(value: Any) -> Any:
+            return offload_config.parse(value, "activation_offload")
+
         self.assertIsNone(parse(None))
         self.assertEqual(parse("auto"), offload_config.Settings(None, strict=False))
         self.assertEqual(parse({"budget_gb": 1.5}), offload_config.Settings(1_500_000_000))
@@ -309,11 +312,11 @@ class TestConfig(TestCase):
     def test_anything_else_is_one_clear_error(self) -> None:
         for value in ({}, {"budget": 1}, {"budget_gb": -1}, {"budget_gb": float("nan")}, {"budget_gb": "1"}, 3, "much"):
             with self.assertRaisesRegex(ValueError, r"activation_offload is .*; it must be None, \"auto\", or a dict"):
-                offload_config.parse(value)
+                offload_config.parse(value, "activation_offload")
 
     def test_streams_are_needed(self) -> None:
         with config.patch(activation_offload="auto", streams=False):
-            self.assertRaisesRegex(ValueError, r"needs \S+\.config\.streams", offload_config.settings, config)
+            self.assertRaisesRegex(ValueError, r"needs \S+\.config\.streams", offload_settings, config)
 
     def test_option_is_part_of_the_compile_cache_keys(self) -> None:
         from torch_overlay._inductor.cache_key import config_digest

@@ -1,0 +1,1 @@
+"""Streams and events in traced programs, and the objects behind their numbers."""

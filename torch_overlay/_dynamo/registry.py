@@ -1,37 +1,39 @@
 """Stores what is known while compiling about the numbered streams and events of a frame.
 
-Upstream keeps the numbering in `torch._dynamo.graph_bytecode_inputs`: a list of functions that emit the bytecode which
-pushes each object. This module adds who made an object and whether the outside can see it. Both decide how long the
-object lives at run time (objects.py, Note [Lifetime of stream objects]) and which syncs the layers below must keep.
-`describe()` passes these facts to the layers below.
+`torch._dynamo.graph_bytecode_inputs` keeps the numbering: a list of functions that emit the bytecode which pushes each
+object. This module adds who made an object and whether the outside can see it. Both decide how long the object lives at
+run time (objects.py, Note [Lifetime of stream objects]) and which syncs the layers below must keep. `describe()` passes
+these facts to the layers below.
 
 Dynamo compiles one frame at a time, under its lock, but a compiled function that runs while a frame is being compiled
-may itself need compilation. `compile_frame` therefore restores the state of the outer frame, and drops what the inner
+may itself need compilation. `inner_frame` therefore restores the state of the outer frame, and drops what the inner
 frame kept alive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from typing import Any, Literal, TYPE_CHECKING
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as upstream
+from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.source import CurrentStreamSource
+from torch._guards import TracingContext
 
 from torch_overlay._dynamo import objects
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.source import Source
     from torch.fx import Node
 
-CALLERS_STREAM_INDEX = upstream.CURRENT_STREAM_INDEX
+CALLERS_STREAM_INDEX = numbering.CURRENT_STREAM_INDEX
 
 Origin = Literal["current", "caller", "frame"]
 
@@ -85,12 +87,14 @@ class _Frame:
         self.is_resumed = False
         # The frame has named a stream or event, even if only the current stream.
         self.has_streams = False
-        # The frame has code that is traced only in programs with streams (stream_frames.py).
+        # The frame has code that is traced only in programs with streams.
         self.expects_streams = False
 
 
 _frame = _Frame()
 _has_streams = False
+# Facts about the objects of the frame that a backward belongs to.
+_remembered: weakref.WeakKeyDictionary[TracingContext, tuple[ObjectInfo, ...]] = weakref.WeakKeyDictionary()
 
 
 def current() -> _Frame:
@@ -108,25 +112,47 @@ def note_streams() -> None:
 
 
 def reset() -> None:
+    """Forget the objects of the frame, and the table that this thread runs with."""
     global _frame
+    objects.install(None)
     _frame = _Frame()
+
+
+@contextlib.contextmanager
+def inner_frame() -> Iterator[None]:
+    """Compile one frame, and restore the state of the outer frame after it."""
+    global _frame
+    lists: tuple[list[Any], ...] = (
+        numbering.index_to_bytecode_constructor,
+        numbering.index_to_external_object_weakref,
+        numbering.keep_alive,
+    )
+    saved = [list(one) for one in lists]
+    outer, running = _frame, objects.current()
+    objects.install(None)
+    try:
+        yield
+    finally:
+        _frame = outer
+        objects.install(running)
+        for one, contents in zip(lists, saved):
+            one[:] = contents
 
 
 def remember() -> None:
     """Save the current facts for the backward, which may be compiled after other frames have been traced."""
-    context = torch._guards.TracingContext.try_get()
+    context = TracingContext.try_get()
     if context is not None:
-        context.overlay_stream_objects = describe()  # type: ignore[attr-defined]
+        _remembered[context] = describe()
 
 
 def describe() -> tuple[ObjectInfo, ...]:
     """Return the facts about all objects of the frame being compiled. Complete once Dynamo calls the backend."""
-    context = torch._guards.TracingContext.try_get()
-    remembered = getattr(context, "overlay_stream_objects", None)
-    if remembered is not None:
+    context = TracingContext.try_get()
+    if context is not None and (remembered := _remembered.get(context)) is not None:
         return remembered
     infos = []
-    for index, reference in enumerate(upstream.index_to_external_object_weakref):
+    for index, reference in enumerate(numbering.index_to_external_object_weakref):
         value = reference()
         entry = _frame.entries.get(index) or _Entry("current" if index == CALLERS_STREAM_INDEX else "caller", value)
         kind: Literal["stream", "event", "other"] = (
@@ -159,7 +185,7 @@ def add_owned(
         codegen.append_output(codegen.create_load_global(name, add=True))
 
     note_streams()
-    index = upstream.register_graph_created_object(value, emit)
+    index = numbering.register_graph_created_object(value, emit)
     _frame.entries[index] = _Entry("frame", value, priority, timing)
     return index
 
@@ -188,7 +214,7 @@ def _emit_constant(codegen: PyCodegen, value: object) -> None:
 
 def add_current(value: torch.Stream, source: Source) -> int:
     """Register the current stream of another device than the frame's."""
-    index = upstream.register_user_object(value, source)
+    index = numbering.register_user_object(value, source)
     _frame.entries[index] = _Entry("current", value, source=source)
     return index
 
@@ -206,7 +232,7 @@ def local_of(output: OutputGraph, index: int) -> str:
 
 def _is_callers(value: torch.Stream) -> bool:
     """True if the stream is the caller's stream with which the frame is traced."""
-    known = upstream.index_to_external_object_weakref
+    known = numbering.index_to_external_object_weakref
     callers_stream = known[CALLERS_STREAM_INDEX]() if known else None
     # Streams of different types never compare equal, not even those of torch.accelerator and torch.cuda.
     return isinstance(callers_stream, torch.Stream) and (callers_stream.stream_id, callers_stream.device) == (
@@ -215,21 +241,13 @@ def _is_callers(value: torch.Stream) -> bool:
     )
 
 
-# Seams.
+def add_callers_object(register: Callable[[object, Source], int], value: object, source: Source) -> int:
+    """Return the number of an object of the caller, which `register` gives to a new one.
 
-
-def reset_user_object_tracking(original: Callable[[], None]) -> None:
-    objects.install(None)
-    reset()
-    original()
-
-
-def register_user_object(original: Callable[[object, Source], int], value: object, source: Source) -> int:
-    """Wrap the numbering of the caller's objects: an event that the frame reaches in two ways gets one number.
-
-    Upstream does so for streams only. A stream object of the caller that is the caller's stream gets the number of the
-    caller's stream, under a guard: a wait on `default_stream()`, or on what `current_stream()` returned before a graph
-    break, is a wait on the current stream.
+    An event that the frame reaches in two ways gets one number; Dynamo sees to that for streams, but not for events. A
+    stream object of the caller that is the caller's stream gets the number of the caller's stream, under a guard: a
+    wait on `default_stream()`, or on what `current_stream()` returned before a graph break, is a wait on the current
+    stream.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables.builder import make_dupe_guard
@@ -240,7 +258,7 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
         if isinstance(value, torch.Stream) and _is_callers(value) and not isinstance(source, CurrentStreamSource):
             install_guard(source.make_guard(GuardBuilder.CURRENT_STREAM_MATCH))
             return CALLERS_STREAM_INDEX
-        return original(value, source)
+        return register(value, source)
 
     for index, entry in _frame.entries.items():
         if entry.value is value and entry.source is not None:
@@ -248,26 +266,6 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
             if guard:
                 install_guard(source.make_guard(guard))
             return index
-    index = original(value, source)
+    index = register(value, source)
     _frame.entries[index] = _Entry("caller", value, source=source)
     return index
-
-
-def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap the compilation of one frame: restore the state of the outer frame after it."""
-    global _frame
-    lists: tuple[list[Any], ...] = (
-        upstream.index_to_bytecode_constructor,
-        upstream.index_to_external_object_weakref,
-        upstream.keep_alive,
-    )
-    saved = [list(one) for one in lists]
-    outer, running = _frame, objects.current()
-    objects.install(None)
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _frame = outer
-        objects.install(running)
-        for one, contents in zip(lists, saved):
-            one[:] = contents

@@ -1,4 +1,4 @@
-"""Parses and checks `torch_overlay.config.activation_offload`."""
+"""Parses and checks the option that says how much saved activations may hold on the device."""
 
 from __future__ import annotations
 
@@ -25,19 +25,9 @@ class Settings:
     min_bytes: int = MIN_BYTES
 
 
-def settings(config: Any) -> Settings | None:
-    """Return the settings; None if `config` has offload off. Raise ValueError if the option is not understood, or can't
-    be followed."""
-    found = parse(config.activation_offload)
-    if found is not None and not config.streams:
-        raise ValueError(
-            "torch_overlay.config.activation_offload needs torch_overlay.config.streams: copies to the host run on "
-            "streams of their own. Set streams = True, or activation_offload = None."
-        )
-    return found
-
-
-def parse(value: Any) -> Settings | None:
+def parse(value: Any, option: str) -> Settings | None:
+    """Return the settings; None if offloading is off. Raise ValueError, with the option's name, if the value is not
+    understood."""
     if value is None or value in ("", "none", "None"):
         return None
     if value == "auto":
@@ -46,17 +36,17 @@ def parse(value: Any) -> Settings | None:
         try:
             value = {"budget_gb": float(value)}
         except ValueError:
-            raise _error(value) from None
+            raise _error(value, option) from None
     if not isinstance(value, dict) or not {"budget_gb"} <= value.keys() <= {"budget_gb", "strict", "min_bytes"}:
-        raise _error(value)
+        raise _error(value, option)
     budget, strict, least = value["budget_gb"], value.get("strict", True), value.get("min_bytes", MIN_BYTES)
-    numbers = isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 0
-    if not numbers or budget != budget or budget == float("inf") or not isinstance(strict, bool):
-        raise _error(value)
+    numbers = isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 0  # NaN compares as False
+    if not numbers or budget == float("inf") or not isinstance(strict, bool):
+        raise _error(value, option)
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
-        raise _error(value)
+        raise _error(value, option)
     return Settings(int(budget * 1e9), strict, least)
 
 
-def _error(value: Any) -> ValueError:
-    return ValueError(f"torch_overlay.config.activation_offload is {value!r}; {_FORM}")
+def _error(value: Any, option: str) -> ValueError:
+    return ValueError(f"{option} is {value!r}; {_FORM}")

@@ -69,6 +69,7 @@ from torch_overlay._functorch.streams.fx import (
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.tokens import CALLER, state, Token
+from torch_overlay._options import offload_settings
 
 
 if TYPE_CHECKING:
@@ -401,9 +402,7 @@ def partition(
 
 def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
     """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
-    from torch_overlay._functorch.offload.settings import settings
-
-    wanted = settings(config)
+    wanted = offload_settings(config)
     if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
         return
     from torch_overlay._functorch.offload.rewrite import offload

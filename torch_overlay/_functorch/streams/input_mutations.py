@@ -8,7 +8,6 @@ that waited for the update or made it, and the host, wait once more, and an even
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -22,8 +21,6 @@ from torch_overlay._functorch.streams.tokens import CALLER, state, streams_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.fx import GraphModule, Node
 
 
@@ -53,8 +50,8 @@ class Promises:
                 stream.synchronize()
 
 
-def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
-    """Note the promises of the first `count` outputs, which the epilogue writes back."""
+def promises_of(gm: GraphModule, count: int) -> Promises | None:
+    """Return the promises of the first `count` outputs, which the epilogue writes back; None if there are none."""
     outputs: Any = gm.graph.output_node().args[0]
     values = [value for value in outputs[:count] if isinstance(value, torch.fx.Node)]
     _promise_outputs(values)
@@ -66,12 +63,10 @@ def note_promises(gm: GraphModule, fw_metadata: Any, count: int) -> None:
     streams = streams_of(tokens) - {CALLERS_STREAM}
     events = {records[t] for t in tokens if t in records}
     host = any(t.is_blocking_copy or t.is_synchronization for t in tokens)
-    if streams or events or host:
-        devices = {
-            written_index(v.meta["val"].device.index or 0) for v in values if v.meta["val"].device.type == "cuda"
-        }
-        promises = Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
-        fw_metadata.overlay_promises = promises
+    if not (streams or events or host):
+        return None
+    devices = {written_index(v.meta["val"].device.index or 0) for v in values if v.meta["val"].device.type == "cuda"}
+    return Promises(tuple(sorted(devices)), tuple(sorted(streams)), tuple(sorted(events)), host)
 
 
 def _promise_outputs(values: list[Node]) -> None:
@@ -81,24 +76,4 @@ def _promise_outputs(values: list[Node]) -> None:
             add_before(value, (CALLER,))
 
 
-# ---- seam
-
-
-def create_runtime_wrapper(
-    original: Callable[..., Callable[..., Any]], compiled_fn: Any, *, runtime_metadata: Any, **kwargs: Any
-) -> Callable[..., Any]:
-    wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
-    promises: Promises | None = getattr(runtime_metadata, "overlay_promises", None)
-    if promises is None:
-        return wrapper
-
-    @functools.wraps(wrapper)
-    def keep_promises(*args: Any, **kwargs: Any) -> Any:
-        result = wrapper(*args, **kwargs)
-        promises.keep()
-        return result
-
-    return keep_promises
-
-
-__all__ = ["create_runtime_wrapper", "note_promises", "Promises"]
+__all__ = ["promises_of", "Promises"]

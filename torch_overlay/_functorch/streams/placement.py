@@ -22,6 +22,7 @@ not by where the copy stands.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from typing import Any, TYPE_CHECKING
@@ -50,7 +51,7 @@ from torch_overlay._functorch.streams.fx import (
     WAITS,
 )
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.input_mutations import note_promises
+from torch_overlay._functorch.streams.input_mutations import Promises, promises_of
 from torch_overlay._functorch.streams.program import Program
 from torch_overlay._functorch.streams.tokens import CALLER, state, synchronization, Token
 from torch_overlay._functorch.streams.view_sources import sources
@@ -439,5 +440,23 @@ def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_me
         _note_dropped_outputs(gm, fw_metadata)
         autograd_nodes.keep_view_streams(gm, fw_metadata)
     if config.streams and fw_metadata.mutated_inp_stream_indices:
-        note_promises(gm, fw_metadata, len(fw_metadata.mutated_inp_stream_indices))
+        fw_metadata.overlay_promises = promises_of(gm, len(fw_metadata.mutated_inp_stream_indices))
         fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)
+
+
+def create_runtime_wrapper(
+    original: Callable[..., Callable[..., Any]], compiled_fn: Any, *, runtime_metadata: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    """Keep the promises of updates that the epilogue writes back, after the epilogue."""
+    wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
+    promises: Promises | None = getattr(runtime_metadata, "overlay_promises", None)
+    if promises is None:
+        return wrapper
+
+    @functools.wraps(wrapper)
+    def keep_promises(*args: Any, **kwargs: Any) -> Any:
+        result = wrapper(*args, **kwargs)
+        promises.keep()
+        return result
+
+    return keep_promises
