@@ -6,6 +6,7 @@ generated code does. The proof, the recipes of outputs and the patching are the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import math
@@ -1493,6 +1494,8 @@ class TestPolicy(TestCase):
         inside = [f'  File "{torch.__file__}", line {n}, in f\n    g({n})\n' for n in (3, 9)]
         self.assertEqual(policy.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
         self.assertEqual(policy.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
+        entered = f'  File "{contextlib.__file__}", line 137, in __enter__\n    return next(self.gen)\n'
+        self.assertEqual(policy.source_line(trace + entered), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
         refusals._refused.clear()

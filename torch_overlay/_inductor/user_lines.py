@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 
@@ -14,10 +15,11 @@ def is_in_torch(path: str) -> bool:
 
 
 def source_line(stack_trace: str) -> str:
-    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch count only if there are no
-    others."""
+    """Return the innermost line of the user's program in a stack trace of FX. Lines of torch, and of the context
+    managers that a `with` enters, count only if there are no others."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in ([^\n]+)(?:\n\s*([^\n]+))?', stack_trace)
     if not frames:
         return ""
-    file, line, _, text = ([f for f in frames if not is_in_torch(f[0])] or frames)[-1]
+    mine = [f for f in frames if f[0] != contextlib.__file__ and not is_in_torch(f[0])]
+    file, line, _, text = (mine or frames)[-1]
     return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"
