@@ -19,6 +19,20 @@ from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 
 
+# A region as Inductor generates it, with an output, and with scratch memory.
+ADD = """
+def region(args):
+    x, w = args
+    args.clear()
+    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.mul(x, w, out=buf0)
+    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    torch.add(buf0, x, out=buf1)
+    del buf0
+    return (buf1,)
+"""
+
+
 def host(value, dtype=torch.float64):
     made = torch.tensor(value, dtype=dtype)
     made.on_host = True

@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config as inductor_config
 from host_graphs import host_graphs
 from profiler_traces import Event, is_within, ranges, traced, tree, work_of
-from relaunch_case import GpuTestCase, Native, RelaunchTestCase
+from relaunch_case import ADD, GpuTestCase, Native, RelaunchTestCase
 from torch._inductor.test_case import TestCase
 
 import form
@@ -25,16 +25,6 @@ from torch_overlay.testing import compile_only, simulated_gpu
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ADD = """
-def region(args):
-    x, w = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.mul(x, w, out=buf0)
-    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.add(buf0, x, out=buf1)
-    return (buf1,)
-"""
 SQUARES = """
 def region(args):
     saved = list(args)

@@ -19,7 +19,7 @@ from unittest import mock
 import relaunch_driver
 import torch
 import torch._inductor.config as inductor_config
-from relaunch_case import GpuTestCase, host, Native, RelaunchTestCase
+from relaunch_case import ADD, GpuTestCase, host, Native, RelaunchTestCase
 from relaunch_fakes import Generator, is_tensor, Launcher, NativeLauncher, tensor_at
 from torch._dynamo.test_case import TestCase
 from torch._dynamo.utils import counters
@@ -34,19 +34,6 @@ from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
-
-
-ADD = """
-def region(args):
-    x, w = args
-    args.clear()
-    buf0 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.mul(x, w, out=buf0)
-    buf1 = empty_strided_cuda((4, 4), (4, 1), torch.float32)
-    torch.add(buf0, x, out=buf1)
-    del buf0
-    return (buf1,)
-"""
 
 
 class TestLifeOfARegion(RelaunchTestCase):

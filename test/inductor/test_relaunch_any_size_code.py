@@ -153,6 +153,12 @@ def arguments_of(text, shapes):
     return found
 
 
+def drawn_arguments(parameters, shapes):
+    """Return what `call` takes: tensors of these shapes, and their sizes."""
+    given = [torch.randn(shape) for shape in shapes]
+    return [given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters]
+
+
 class Compared:
     """A generated module as it is, and once more with its partitions relaunched. What they allocate in a call lives
     until its end: memory that is given out again would be taken for a later allocation."""
@@ -221,8 +227,7 @@ class TestGeneratedCode(Native, RelaunchTestCase):
         (text,), codes = self.compile(fn, shapes(*sizes[0]))
         compared, parameters = Compared(self, text, codes), arguments_of(text, shapes(*sizes[0]))
         for n, m in sizes:
-            given = [torch.randn(shape) for shape in shapes(n, m)]
-            compared.call([given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters])
+            compared.call(drawn_arguments(parameters, shapes(n, m)))
         self.check_runners(compared)
 
     def check_training(self, fn, shapes, sizes):
@@ -230,9 +235,7 @@ class TestGeneratedCode(Native, RelaunchTestCase):
         forward, backward = (Compared(self, text, [code]) for text, code in zip(texts, codes, strict=True))
         parameters, is_aligned = arguments_of(texts[0], shapes(*sizes[0])), True
         for n, m in sizes:
-            given = [torch.randn(shape) for shape in shapes(n, m)]
-            called = [given[k[0]].shape[k[1]] if isinstance(k, tuple) else given[k] for k in parameters]
-            result, *saved = forward.call(called)
+            result, *saved = forward.call(drawn_arguments(parameters, shapes(n, m)))
             numbers = [v for v in saved if not isinstance(v, torch.Tensor)]
             tensors = [v for v in saved if isinstance(v, torch.Tensor)]
             is_aligned &= not any(v.data_ptr() % LEAST for v in tensors)
