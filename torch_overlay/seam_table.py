@@ -942,7 +942,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        impl="torch_overlay._dynamo.ops:evaluate_expr",
+        impl="torch_overlay._dynamo.run_time_values:evaluate_expr",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",
