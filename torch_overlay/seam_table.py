@@ -359,7 +359,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:assign_backward_streams",
-        impl="torch_overlay._functorch.streams.backward:assign_backward_streams",
+        impl="torch_overlay._functorch.streams.backward_hooks:assign_backward_streams",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="cc06e8512db5b9bf",
@@ -369,7 +369,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:_partition_joint_graph_into_fw_bw",
-        impl="torch_overlay._functorch.streams.backward:partition",
+        impl="torch_overlay._functorch.streams.backward_hooks:partition",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="00558b6463098185",
@@ -387,7 +387,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
-        impl="torch_overlay._functorch.streams.backward:donated_buffers",
+        impl="torch_overlay._functorch.streams.backward_hooks:donated_buffers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e2b478aa8a43ed48",
@@ -396,7 +396,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch.compile_utils:fx_graph_cse",
-        impl="torch_overlay._functorch.streams.cse:common_subexpressions",
+        impl="torch_overlay._functorch.streams.backward_hooks:common_subexpressions",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3eefabf196b0dd91",

@@ -109,7 +109,7 @@ class TestFirstCopies(GraphCase):
         self.assertEqual(node_stream(self.copy), 2)
 
     def test_operations_of_the_stream_program_do_not_read(self):
-        record = self.call(streams.record_stream.default, self.copy, 1)
+        record = self.call(streams.record_stream.default, self.copy, 1, stream=2)
         self.call(aten.t.default, self.copy, stream=1)
         self.order()
         self.assertEqual(node_stream(self.copy), 0)
