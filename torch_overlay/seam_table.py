@@ -378,7 +378,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
-        impl="torch_overlay._functorch.offload.checkpoint_policies:enable_activation_offloading",
+        impl="torch_overlay._functorch.offload.hooks:enable_activation_offloading",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="45016e983d303648",

@@ -269,6 +269,13 @@ class TestHostMemory(SlabCase):
         with available(0):  # a slab is free
             check_host_memory(4000)
 
+    def test_advice_is_enough(self):
+        for nbytes in (1, 9999, 10001, 49152, 99999, 20 * 10**9 + 1):
+            text = host_memory.gigabytes(nbytes)
+            self.assertGreaterEqual(round(float(text) * 1e9), nbytes)
+            self.assertLess(float(text) * 1e9, 1.001 * nbytes + 1)
+            self.assertLessEqual(len(text.partition("e")[0].strip("0.")), 5)
+
     def test_memory_that_can_not_be_pinned(self):
         self.pin_error = 2
         with self.assertRaisesRegex(OffloadError, r"be pinned \(CUDA error 2\)"):
