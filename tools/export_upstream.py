@@ -14,7 +14,8 @@ A pull request is declared by a folder beside its patch:
 
 New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
 module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
-modules in their comments. The text is formatted as upstream's. A source of C is listed by its path.
+modules in their comments, and the group of torch._dynamo's counters in which they count. The text is formatted as
+upstream's. A source of C is listed by its path.
 
     python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would pull in: lines
                                                             of each, and what it imports; a package is its modules
@@ -64,6 +65,7 @@ PYTHON = "py311"  # the oldest that upstream supports
 ROOTS = ("torch/", "test/")
 PACKAGE = "torch_overlay"
 RELAUNCH = f"{PACKAGE}._inductor.relaunch"  # of which comments in C say `folder.module`
+COUNTERS = "inductor"  # upstream's group of the counts of the overlay
 C = (".c", ".h")
 C_STYLE = {"IndentWidth": 2, "ColumnLimit": 80}
 
@@ -154,7 +156,7 @@ def _renamed(module: str, names: Mapping[str, str]) -> str:
             return match[0]
         return f"`{names[other].rpartition('.')[2]}" if other in names else f"`{other}"
 
-    text = re.sub(r"`(\w+\.\w+)", mentioned, text)
+    text = re.sub(r"`(\w+\.\w+)", mentioned, text).replace(f'"{PACKAGE}"', f'"{COUNTERS}"')
     for other in sorted(names, key=len, reverse=True):  # a module before its package
         text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", names[other], text)
         ours, theirs = ("from {} import {}".format(*name.rsplit(".", 1)) for name in (other, names[other]))

@@ -172,6 +172,10 @@ class TestDeclarations(TestCase):
         text = named("relaunch-concurrency").files["torch/_inductor/cudagraph_relaunch/concurrency.py"]
         self.assertIn("(`prove`)", text)
 
+    def test_group_of_counters(self):
+        text = export_upstream._renamed("torch_overlay._inductor.relaunch.launch.memcpy_nodes", {})
+        self.assertIn('counters["inductor"]["cudagraph_rebuilds"] += 1', text)
+
     def test_edit_that_does_not_fit_the_base(self):
         request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
