@@ -15,7 +15,7 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import partitions
+from torch_overlay._inductor.relaunch import attachments, partitions
 from torch_overlay._inductor.relaunch.policy import (
     compiled_frame,
     describe_whole,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.partitions import Partitions
 
 RELAUNCH = RelaunchPolicy()
+attachments.attach()
 
 
 def chosen_mode(device_box: Any) -> str:
