@@ -52,9 +52,10 @@ from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.partitions import Partitions
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 from torch_overlay._inductor.user_lines import source_line
 
 

@@ -55,9 +55,9 @@ from torch_overlay._inductor.relaunch.verify import Verified
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.refusals import Code
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 

@@ -29,16 +29,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import (
-    Lives,
     namespace_of,
     observed,
-    Observer,
     Plan,
-    storages,
     tensors as tensors_in,
     Watch,
 )
-from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
+from torch_overlay._inductor.relaunch.capture.placing import Placing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -55,17 +52,18 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
 )
 from torch_overlay._inductor.relaunch.memory.packing import aligned
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
-from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators, plain
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators
+from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
-    from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library checks for more
 GROUP = 4  # operators whose memory is freed together
@@ -83,58 +81,6 @@ class Captured:
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
-
-
-class _Placing(Observer):
-    """An observer that gives each allocation of generated code an address range of its own in a capture. Allocations of
-    the plan are outputs, all others are scratch."""
-
-    def __init__(
-        self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
-    ) -> None:
-        super().__init__()
-        self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
-        self.lives = Lives()
-        self.scratch: dict[int, int] = {}
-        self.products: list[Product] | None = [] if with_uses else None
-        self.results: list[tuple[int, int]] = []
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.products is None or not is_product(func):
-            return func(*args, **kwargs)
-        first = self.recording.count()
-        result = func(*args, **kwargs)
-        writes = storages(result)
-        reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
-        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
-        return result
-
-    def note_results(self, number: int, made: Mapping[int, int]) -> None:
-        super().note_results(number, made)
-        self.results += made.items()
-
-    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        self.lives.tick()
-        asked = args
-        if self.shapes is not None:
-            args = plain(args)
-        if len(args) != 3 or 0 in args[0]:
-            if self.shapes is not None:
-                raise Escaped(frozenset(), "memory of no bytes is allocated")
-            return super().allocate(original, *args)
-        view = View(tuple(args[0]), tuple(args[1]), args[2])
-        made = self.recording.place(view)
-        if self.shapes is not None:
-            self.shapes.allocated(made, asked[0], asked[1])
-        address = made.data_ptr()
-        if self.count in self.plan_.allocations:
-            self.placed[address] = view.extent
-            self.lives.track_output(address)
-        else:
-            self.scratch[address] = view.extent
-            self.lives.begin(made)
-        self.note(address)
-        return made
 
 
 class _Group:
@@ -170,7 +116,7 @@ class Capture:
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = _Placing(plan, recording, self.placed, with_uses, shapes)
+        self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
         self.group = _Group()
 
     def run(self, code: Code) -> Captured:
