@@ -81,6 +81,7 @@ class Captured:
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
+    asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
 
 
 class _Group:
@@ -118,6 +119,7 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
         self.group = _Group()
+        self.asked = dict(plan.asked)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
@@ -166,7 +168,7 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches
+        proven = observer.products, observer.results, self.numbers, self.launches, self.asked
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
@@ -207,6 +209,8 @@ class Capture:
             return self._in_group(call) if self.plan.detail else call()
         with self.recording.apart(self.plan.asked.get(number)) as apart:
             result = call()
+        if apart.segments:
+            self.asked[number] = apart.count, apart.requested
         results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
         made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
         temporary = aligned(apart.requested - sum(made.values()))
@@ -225,7 +229,7 @@ class Capture:
         """Run an operator that returns nothing new, in a pool that it shares with up to `GROUP` - 1 others. They keep
         no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
         """
-        if self.group.calls == GROUP:
+        if self.group.calls >= GROUP and self.group.addresses:
             self._end_group()
         if self.group.pool is None:
             self.group.pool = self.recording.new_pool()

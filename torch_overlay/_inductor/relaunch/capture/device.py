@@ -77,14 +77,13 @@ class Cuda:
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
-        slow."""
-        stats = torch._C._cuda_memoryStats(self.index)
+        slow, but for `torch.cuda.memory_stats` it would be slower: that lists all pools that there ever were."""
+        stats = torch._C._accelerator_getDeviceStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
-    def blocks(self) -> int:
-        """Return how many blocks the device's allocator has, without segments that are entirely free."""
-        stats = torch._C._cuda_memoryStats(self.index)
-        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
+    def is_unused(self, pool: tuple[int, int]) -> bool:
+        """True if nothing that was allocated from the pool is in use."""
+        return torch._C._cuda_checkPoolLiveAllocations(self.index, pool, set())
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,

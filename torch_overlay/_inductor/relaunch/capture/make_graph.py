@@ -121,6 +121,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses=with_uses)
+        work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
         known = _known(work, graph)
         if not known[1]:
