@@ -1,5 +1,7 @@
 # Owner(s): ["module: inductor"]
 
+import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -9,6 +11,7 @@ from torch._inductor.cudagraph_relaunch.allocations import (
     Plan,
     Watch,
 )
+from torch._inductor.cudagraph_relaunch.operators import GROUP, Operators
 from torch._inductor.cudagraph_relaunch.placing import Placing
 from torch._inductor.cudagraph_relaunch.traced import Escaped, Traced
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -123,6 +126,51 @@ class TestPlacing(TestCase):
         shapes.allocated.assert_called_once_with(made, (n, 2), (2, 1))
         with self.assertRaisesRegex(Escaped, "memory of no bytes"):
             self.run_in(placing, lambda empty: empty((n, 0), (1, 1), torch.float32))
+
+    def pools(self, plan, requested, *segments):
+        """Operators of a plan, each of which allocates these segments in its pool."""
+        apart = SimpleNamespace(segments=dict(segments), requested=requested)
+        apart.count, apart.once = len(segments), requested < 1000
+        self.recording.apart = lambda asked: contextlib.nullcontext(apart)
+        self.recording.within = lambda pool: contextlib.nullcontext([*apart.segments])
+        self.recording.new_pool = object
+        placing = self.make()
+        return Operators(plan, self.recording, placing), placing
+
+    def test_operator_that_allocates_an_output(self):
+        made = torch.empty(25)
+        at, plan = made.data_ptr(), Plan(operators=frozenset([3]))
+        for requested, size in ((100 + 700, 100), (100 + 1200, 1536)):
+            self.placed.clear()
+            segments = (at, 2 << 20), (0x10, 4096)
+            operators, placing = self.pools(plan, requested, *segments)
+            self.assertIs(operators.run(3, lambda: made, True), made)
+            # An address that was used twice may have held what was larger.
+            self.assertEqual(self.placed, {at: size})
+            rest = (requested - 100 + 511) // 512 * 512
+            self.assertEqual(placing.scratch, {0x10: rest})
+            self.assertEqual(operators.asked, {3: (2, requested)})
+            self.assertEqual(placing.lives.life(0x10, 1).freed, 2)
+            self.assertEqual(placing.lives.remaining(), [at])
+
+    def test_other_operators(self):
+        for plan, wanted in ((Plan(), False), (Plan(watch=True), True)):
+            operators, placing = self.pools(plan, 8, (0x10, 8))
+            self.assertEqual(operators.run(0, lambda: 5, True), 5)
+            self.assertEqual((operators.are_wanted, placing.scratch), (wanted, {}))
+            self.assertEqual(placing.lives.now, int(wanted))
+
+    def test_groups_of_operators(self):
+        operators, placing = self.pools(Plan(detail=True), 8, (0x10, 8))
+        for number in range(GROUP + 1):
+            pool = operators.group.pool
+            operators.run(number, lambda: None, False)
+            is_new = number in (0, GROUP)
+            self.assertEqual(operators.group.pool is not pool, is_new)
+        self.assertEqual(operators.group.calls, 1)
+        operators.end_group()
+        life = placing.lives.life(0x10, 8)
+        self.assertEqual((life.made, life.freed), (GROUP + 1, GROUP + 2))
 
 
 if __name__ == "__main__":

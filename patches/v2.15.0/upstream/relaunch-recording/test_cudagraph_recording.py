@@ -39,11 +39,11 @@ class Allocator:
         self.uses[pool] -= 1
         assert self.uses[pool] >= 0
 
-    def snapshot(self, pool=None, include_traces=True):
+    def snapshot(self, pool, include_traces):
         return [
             {"segment_pool_id": p, "blocks": blocks}
             for p, blocks in self.blocks.items()
-            if pool in (None, p)
+            if p == pool
         ]
 
 
@@ -103,13 +103,13 @@ class Space:
 
 class Device:
     device = torch.device("cuda", 0)
-    alive, requested, noted = 10, (0, 0), None
+    requested, noted, used = (0, 0), None, ()  # used: pools
 
     def allocated(self):
         return self.requested
 
-    def blocks(self):
-        return self.alive
+    def is_unused(self, pool):
+        return pool not in self.used
 
     def generators(self, inputs):
         return self.random
@@ -244,7 +244,7 @@ class TestRecording(TestCase):
             self.assertEqual((apart.requested, apart.once), (requested, once))
         with made.apart(None) as apart:
             pass
-        self.assertEqual((apart.segments, apart.requested, apart.once), ({}, 0, False))
+        self.assertEqual((apart.segments, apart.requested, apart.count), ({}, 0, 0))
 
     def test_within(self):
         made = self.record()
@@ -298,8 +298,9 @@ class TestRecording(TestCase):
             (pool,) = self.allocator.selected
         self.assertEqual(made.kept(), [])
         self.allocator.blocks = {pool: [used, free], ("other", 1): [used]}
-        for self.owner.alive in (10, 1000):  # one snapshot of all, or one of each pool
-            self.assertEqual(made.kept(), [512])
+        self.assertEqual(made.kept(), [])
+        self.owner.used = {pool, ("other", 1)}
+        self.assertEqual(made.kept(), [512])  # of its own pools
         with mock.patch.object(gc, "collect", self.allocator.blocks.clear):
             self.assertEqual(made.kept(), [])  # it was garbage
 

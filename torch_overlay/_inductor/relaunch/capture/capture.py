@@ -28,13 +28,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import (
-    namespace_of,
-    observed,
-    Plan,
-    tensors as tensors_in,
-    Watch,
-)
+from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Plan, Watch
+from torch_overlay._inductor.relaunch.capture.operators import Operators
 from torch_overlay._inductor.relaunch.capture.placing import Placing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
@@ -50,7 +45,6 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     View,
     view_of,
 )
-from torch_overlay._inductor.relaunch.memory.packing import aligned
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
 from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators
 from torch_overlay._inductor.relaunch.numbers.traced import Traced
@@ -66,7 +60,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 
 ALIGNMENT = 256  # no library checks for more
-GROUP = 4  # operators whose memory is freed together
 
 
 @dataclass
@@ -82,13 +75,6 @@ class Captured:
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
     asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
-
-
-class _Group:
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.calls = 0
-        self.addresses: list[int] = []
 
 
 class Capture:
@@ -118,17 +104,15 @@ class Capture:
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
-        self.group = _Group()
-        self.asked = dict(plan.asked)
+        self.operators = Operators(plan, recording, self.observer)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The region must hold the only references: when it drops one, it won't use that input again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
-            run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
-            watching = self.with_uses or run is not _run
-            watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
+            watching = self.with_uses or self.operators.are_wanted
+            watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
             if self.shapes is not None:
                 watch = NoOperators()
             with self.recording.capturing(self.inputs, self.plan.random):
@@ -140,7 +124,7 @@ class Capture:
                     outputs = self.model(given)
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-                self._end_group()
+                self.operators.end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
             if self.shapes is not None:
@@ -168,7 +152,7 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches, self.asked
+        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
@@ -198,53 +182,6 @@ class Capture:
             self.input_at[made.data_ptr()] = position
             self.observer.lives.begin(made)
         return made
-
-    def _operator(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
-        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
-        operator that may return new tensors: memory of a result lives as long as the result, other memory only as long
-        as the operator runs."""
-        lives, planned = self.observer.lives, number in self.plan.operators
-        lives.tick()
-        if not planned and not (self.plan.detail and makes):
-            return self._in_group(call) if self.plan.detail else call()
-        with self.recording.apart(self.plan.asked.get(number)) as apart:
-            result = call()
-        if apart.segments:
-            self.asked[number] = apart.count, apart.requested
-        results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
-        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
-        temporary = aligned(apart.requested - sum(made.values()))
-        for address, size in apart.segments.items():
-            # If an address was used twice, the second allocation there may be the smaller one.
-            least = made.get(address, temporary)
-            bytes = min(size, least if apart.once else max(least, temporary))
-            (self.placed if planned and address in made else self.observer.scratch)[address] = bytes
-            if address in made:
-                lives.begin(results[address])
-            else:
-                lives.note(address)
-        return result
-
-    def _in_group(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that returns nothing new, in a pool that it shares with up to `GROUP` - 1 others. They keep
-        no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
-        """
-        if self.group.calls >= GROUP and self.group.addresses:
-            self._end_group()
-        if self.group.pool is None:
-            self.group.pool = self.recording.new_pool()
-        self.group.calls += 1
-        with self.recording.within(self.group.pool) as made:
-            result = call()
-        self.observer.lives.made |= dict.fromkeys(made, self.observer.lives.now)
-        self.group.addresses += made
-        return result
-
-    def _end_group(self) -> None:
-        lives = self.observer.lives
-        for address in self.group.addresses:
-            lives.freed[address] = lives.now + 1
-        self.group = _Group()
 
     def _copy_out(self, outputs: list[Any]) -> None:
         """Replace outputs in the scratch by copies, one for each storage."""
@@ -300,10 +237,6 @@ class Capture:
                 raise Refusal("output", f"output {number} is on {out.device}")
             return Given(out)
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
-
-
-def _run(number: int, call: Callable[[], Any], makes: bool) -> Any:
-    return call()
 
 
 def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
