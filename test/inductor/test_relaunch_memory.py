@@ -24,11 +24,11 @@ from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, Repeated, View
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 

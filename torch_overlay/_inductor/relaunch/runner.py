@@ -55,9 +55,9 @@ from torch_overlay._inductor.relaunch.verify import Verified
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.refusals import Code
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
@@ -554,7 +554,8 @@ class Runner:
             for i, stage in enumerate(stages, start=1):
                 part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
                 nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
-                stage.show(f"{self.code.name}, {part}graph of {nodes}")
+                name = f"{self.code.name}, {part}graph of {nodes}"
+                stage.show(functools.partial(profiler_ranges.within, name))
         return Verified(made, self.plain, self.code, clone_flat) if self.verify else made
 
     def _drop_unkept(self) -> None:

@@ -125,6 +125,12 @@ class Cuda:
         with self.guard():
             prepare(self.index)
 
+    def lines(
+        self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]
+    ) -> kernel_names.KernelLines | None:
+        """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
+        return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
+
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=runtime.holds).kept:

@@ -46,10 +46,11 @@ from torch_overlay._inductor.streams.runtime import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.memory.sized import Sized
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
-    from torch_overlay._inductor.relaunch.refusals import Code
-    from torch_overlay._inductor.relaunch.sizes.any_size import Seen, Sized
+    from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
     Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"

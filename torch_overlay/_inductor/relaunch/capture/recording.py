@@ -31,7 +31,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.capture.kernel_names import KernelLines
 from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 
@@ -39,7 +38,6 @@ from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.outputs import View
 
@@ -61,9 +59,11 @@ class IsolatedAllocations:
 
 
 class Recording:
+    """A capture of `owner`, a device, with `gap` times as much room as usual between allocations."""
+
     blocking = False  # nothing may be launched on the default stream meanwhile: `make_graph`, Note [Opaque operators]
 
-    def __init__(self, owner: Cuda, gap: int) -> None:
+    def __init__(self, owner: Any, gap: int) -> None:
         self.owner, self.device = owner, owner.device
         self.space: Any = AddressSpace(owner.device, gap=gap)
         self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
@@ -72,7 +72,7 @@ class Recording:
         self._pools: list[Any] = []  # ids
         self._active: Any = None
         self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
-        self.lines: KernelLines | None = None
+        self.lines: Any = None  # notes the lines that make nodes
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
 
@@ -145,10 +145,8 @@ class Recording:
 
     def noting_lines(self, namespace: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Note, if profiles are to show it, which line of the module with these globals makes each node."""
-        if not self.owner.annotates:
-            return contextlib.nullcontext()
-        self.lines = KernelLines(namespace, self.nodes)
-        return self.lines
+        self.lines = self.owner.lines(namespace, self.nodes)
+        return self.lines or contextlib.nullcontext()
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
