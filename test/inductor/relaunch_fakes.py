@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch import alignment
 from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
 from torch_overlay._inductor.relaunch.launch import native
@@ -189,12 +190,6 @@ class SizedKernel(Kernel):
         recording.operations.append((self.function, spec, flat, Launched((x, y, z)), words))
 
 
-class IsolatedAllocations:
-    def __init__(self) -> None:
-        self.segments: dict[int, int] = {}
-        self.requested = 0
-
-
 class Recording:
     blocking = False
 
@@ -252,7 +247,7 @@ class Recording:
         apart, before = IsolatedAllocations(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
-        apart.requested, apart.once = sum(apart.segments.values()), True
+        apart.count, apart.requested = len(apart.segments), sum(apart.segments.values())
 
     def new_pool(self) -> Any:
         return object()

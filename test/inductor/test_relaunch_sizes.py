@@ -339,6 +339,13 @@ class TestFunctions(RelaunchTestCase):
         other = self.graph(make(lambda r, d=0: self.at(r, d, LOW + 64 * STEP)), LOW + 64 * STEP)
         self.assertEqual(functions.slots_of(graph), (list(prove(graph, other).slots), {}))
 
+    def test_function_that_is_loaded_again(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(3))])
+        again = dataclasses.replace(kernel(0, u64(self.at(1)), u64(5)), func=70, kern=71)
+        slots, unknown = functions.slots_of(self.graph([again]))
+        self.assertEqual(([slot.region for slot in slots], unknown), ([1], {}))
+        self.check_unknown(functions, "for the first time", dataclasses.replace(again, name="g"))
+
     def check_unknown(self, functions, text, node):
         known = kernel(1, u64(self.at(0)), u64(3))
         slots, unknown = functions.slots_of(self.graph([node, known]))
@@ -354,7 +361,7 @@ class TestFunctions(RelaunchTestCase):
         self.check_unknown(functions, "where there was none", kernel(0, u64(here, here, 0), func=8))
         self.check_unknown(functions, "outside the range", kernel(0, u64(12345), u64(3)))
         self.check_unknown(functions, "no allocation", kernel(0, u64(here + 200), u64(3)))
-        self.check_unknown(functions, "shorter", kernel(0, u64(1) + bytes(4), func=8))
+        self.check_unknown(functions, "for the first time", kernel(0, u64(1) + bytes(4), func=8))  # a shorter structure
 
     def test_address_at_an_odd_place_of_a_structure(self):
         functions = self.learned(lambda at: [kernel(0, u64(1, at(1), 0, 0, 0), func=8), kernel(1, u64(at(0)), u64(3))])

@@ -76,14 +76,13 @@ class Cuda:
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
-        slow."""
-        stats = torch._C._cuda_memoryStats(self.index)
+        slow, but for `torch.cuda.memory_stats` it would be slower: that lists all pools that there ever were."""
+        stats = torch._C._accelerator_getDeviceStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
-    def blocks(self) -> int:
-        """Return how many blocks the device's allocator has, without segments that are entirely free."""
-        stats = torch._C._cuda_memoryStats(self.index)
-        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
+    def is_unused(self, pool: tuple[int, int]) -> bool:
+        """True if nothing that was allocated from the pool is in use."""
+        return torch._C._cuda_checkPoolLiveAllocations(self.index, pool, set())
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
@@ -124,6 +123,12 @@ class Cuda:
         """Load what the first capture would have to wait for."""
         with self.guard():
             prepare(self.index)
+
+    def lines(
+        self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]
+    ) -> kernel_names.KernelLines | None:
+        """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
+        return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""

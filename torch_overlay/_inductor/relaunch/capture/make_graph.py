@@ -46,10 +46,11 @@ from torch_overlay._inductor.streams.runtime import Spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.memory.sized import Sized
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
-    from torch_overlay._inductor.relaunch.refusals import Code
-    from torch_overlay._inductor.relaunch.sizes.any_size import Seen, Sized
+    from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
     Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"
@@ -120,6 +121,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses=with_uses)
+        work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
         known = _known(work, graph)
         if not known[1]:

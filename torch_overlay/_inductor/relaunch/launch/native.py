@@ -3,9 +3,7 @@
 *Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.blocks`), which has
 `patch(bases)` (`csrc/patch.c`).
 
-*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call: `native_call`.
-
-The C source is in `torch_overlay/csrc`. The tests have a Python model of it, which behaves the same.
+*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call (`csrc/bind.c`).
 """
 
 from __future__ import annotations
