@@ -23,7 +23,7 @@ from torch_overlay._functorch.offload import ops
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-OFFLOAD = "offload"  # in `meta`
+OFFLOAD = "offload_policy"  # in `meta`
 MUST, PREFER = "must", "prefer"
 
 
