@@ -11,10 +11,11 @@ static PyTypeObject *call_type;
 /* The objects that a call owns. */
 #define OBJECTS(F)                                                                                                     \
     F(blocks)                                                                                                          \
-    F(layout.empty) F(layout.storages) F(layout.slab) F(layout.scratch) F(layout.raw.raw_alloc)                        \
-        F(layout.raw.raw_delete) F(outputs.types) F(outputs.empty) F(outputs.reinterpret) F(outputs.make)              \
-            F(counter.counters) F(counter.group) F(counter.name) F(replay) F(current) F(index) F(stream_of)            \
-                F(is_capturing) F(misaligned)
+    F(layout.empty)                                                                                                    \
+    F(layout.storages)                                                                                                 \
+    F(layout.slab) F(layout.scratch) F(layout.raw.raw_alloc) F(layout.raw.raw_delete) F(outputs.types)                 \
+        F(outputs.empty) F(outputs.reinterpret) F(outputs.make) F(counter.counters) F(counter.group) F(counter.name)   \
+            F(replay) F(current) F(index) F(stream_of) F(is_capturing) F(misaligned)
 #define OFFSET(field) offsetof(Call, field),
 
 static const size_t objects[] = {OBJECTS(OFFSET)};
@@ -173,8 +174,10 @@ static PyMethodDef call_methods[] = {
      "aligned(inputs, positions, masks): has no address a bit of its mask?"},
     {NULL}};
 static PyMemberDef call_members[] = {
-    {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},
-    {"patched", T_ULONGLONG, offsetof(Call, patched), READONLY, "nodes set in all launches"},
+    {"launches", T_ULONGLONG, offsetof(Call, counts.launches), READONLY, NULL},
+    {"patched", T_ULONGLONG, offsetof(Call, counts.patched), READONLY, "nodes set in all launches"},
+    {"by_node", T_ULONGLONG, offsetof(Call, counts.by_node), READONLY,
+     "launches whose kernels were launched one by one"},
     {NULL}};
 static PyType_Slot call_slots[] = {
     {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};
