@@ -3,10 +3,11 @@
 Note [Sizes that share an executable]
 The first few sizes of a region have executables of their own, whose nodes may run side by side. Further sizes share
 executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the executable
-holds otherwise. Such a size takes memory of the host only. Nothing is instantiated, and a second capture is made only
-for functions that were not seen before (`functions`). A graph with other nodes, edges or clusters gets another
-executable; a region has at most `config.cudagraph_executables` shared ones, and drops the one that was made for a size
-or chosen for one the longest time ago, with the graphs of its sizes.
+holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`). Such a size takes memory of the host only.
+Nothing is instantiated, and a second capture is made only for functions that were not seen before (`functions`). A
+graph with other nodes, edges or clusters gets another executable; a region has at most `config.cudagraph_executables`
+shared ones, and drops the one that was made for a size or chosen for one the longest time ago, with the graphs of its
+sizes.
 """
 
 from __future__ import annotations
