@@ -117,7 +117,7 @@ class Runner:
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
-        self.sizes = Sizes()
+        self.sizes = Sizes(config.cudagraph_executables)
         self.any_size = AnySizeGraph()
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
@@ -239,7 +239,7 @@ class Runner:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = self.plan = None
-            self.sizes, self.any_size = Sizes(), AnySizeGraph()
+            self.sizes, self.any_size = Sizes(self.sizes.bound), AnySizeGraph()
             self.captures = 0
         states.clear()
 
