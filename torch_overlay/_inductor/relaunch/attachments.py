@@ -1,5 +1,5 @@
-"""Tells captures about the streams of compiled code, which knows nothing of captures: Note [Streams of a capture] of
-`capture.recording`."""
+"""Tells captures about the streams of compiled code, and about saved activations in host memory, which know nothing of
+captures: Note [Streams of a capture] of `capture.recording`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch_overlay._dynamo import objects
 from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.streams import CALLERS, exchanges
+from torch_overlay._inductor.relaunch.host_memory import Keeper, keepers
 
 
 if TYPE_CHECKING:
@@ -45,5 +46,6 @@ def exchanged_objects(instead: Instead) -> Iterator[None]:
 
 
 def attach() -> None:
-    """Have every capture of this process replace these streams."""
+    """Have every capture of this process replace these streams, and every graph keep addresses of slabs."""
     exchanges[:] = [exchanged_copy_streams, exchanged_objects]
+    keepers[:] = [Keeper(runtime.holds, lambda tensor: runtime.identity(tensor) if runtime.is_slab(tensor) else None)]
