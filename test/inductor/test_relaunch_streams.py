@@ -60,5 +60,7 @@ class TestAttached(TestCase):
         for module in ("torch_overlay._inductor.relaunch.hooks", "torch_overlay.cudagraphs"):
             program = f"import {module}\nfrom torch_overlay._inductor.relaunch import host_memory\n"
             program += "from torch_overlay._inductor.relaunch.capture import streams\n"
-            run = [sys.executable, "-c", f"{program}print(len(streams.exchanges), len(host_memory.keepers))"]
-            self.assertEqual(subprocess.run(run, capture_output=True, text=True, check=True).stdout, "2 1\n")
+            program += "from torch_overlay._inductor.relaunch.capture.checks import checks\n"
+            program += "print(len(streams.exchanges), len(host_memory.keepers), len(checks))"
+            run = [sys.executable, "-c", program]
+            self.assertEqual(subprocess.run(run, capture_output=True, text=True, check=True).stdout, "2 1 1\n")

@@ -39,8 +39,9 @@ from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of,
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.capture.blame import find_culprit, find_launcher
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph, Work
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
