@@ -1010,6 +1010,10 @@ class TestRaces(TestCase):
 class TestGraphs(TestCase):
     """What relaunch makes of copies to and from slabs, without a device."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        attachments.attach()
+
     def test_slab_is_a_part_of_the_key_by_its_address_and_number(self) -> None:
         with host_slabs():
             slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
