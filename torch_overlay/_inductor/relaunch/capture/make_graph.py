@@ -159,7 +159,7 @@ def make_graph_for_any_size(work: Work, seen: Seen) -> tuple[Arrangement, list[A
         prove = functools.partial(device.prove, namespace=work.namespace)
         arrangement, sized = arrange_any_size(first, second, graphs, prove)
         second.recording.discard()
-        return *device.instantiate(first, arrangement), sized
+        return *device.instantiate(first, arrangement, varies=graphs[0]), sized
 
 
 def _known(work: Work, graph: CapturedGraph) -> Known:

@@ -74,7 +74,7 @@ class Sizes:
                 self.executables.insert(0, executable)
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
                 return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
-        arrangement, launchers = device.instantiate(captured, arrange(proven), is_shared=True)
+        arrangement, launchers = device.instantiate(captured, arrange(proven), varies=graph)
         self.executables.insert(0, Executable(shape, arrangement, launchers))
         del self.executables[self.bound :]
         return arrangement, launchers
