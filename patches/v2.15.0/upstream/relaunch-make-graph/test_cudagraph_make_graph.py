@@ -119,8 +119,8 @@ class Device:
     def relax(self, captured, graph, template, namespace):
         return graph.edges
 
-    def instantiate(self, captured, arrangement, is_shared=False):
-        self.made.append(is_shared)
+    def instantiate(self, captured, arrangement, varies=None):
+        self.made.append(varies is not None)
         return arrangement, [SimpleNamespace(shared=len(self.made), like=lambda t: t)]
 
     @property

@@ -30,8 +30,8 @@ class Device:
 
     made = 0
 
-    def instantiate(self, captured, arrangement, is_shared):
-        assert is_shared
+    def instantiate(self, captured, arrangement, varies):
+        assert isinstance(varies, CapturedGraph)  # what the executable is made of
         self.made += 1
         templates = [s.template for s in arrangement.stages] or [arrangement.template]
         return arrangement, [Launcher(self.made, template) for template in templates]
