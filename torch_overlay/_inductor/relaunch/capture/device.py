@@ -27,8 +27,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor import profiler_ranges
+from torch_overlay._inductor.relaunch import host_memory
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
@@ -134,7 +134,7 @@ class Cuda:
 
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=runtime.holds).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=host_memory.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
         graph = graphs.read(
@@ -143,7 +143,7 @@ class Cuda:
             space.low,
             space.high,
             driver=self.driver,
-            keeps=runtime.holds,
+            keeps=host_memory.holds,
         )
         check_libraries(graph)
         return graph
