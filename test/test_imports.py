@@ -36,7 +36,9 @@ LAYERS = (
     ),
     ("_inductor.offload",),
     ("_inductor.streams",),
-    tuple(f"_inductor.relaunch.{name}" for name in ("causes", "compiled_code", "exact", "keys", "refusals")),
+    tuple(
+        f"_inductor.relaunch.{name}" for name in ("causes", "compiled_code", "exact", "host_memory", "keys", "refusals")
+    ),
     ("_inductor.relaunch.proof",),
     ("_inductor.relaunch.graph",),
     ("_inductor.relaunch.numbers",),

@@ -44,8 +44,7 @@ from torch_overlay._functorch.offload.copy_placement import just_in_time, Load, 
 from torch_overlay._functorch.offload.cost_model import Candidate, Link, Model, Recompute, Step
 from torch_overlay._functorch.offload.plan import _spread, choose
 from torch_overlay._functorch.streams.tokens import CALLER
-from torch_overlay._inductor.relaunch import refusals, runner
-from torch_overlay._inductor.relaunch.capture import make_graph
+from torch_overlay._inductor.relaunch import attachments, refusals, runner
 from torch_overlay._inductor.relaunch.launch import blocks, memcpy_nodes
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, PointerSlot, Template
 from torch_overlay._inductor.streams.plan import Buffer, Op
@@ -1011,6 +1010,10 @@ class TestRaces(TestCase):
 class TestGraphs(TestCase):
     """What relaunch makes of copies to and from slabs, without a device."""
 
+    def setUp(self) -> None:
+        super().setUp()
+        attachments.attach()
+
     def test_slab_is_a_part_of_the_key_by_its_address_and_number(self) -> None:
         with host_slabs():
             slabs = [offload_runtime.take_slab(1024, 0) for _ in range(2)]
@@ -1058,8 +1061,8 @@ class TestGraphs(TestCase):
         hands_back = spec(
             {"stream0": "cuda:0", "stream1": 1}, (("record", "ev0", "stream0"), ("wait_exit", "ev0", "stream1"))
         )
-        self.assertFalse(make_graph._orders_others(joins))
-        self.assertTrue(make_graph._orders_others(hands_back))
+        self.assertFalse(attachments._orders_others(joins))
+        self.assertTrue(attachments._orders_others(hands_back))
 
     def test_copy_streams_are_exchanged_for_a_capture(self) -> None:
         given: list[int] = []

@@ -9,6 +9,7 @@ import types
 from unittest import mock
 
 import relaunch_driver
+import relaunch_fakes
 import torch
 from relaunch_case import Native, RelaunchTestCase
 from torch._dynamo.test_case import run_tests
@@ -239,6 +240,36 @@ def region(args):
 
 
 class TestSizesInC(Native, TestSizes):
+    def test_a_size_that_is_dropped_leaves_nothing_behind(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        del run.states[(5,)]
+        gc.collect()
+        for n in (4, 6, 6, 4, 6):
+            self.call(run, n)
+
+    def test_shared_arguments(self):
+        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
+        shared = module.Shared(2)
+        module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
+        for given, kind in (
+            (3, TypeError), ((shared,), TypeError), ((3, (0,)), TypeError), ((shared, ()), ValueError),
+            ((shared, (2,)), ValueError), ((shared, (-1,)), OverflowError), ((shared, ("a",)), TypeError),
+        ):  # fmt: skip
+            with self.assertRaises(kind):
+                module.Blocks(0, (node,), (), 0, (), given)
+        with self.assertRaises(ValueError):
+            module.Shared(-1)
+
+
+class TestSizesInCByTheExecutable(Native, TestSizes):
+    """Where kernels can't be launched one by one, since some may run side by side."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(relaunch_fakes, "only_order", return_value=None))
+
     def test_only_what_differs_is_set(self):
         run = self.sized()
         for n in (3, 3, 4, 4, 5, 5, 6, 6):
@@ -255,15 +286,6 @@ class TestSizesInC(Native, TestSizes):
         del held
         again = patched(5)
         self.assertLessEqual(again, 3)
-
-    def test_a_size_that_is_dropped_leaves_nothing_behind(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
-        del run.states[(5,)]
-        gc.collect()
-        for n in (4, 6, 6, 4, 6):
-            self.call(run, n)
 
     def test_after_an_error_of_the_driver_every_node_is_set(self):
         run = self.sized()
@@ -285,19 +307,6 @@ class TestSizesInC(Native, TestSizes):
             self.call(run, n)
         self.assertTrue(run.states[(5,)].alone)
         self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3, 1))
-
-    def test_shared_arguments(self):
-        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
-        shared = module.Shared(2)
-        module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
-        for given, kind in (
-            (3, TypeError), ((shared,), TypeError), ((3, (0,)), TypeError), ((shared, ()), ValueError),
-            ((shared, (2,)), ValueError), ((shared, (-1,)), OverflowError), ((shared, ("a",)), TypeError),
-        ):  # fmt: skip
-            with self.assertRaises(kind):
-                module.Blocks(0, (node,), (), 0, (), given)
-        with self.assertRaises(ValueError):
-            module.Shared(-1)
 
 
 def u64(*values):

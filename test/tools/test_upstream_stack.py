@@ -180,7 +180,7 @@ class TestDeclarations(TestCase):
         names = {"torch_overlay.config": "torch._inductor.config.triton"}
         text = export_upstream._renamed("torch_overlay._inductor.relaunch.causes", names)
         self.assertIn("or raise torch._inductor.config.triton.cudagraph_templates", text)
-        text = export_upstream._renamed("torch_overlay._inductor.relaunch.sizes.sizes", names)
+        text = export_upstream._renamed("torch_overlay._inductor.relaunch.runner", names)
         self.assertIn("from torch._inductor.config import triton as config\n", text)
 
     def test_edit_that_does_not_fit_the_base(self):

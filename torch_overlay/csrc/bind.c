@@ -8,24 +8,37 @@
 
 static PyTypeObject *call_type;
 
+#define AT(field) offsetof(Call, field)
+
 /* The objects that a call owns. */
-#define OBJECTS(F)                                                                                                     \
-    F(blocks)                                                                                                          \
-    F(layout.empty) F(layout.storages) F(layout.slab) F(layout.scratch) F(layout.raw.raw_alloc)                        \
-        F(layout.raw.raw_delete) F(outputs.types) F(outputs.empty) F(outputs.reinterpret) F(outputs.make)              \
-            F(counter.counters) F(counter.group) F(counter.name) F(replay) F(current) F(index) F(stream_of)            \
-                F(is_capturing) F(misaligned)
-#define OFFSET(field) offsetof(Call, field),
+static const size_t objects[] = {AT(blocks),
+                                 AT(layout.empty),
+                                 AT(layout.storages),
+                                 AT(layout.slab),
+                                 AT(layout.scratch),
+                                 AT(layout.raw.raw_alloc),
+                                 AT(layout.raw.raw_delete),
+                                 AT(outputs.types),
+                                 AT(outputs.empty),
+                                 AT(outputs.reinterpret),
+                                 AT(outputs.make),
+                                 AT(counter.counters),
+                                 AT(counter.group),
+                                 AT(counter.name),
+                                 AT(replay),
+                                 AT(current),
+                                 AT(index),
+                                 AT(stream_of),
+                                 AT(is_capturing),
+                                 AT(misaligned)};
 
-static const size_t objects[] = {OBJECTS(OFFSET)};
-
-enum { OBJECT_COUNT = sizeof objects / sizeof *objects };
+#define OBJECTS (sizeof objects / sizeof *objects)
 
 static PyObject *owned(Call *self, size_t i) { return *(PyObject **)((char *)self + objects[i]); }
 
 static void call_dealloc(Call *self) {
     PyTypeObject *type = Py_TYPE(self);
-    for (size_t i = 0; i < OBJECT_COUNT; i++) Py_XDECREF(owned(self, i));
+    for (size_t i = 0; i < OBJECTS; i++) Py_XDECREF(owned(self, i));
     outputs_clear(&self->outputs);
     layout_clear(&self->layout);
     program_clear(&self->numbers);
@@ -110,7 +123,7 @@ static PyObject *blocks_call(Blocks *blocks, PyObject *args, PyObject *kwargs) {
     }
     self->blocks = blocks;
     outputs->empty = layout->empty;
-    for (size_t i = 0; i < OBJECT_COUNT; i++) Py_INCREF(owned(self, i));
+    for (size_t i = 0; i < OBJECTS; i++) Py_INCREF(owned(self, i));
     self->inputs = layout->inputs = PyTuple_GET_SIZE(positions);
     self->device = PyLong_AsLong(self->index);
     raw->torch.stream = (int (*)(int, Handle *))(uintptr_t)stream;
@@ -173,8 +186,10 @@ static PyMethodDef call_methods[] = {
      "aligned(inputs, positions, masks): has no address a bit of its mask?"},
     {NULL}};
 static PyMemberDef call_members[] = {
-    {"launches", T_ULONGLONG, offsetof(Call, launches), READONLY, NULL},
-    {"patched", T_ULONGLONG, offsetof(Call, patched), READONLY, "nodes set in all launches"},
+    {"launches", T_ULONGLONG, offsetof(Call, counts.launches), READONLY, NULL},
+    {"patched", T_ULONGLONG, offsetof(Call, counts.patched), READONLY, "nodes set in all launches"},
+    {"by_node", T_ULONGLONG, offsetof(Call, counts.by_node), READONLY,
+     "launches whose kernels were launched one by one"},
     {NULL}};
 static PyType_Slot call_slots[] = {
     {Py_tp_dealloc, call_dealloc}, {Py_tp_methods, call_methods}, {Py_tp_members, call_members}, {0, NULL}};

@@ -59,11 +59,30 @@ static int read_inputs(Call *self, PyObject *inputs, uint64_t *base) {
     return !bad;
 }
 
-static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
+/* Writes the addresses and values into the blocks. Returns how many nodes are on the list `dirty`, or -1. */
+static Py_ssize_t write_blocks(Call *self, const uint64_t *base, const uint64_t *values) {
     Blocks *blocks = self->blocks;
     size_t slab = slab_region(&self->layout), regions = layout_regions(&self->layout);
-    Py_ssize_t set = -1;
-    int code = 0;
+    Py_ssize_t count;
+    memcpy(blocks->value, values, blocks->words * sizeof *values);
+    if (self->bound && !blocks->stale) return (Py_ssize_t)write_moved(blocks, base, regions);
+    memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
+    memcpy(blocks->given, blocks->known, blocks->regions);
+    for (size_t r = 0; r < regions && r < blocks->regions; r++) {
+        if (r == slab && self->layout.slab == Py_None) continue;
+        if (r == slab + 1 && self->layout.scratch == Py_None) continue;
+        blocks->fresh[r] = base[r];
+        blocks->given[r] = 1;
+    }
+    count = write_given(blocks);
+    self->bound = count >= 0 && regions == blocks->regions;
+    return count;
+}
+
+static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, const uint64_t *values) {
+    Blocks *blocks = self->blocks;
+    Py_ssize_t count;
+    int code = -1;
     PyThread_type_lock lock = blocks->shared ? blocks->shared->lock : self->lock;
     if (!PyThread_acquire_lock(lock, NOWAIT_LOCK)) {
         Py_BEGIN_ALLOW_THREADS PyThread_acquire_lock(lock, WAIT_LOCK);
@@ -74,41 +93,14 @@ static int patch_and_launch(Call *self, Handle stream, const uint64_t *base, con
         PyErr_SetString(PyExc_RuntimeError, "patch() is running already");
     else {
         blocks->busy = 1;
-        memcpy(blocks->value, values, blocks->words * sizeof *values);
-        if (self->bound && !blocks->stale)
-            set = set_moved(blocks, base, regions);
-        else {
-            memcpy(blocks->fresh, blocks->base, blocks->regions * sizeof *blocks->fresh);
-            memcpy(blocks->given, blocks->known, blocks->regions);
-            for (size_t r = 0; r < regions && r < blocks->regions; r++) {
-                if (r == slab && self->layout.slab == Py_None) continue;
-                if (r == slab + 1 && self->layout.scratch == Py_None) continue;
-                blocks->fresh[r] = base[r];
-                blocks->given[r] = 1;
-            }
-            set = set_nodes(blocks);
-            self->bound = set >= 0 && regions == blocks->regions;
-        }
-        if (set >= 0) {
-            self->patched += (unsigned long long)set;
-            if (self->direct) {
-                Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(blocks->exec, stream);
-                Py_END_ALLOW_THREADS if (code) {
-                    driver_error(code, "cuGraphLaunch");
-                    set = -1;
-                }
-            } else {
-                PyObject *done = PyObject_CallNoArgs(self->replay);
-                if (!done) set = -1;
-                Py_XDECREF(done);
-            }
-        }
+        if ((count = write_blocks(self, base, values)) >= 0)
+            code = launch_nodes(blocks, (size_t)count, stream, self->direct ? NULL : self->replay, &self->counts);
         blocks->busy = 0;
-        if (set >= 0) self->launches++;
+        if (!code) self->counts.launches++;
     }
     launching = 0;
     PyThread_release_lock(lock);
-    return set < 0 ? -1 : 0;
+    return code;
 }
 
 PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful) {

@@ -4,8 +4,8 @@
 
 #include "counter.h"
 #include "launch_memory.h"
+#include "launch_nodes.h"
 #include "outputs.h"
-#include "patch.h"
 
 typedef struct {
     Py_ssize_t position;
@@ -27,7 +27,7 @@ typedef struct {
     long device;
     PyObject *current, *index, *stream_of, *is_capturing, *misaligned;
     PyThread_type_lock lock; /* patching and launching are one step */
-    unsigned long long launches, patched;
+    Launched counts;
     int bound; /* a call has given every region of the blocks a base */
 } Call;
 

@@ -39,8 +39,9 @@ from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of,
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.capture.blame import find_culprit, find_launcher
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph, Work
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -117,7 +118,7 @@ class Runner:
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
-        self.sizes = Sizes()
+        self.sizes = Sizes(config.cudagraph_executables)
         self.any_size = AnySizeGraph()
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
@@ -239,7 +240,7 @@ class Runner:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = self.plan = None
-            self.sizes, self.any_size = Sizes(), AnySizeGraph()
+            self.sizes, self.any_size = Sizes(self.sizes.bound), AnySizeGraph()
             self.captures = 0
         states.clear()
 

@@ -254,13 +254,12 @@ return x, x[1:3], a, a, n, None, none, a[2:]"""
 
     def test_workspaces_of_operators(self):
         self.library()
-        text = (
-            "(x,) = args\nfor _ in range(6): torch.ops.test_capture.use(x)\nreturn ()"
-        )
-        found = self.capture(text, vector(4), plan=Plan(detail=True))
+        n = GROUP + 2
+        text = f"(x,) = args\nfor _ in range({n}): torch.ops.test_capture.use(x)"
+        found = self.capture(f"{text}\nreturn ()", vector(4), plan=Plan(detail=True))
         lives = [(life.made, life.freed) for life in found.lives[1:]]
-        first = [(made, 6) for made in range(1, GROUP + 1)]
-        self.assertEqual(lives, [*first, (5, 7), (6, 7)])
+        first = [(made, n) for made in range(1, GROUP + 1)]
+        self.assertEqual(lives, [*first, (n - 1, n + 1), (n, n + 1)])
         self.assertEqual(len(set(self.recording.pools)), 2)
 
     def test_numbers(self):

@@ -9,6 +9,7 @@ import torch
 from torch._inductor.cudagraph_relaunch import csrc, native
 from torch._inductor.cudagraph_relaunch.nodes import (
     EmptyNode,
+    FillNode,
     KernelNode,
     PointerSlot,
     Refusal,
@@ -74,6 +75,17 @@ class TestNative(TestCase):
         self.assertEqual(made.patch([0x7000]), 2)  # every node, though one has a slot
         with self.assertRaisesRegex(ValueError, "doesn't have"):
             exec(0xE0, [*nodes, kernel(3)], slots, 1, (), shared)
+
+    def test_kernels_that_may_be_launched_one_by_one(self):
+        native.implementation()
+        nodes = kernel(0), EmptyNode(1, 11), kernel(2)
+        template = Template(1, nodes, ())
+        self.assertIsNone(native.shared(template).launches)
+        shared = native.shared(template, (2, 1, 0))
+        self.assertEqual(shared.launches, ((2, nodes[2].attributes), (0, b"")))
+        fill = FillNode(3, 13, 0x1000, 0, 4, 16, 1, 0)
+        template = Template(1, (*nodes, fill), ())
+        self.assertIsNone(native.shared(template, (2, 1, 0, 3)).launches)
 
     def test_module_that_cannot_be_built(self):
         self.extension.side_effect = csrc.NotBuiltError("there is no compiler")

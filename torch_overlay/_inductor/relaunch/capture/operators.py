@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.allocations import Plan
     from torch_overlay._inductor.relaunch.capture.placing import Placing
 
-GROUP = 4  # operators whose memory is freed together
+GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
 
 
 class _Group:
@@ -62,7 +62,7 @@ class Operators:
         return result
 
     def _in_group(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that returns nothing new, in a pool that it shares with up to `GROUP` - 1 others. They keep
+        """Run an operator that returns nothing new, in a pool that it shares with others. They keep
         no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
         """
         if self.group.calls >= GROUP and self.group.addresses:

@@ -61,7 +61,7 @@ class IsolatedAllocations:
 class Recording:
     """A capture of `owner`, a device, with `gap` times as much room as usual between allocations."""
 
-    blocking = False  # nothing may be launched on the default stream meanwhile: `make_graph`, Note [Opaque operators]
+    blocking = False  # nothing may be launched on the default stream meanwhile: Note [Opaque operators]
 
     def __init__(self, owner: Any, gap: int) -> None:
         self.owner, self.device = owner, owner.device
