@@ -11,7 +11,7 @@ from torch_overlay._functorch.offload import log as offload_log
 from torch_overlay._functorch.offload.candidates import Pair
 from torch_overlay._functorch.offload.checkpoint_policies import MUST, OFFLOAD
 from torch_overlay._functorch.offload.device_rates import Rates, rates
-from torch_overlay._functorch.offload.host_memory import gigabytes, size_text
+from torch_overlay._functorch.offload.pinned_memory import gigabytes, size_text
 from torch_overlay._functorch.offload.plan import Choice, choose
 from torch_overlay._functorch.offload.reader import nbytes, tensor_of
 from torch_overlay._functorch.offload.rewrite import rewrite

@@ -31,8 +31,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.offload import host_memory
-from torch_overlay._functorch.offload.host_memory import gigabytes, size_text
+from torch_overlay._functorch.offload import pinned_memory
+from torch_overlay._functorch.offload.pinned_memory import gigabytes, size_text
 from torch_overlay._functorch.streams.ids import copy_device, index_now
 
 
@@ -92,9 +92,9 @@ class _Slab:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.number = nbytes, next(self.numbers)
-        self.memory = host_memory.allocate(nbytes)
+        self.memory = pinned_memory.allocate(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        host_memory.populate(self.address, nbytes)
+        pinned_memory.populate(self.address, nbytes)
         self.pinned = False
         self.used_on: Any = None
         self.device_index = 0
@@ -127,7 +127,7 @@ def check_host_memory(nbytes: int) -> None:
         if _fitting(nbytes) is not None:
             return
         free = sum(slab.nbytes for slab in _free)
-    available = host_memory.available_bytes()
+    available = pinned_memory.available_bytes()
     room = int(0.9 * (available + free)) if available is not None else nbytes
     if nbytes > room:
         raise OffloadError(
@@ -139,11 +139,11 @@ def check_host_memory(nbytes: int) -> None:
 
 def _make_slab(nbytes: int, strict: bool) -> _Slab:
     check_host_memory(nbytes)
-    available = host_memory.available_bytes()
+    available = pinned_memory.available_bytes()
     if available is not None and nbytes > 0.9 * available:
         release_free()
     slab = _Slab(nbytes)
-    if code := host_memory.pin(slab.address, nbytes):
+    if code := pinned_memory.pin(slab.address, nbytes):
         text = (
             f"activation_offload: {size_text(nbytes)} of host memory for saved activations could not be pinned (CUDA "
             f"error {code}). Raise its budget_gb, or the limit of locked memory (ulimit -l)."
@@ -253,7 +253,7 @@ def release_free() -> None:
         return
     torch.cuda.synchronize()
     for slab in slabs:
-        host_memory.unpin(slab.address)
+        pinned_memory.unpin(slab.address)
 
 
 # ---- copies

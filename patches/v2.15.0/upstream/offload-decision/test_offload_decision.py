@@ -33,7 +33,9 @@ class DecisionCase(TestCase):
             mock.patch.object(candidates, "DEVICE_TYPE", "cpu"),
             mock.patch.object(decision, "rates", lambda index: FAST),
             mock.patch.object(Rates, "flops_of", lambda *args: FAST.flops),
-            mock.patch.object(runtime.host_memory, "available_bytes", lambda: 1 << 40),
+            mock.patch.object(
+                runtime.pinned_memory, "available_bytes", lambda: 1 << 40
+            ),
         ):
             patch.start()
             self.addCleanup(patch.stop)
@@ -203,7 +205,7 @@ class TestPolicies(DecisionCase):
 
 class TestHostMemory(DecisionCase):
     def full(self):
-        return mock.patch.object(runtime.host_memory, "available_bytes", lambda: 1)
+        return mock.patch.object(runtime.pinned_memory, "available_bytes", lambda: 1)
 
     def test_host_without_room(self):
         with self.full(), self.assertRaisesRegex(runtime.OffloadError, "would fit"):

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from functorch.compile import aot_function, make_boxed_func
-from torch._functorch._activation_offloading import candidates, host_memory, runtime
+from torch._functorch._activation_offloading import candidates, pinned_memory, runtime
 from torch._functorch._activation_offloading.candidates import Pair
 from torch._functorch._activation_offloading.checkpoint_policies import MUST, OFFLOAD
 from torch._functorch._activation_offloading.cost_model import Link
@@ -40,7 +40,7 @@ class RewriteCase(TestCase):
         super().setUp()
         for patch in (
             mock.patch.object(candidates, "DEVICE_TYPE", "cpu"),
-            mock.patch.object(host_memory, "pin", lambda *args: 0),
+            mock.patch.object(pinned_memory, "pin", lambda *args: 0),
             mock.patch.object(runtime, "_current_stream", lambda device: "s"),
             mock.patch.object(runtime, "_is_capturing", lambda: False),
             mock.patch.multiple(runtime, _free=[], _all={}, _kept=[]),

@@ -6,7 +6,7 @@ import threading
 from unittest import mock
 
 import torch
-from torch._functorch._activation_offloading import host_memory, runtime
+from torch._functorch._activation_offloading import pinned_memory, runtime
 from torch._functorch._activation_offloading.runtime import (
     check_host_memory,
     copy_in,
@@ -57,7 +57,7 @@ class SlabCase(TestCase):
             return self.pin_error
 
         for patch in (
-            mock.patch.object(host_memory, "pin", pin),
+            mock.patch.object(pinned_memory, "pin", pin),
             mock.patch.object(runtime, "_current_stream", lambda device: self.stream),
             mock.patch.object(runtime, "_is_capturing", lambda: False),
             mock.patch.multiple(runtime, _free=[], _all={}, _kept=[]),
@@ -133,7 +133,7 @@ class TestLifetime(SlabCase):
         take_slab(1024, 0)
         with (
             mock.patch.object(torch.cuda, "synchronize"),
-            mock.patch.object(host_memory, "unpin", unpinned.append),
+            mock.patch.object(pinned_memory, "unpin", unpinned.append),
         ):
             runtime.release_free()
         self.assertEqual(live(), {"slabs": 1, "in_use": 1, "bytes": 64})
@@ -223,10 +223,10 @@ class TestHostMemory(SlabCase):
                 return map(function, given)
 
         with (
-            mock.patch.object(host_memory, "PART", 24 << 20),
+            mock.patch.object(pinned_memory, "PART", 24 << 20),
             mock.patch("concurrent.futures.ThreadPoolExecutor", Pool),
         ):
-            host_memory.populate(small.address, 5)  # that is left to pinning
+            pinned_memory.populate(small.address, 5)  # that is left to pinning
             self.assertEqual(parts, [])
             made = runtime._Slab((64 << 20) + 5)
         sizes = [size for _, size in parts]
@@ -244,19 +244,19 @@ class TestHostMemory(SlabCase):
             return io.StringIO(texts[path])
 
         with mock.patch("builtins.open", opened):
-            self.assertEqual(host_memory.available_bytes(), 8192)
+            self.assertEqual(pinned_memory.available_bytes(), 8192)
             texts |= {f"{group}max": "max", f"{group}current": "4096"}
-            self.assertEqual(host_memory.available_bytes(), 8192)
+            self.assertEqual(pinned_memory.available_bytes(), 8192)
             texts[f"{group}max"] = "5000"
-            self.assertEqual(host_memory.available_bytes(), 904)
+            self.assertEqual(pinned_memory.available_bytes(), 904)
             texts[f"{group}max"] = "4000"
-            self.assertEqual(host_memory.available_bytes(), 0)
+            self.assertEqual(pinned_memory.available_bytes(), 0)
             texts.clear()
-            self.assertIsNone(host_memory.available_bytes())
+            self.assertIsNone(pinned_memory.available_bytes())
 
     def test_host_without_room(self):
         def available(nbytes):
-            return mock.patch.object(host_memory, "available_bytes", lambda: nbytes)
+            return mock.patch.object(pinned_memory, "available_bytes", lambda: nbytes)
 
         with (
             available(10**9),
@@ -276,8 +276,8 @@ class TestHostMemory(SlabCase):
         unpinned = []
         with (
             mock.patch.object(torch.cuda, "synchronize"),
-            mock.patch.object(host_memory, "unpin", unpinned.append),
-            mock.patch.object(host_memory, "available_bytes", lambda: 3000),
+            mock.patch.object(pinned_memory, "unpin", unpinned.append),
+            mock.patch.object(pinned_memory, "available_bytes", lambda: 3000),
         ):
             slab = take_slab(6200, 0)
         self.assertEqual(unpinned, [self.pinned[0][0]])
@@ -285,7 +285,7 @@ class TestHostMemory(SlabCase):
 
     def test_advice_is_enough(self):
         for nbytes in (1, 9999, 10001, 49152, 99999, 20 * 10**9 + 1):
-            text = host_memory.gigabytes(nbytes)
+            text = pinned_memory.gigabytes(nbytes)
             self.assertGreaterEqual(round(float(text) * 1e9), nbytes)
             self.assertLess(float(text) * 1e9, 1.001 * nbytes + 1)
             self.assertLessEqual(len(text.partition("e")[0].strip("0.")), 5)
