@@ -24,7 +24,7 @@ LAYERS = (
     # The words of FX graphs, and what is said of a node.
     tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
     ("_dynamo",),
-    ("_functorch.offload",),
+    ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
     ("upstream_fixes",),
     (

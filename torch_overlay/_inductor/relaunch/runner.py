@@ -108,7 +108,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
-        self.named = profiler_ranges.wanted()
+        self.named = config.nvtx is True
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
