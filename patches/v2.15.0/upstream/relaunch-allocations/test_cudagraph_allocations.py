@@ -158,7 +158,7 @@ class TestWatch(TestCase):
             library.define("twice(Tensor x) -> Tensor")
             library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
             twice = torch.ops.test_allocations.twice
-            observer, _ = self.watch(lambda: twice(torch.randn(4)))
+            observer, _ = self.watch(lambda: twice(torch.randn(4)).sin())
         self.assertTrue(observer.opaque)
         self.assertTrue(observer.plan([], Plan()).opaque)
 

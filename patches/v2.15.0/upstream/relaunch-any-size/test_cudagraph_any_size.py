@@ -232,6 +232,7 @@ class TestAnySize(TestCase):
         self.scratch = torch.empty(count, dtype=torch.uint8)
         base = [t.data_ptr() for t in (x, *storages)] + [0, self.scratch.data_ptr()]
         base += [base[region] + plain(begin) for region, begin in sized.derived]
+        self.assertEqual(template.regions, len(base))
         for node in template.nodes:
             words = [int.from_bytes(value, "little") for _, value in node.parameters]
             grid = list(node.grid)

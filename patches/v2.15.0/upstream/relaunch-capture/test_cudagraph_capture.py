@@ -29,6 +29,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 CPU = torch.device("cpu")
 VECTOR = View((4,), (1,), torch.float32)
 PLAN, CODE = Plan(), Code("f", 0)
+IS_REGION = captures.is_region
 
 
 class Recording:
@@ -143,6 +144,10 @@ del a
 c = new((8,), (1,), torch.float32)
 return (b,)"""
 
+    def test_inputs_that_are_regions(self):
+        tensors = torch.empty(2, device="meta"), torch.empty(2), 5
+        self.assertEqual([IS_REGION(value) for value in tensors], [True, False, False])
+
     def test_regions(self):
         self.recording.fixed = [0x5000, 0x6000]
         plan = Plan(frozenset([1]), random=True)
@@ -223,6 +228,11 @@ return x, x[1:3], a, a, n, None, none, a[2:]"""
         self.recording.used = [512]
         with self.assertRaisesRegex(Refusal, "512 bytes are still in use"):
             self.capture(self.TWO, vector(4), vector(4))
+        self.recording.used = [8]
+        with self.assertRaisesRegex(Refusal, "24 bytes that it allocated are"):
+            self.capture(
+                "global kept\nkept = new((4,), (1,), torch.float32)\nreturn ()"
+            )
         self.recording.used = []
         keeps = "global kept\nkept = new((4,), (1,), torch.float32)\nreturn ()"
         with self.assertRaisesRegex(Refusal, "16 bytes are still in use") as caught:

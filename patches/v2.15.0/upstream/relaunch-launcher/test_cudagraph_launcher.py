@@ -78,8 +78,9 @@ class TestLauncher(TestCase):
 
     def test_launch_without_hooks(self):
         graph = Graph()
-        Launcher(graph, template([kernel(0, 10)])).replay()
-        self.assertEqual(graph.launched, 1)
+        made = Launcher(graph, template([kernel(0, 10)]))
+        made.replay()
+        self.assertEqual((graph.launched, made.direct), (1, False))
 
     def test_part_launches_itself(self):
         part = mock.Mock(spec=Part)

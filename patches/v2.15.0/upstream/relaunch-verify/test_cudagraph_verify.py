@@ -132,6 +132,24 @@ class TestVerify(TestCase):
         self.launch(lambda x, y: (x + y, x * y), plain=run_plain)
         self.assertEqual({*seen} & {self.x.data_ptr(), self.y.data_ptr()}, set())
 
+    def test_seeds(self):
+        """Those of a graph are on the device, and others than those in host memory."""
+        seeds = torch.tensor(5), torch.tensor(6)
+        on_device = [self.x, self.y, seeds[1]]
+
+        def is_region(value):
+            return any(value is each for each in on_device)
+
+        capture.is_region.side_effect = is_region
+        given = (lambda x, y: seeds[1:]), (OfStorage(0, VECTOR),)
+        self.launch(*given, lambda inputs: seeds[:1])
+        for on_device[:] in ([seeds[0], seeds[1]], []):
+            with self.assertRaisesRegex(VerifyError, "output 0"):
+                self.launch(*given, lambda inputs: seeds[:1])
+        on_device[:] = [seeds[1]]
+        with self.assertRaisesRegex(VerifyError, "output 0"):
+            self.launch(*given, lambda inputs: (torch.tensor(5, dtype=torch.int32),))
+
     def test_random_numbers(self):
         def draw(x, y):
             return torch.rand(4), x * y
