@@ -5,18 +5,16 @@ The driver is a few hundred lines of C: memory as in `memory_stand_in`, and the 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import tempfile
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import driver_stand_in
 import memory_stand_in
 from memory_stand_in import Driver
 from torch_overlay._inductor.relaunch.launch import native
-
-
-if TYPE_CHECKING:
-    import ctypes
+from torch_overlay._inductor.relaunch.proof.nodes import KernelNode
 
 
 DRIVER = (
@@ -153,3 +151,37 @@ def driver() -> Driver:
 def module() -> Any:
     """The C module of `native`, over this driver."""
     return native.complete(_built()[0].relaunch)
+
+
+FUNCTIONS: dict[tuple[int, ...], ctypes.Array] = {}
+
+
+def function(*sizes: int) -> int:
+    """A CUfunction, as the recording driver has them."""
+    table = FUNCTIONS.setdefault(sizes, (ctypes.c_uint64 * (1 + len(sizes)))(len(sizes), *sizes))
+    return ctypes.addressof(table)
+
+
+def kernel(index: int, *values: bytes, **changes: object) -> KernelNode:
+    """A node whose parameters lie one after the other, each aligned to 8 bytes."""
+    parameters, offset = [], 0
+    for value in values:
+        parameters.append((offset, value))
+        offset += (len(value) + 7) // 8 * 8
+    fields = dict(
+        index=index,
+        handle=0x1000 + index,
+        name=f"kernel_{index}",
+        func=function(*map(len, values)),
+        kern=0x77,
+        ctx=0x88,
+        grid=(1, 2, 3),
+        block=(4, 5, 6),
+        shared_bytes=7,
+        parameters=tuple(parameters),
+    )
+    return KernelNode(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def word(value: int) -> bytes:
+    return value.to_bytes(8, "little")

@@ -565,6 +565,16 @@ class TestDrawnRegions(AnySizeTestCase, RelaunchTestCase):
         run.forget()
 
 
+class TestAnySizeByNode(AnySizeTestCase):
+    def test_a_further_size_sets_no_node(self):
+        run = self.region()
+        self.call(run, 3, 5)
+        for n in range(2, 12):
+            self.call(run, n, n + 4)
+        (call,) = (state.relaunch.call for state in run.states.values() if state.relaunch is not None)
+        self.assertEqual((call.by_node, call.patched), (10, 0))
+
+
 class TestNoGraphForAnySize(AnySizeTestCase, RelaunchTestCase):
     """Regions whose sizes get graphs one by one, and the reasons."""
 

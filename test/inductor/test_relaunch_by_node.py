@@ -7,10 +7,7 @@ from unittest import mock
 
 import relaunch_driver
 import torch
-from relaunch_case import Native
-from test_relaunch_any_size import AnySizeTestCase
-from test_relaunch_native import kernel, word
-from test_relaunch_sizes import SizesTestCase
+from relaunch_driver import kernel, word
 from torch._dynamo.test_case import run_tests, TestCase
 
 import form  # noqa: F401
@@ -170,50 +167,6 @@ class TestInC(TestCase):
     def test_attributes_are_those_of_the_graph_reader(self):
         header = (csrc.FOLDER / "driver_api.h").read_text()
         self.assertIn(f"ATTRIBUTE_COUNT = {COUNT}, ATTRIBUTE_SIZE = {SIZE}", header)
-
-
-class TestSizesInTurn(Native, SizesTestCase):
-    def test_no_node_is_set(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5, 4, 5, 4, 5):
-            self.call(run, n)
-        calls = [run.states[(n,)].relaunch.call for n in (4, 5)]
-        self.assertEqual([(call.by_node, call.patched) for call in calls], [(3, 0), (3, 0)])
-
-    def test_backward_in_stages(self):
-        self.cut_into_stages()
-        source = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((n,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
-        run = self.runner(source, is_backward=True)
-        for n in (512, 512, 600, 600, 700, 700, 600, 700, 600, 700):
-            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
-            self.assertEqual(
-                list(made), [torch.full((n,), float(k * k), dtype=torch.float64) for k in range(5, -1, -1)]
-            )
-        stages = run.states[(600,)].relaunch.stages
-        self.assertGreater(len(stages), 1)
-        self.assertEqual({stage.call.by_node for stage in stages}, {3})
-
-
-class TestAnySizeByNode(AnySizeTestCase):
-    def test_a_further_size_sets_no_node(self):
-        run = self.region()
-        self.call(run, 3, 5)
-        for n in range(2, 12):
-            self.call(run, n, n + 4)
-        (call,) = (state.relaunch.call for state in run.states.values() if state.relaunch is not None)
-        self.assertEqual((call.by_node, call.patched), (10, 0))
 
 
 if __name__ == "__main__":

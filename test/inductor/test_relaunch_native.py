@@ -20,6 +20,7 @@ import hypothesis.strategies as st
 import native_model
 import relaunch_driver
 import torch
+from relaunch_driver import kernel, word
 from torch._dynamo.test_case import TestCase
 
 import form
@@ -411,40 +412,6 @@ class TestFallbackRanges(RangeTests):
 
 
 del RangeTests
-
-
-FUNCTIONS: dict[tuple[int, ...], ctypes.Array] = {}
-
-
-def function(*sizes: int) -> int:
-    """A CUfunction, as the recording driver has them."""
-    table = FUNCTIONS.setdefault(sizes, (ctypes.c_uint64 * (1 + len(sizes)))(len(sizes), *sizes))
-    return ctypes.addressof(table)
-
-
-def kernel(index: int, *values: bytes, **changes: object) -> KernelNode:
-    """A node whose parameters lie one after the other, each aligned to 8 bytes."""
-    parameters, offset = [], 0
-    for value in values:
-        parameters.append((offset, value))
-        offset += (len(value) + 7) // 8 * 8
-    fields = dict(
-        index=index,
-        handle=0x1000 + index,
-        name=f"kernel_{index}",
-        func=function(*map(len, values)),
-        kern=0x77,
-        ctx=0x88,
-        grid=(1, 2, 3),
-        block=(4, 5, 6),
-        shared_bytes=7,
-        parameters=tuple(parameters),
-    )
-    return KernelNode(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def word(value: int) -> bytes:
-    return value.to_bytes(8, "little")
 
 
 class Moved:

@@ -263,6 +263,40 @@ class TestSizesInC(Native, TestSizes):
             module.Shared(-1)
 
 
+class TestSizesInTurn(Native, SizesTestCase):
+    def test_no_node_is_set(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5, 4, 5, 4, 5):
+            self.call(run, n)
+        calls = [run.states[(n,)].relaunch.call for n in (4, 5)]
+        self.assertEqual([(call.by_node, call.patched) for call in calls], [(3, 0), (3, 0)])
+
+    def test_backward_in_stages(self):
+        self.cut_into_stages()
+        source = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((n,), (1,), torch.float64)
+        torch.mul(x, x, out=out)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
+        run = self.runner(source, is_backward=True)
+        for n in (512, 512, 600, 600, 700, 700, 600, 700, 600, 700):
+            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
+            self.assertEqual(
+                list(made), [torch.full((n,), float(k * k), dtype=torch.float64) for k in range(5, -1, -1)]
+            )
+        stages = run.states[(600,)].relaunch.stages
+        self.assertGreater(len(stages), 1)
+        self.assertEqual({stage.call.by_node for stage in stages}, {3})
+
+
 class TestSizesInCByTheExecutable(Native, TestSizes):
     """Where kernels can't be launched one by one, since some may run side by side."""
 
