@@ -22,7 +22,7 @@ LAYERS = (
     ("errors", "version", "csrc"),
     ("config", "_options", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     # The words of FX graphs, and what is said of a node.
-    tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
+    ("_functorch.device_peaks", *(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts"))),
     ("_dynamo",),
     ("_functorch.offload",),
     ("_functorch.streams",),

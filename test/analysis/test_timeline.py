@@ -503,7 +503,7 @@ class TestSimulated(TestCase):
 
     @simulated_gpu()
     def test_time_of_a_pointwise_kernel_is_that_of_its_bytes(self) -> None:
-        from torch_overlay._functorch.offload.device_rates import bytes_per_us
+        from torch_overlay._functorch.device_peaks import bytes_per_us
 
         found = timeline(lambda x: x.sin() + 1, square(4096))
         self.assertAlmostEqual(found.end, 2 * 4096 * 4096 * 4 / (0.8 * bytes_per_us(0)), delta=0.01)

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.virtualized import V
 
-from torch_overlay._functorch.offload.device_rates import bytes_per_us, flops_per_us
+from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
 from torch_overlay._functorch.streams.fx import is_stream_operator, is_view
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 

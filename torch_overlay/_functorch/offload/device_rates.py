@@ -1,14 +1,13 @@
 """Measures how fast a device computes, reads its memory, and copies to and from the host: once, kept on disk.
 
 A matmul and three copies are timed, some 30 ms in all, when the first function with offloaded activations is compiled
-on a machine (`offload.profile_cache`). Without a device, the rates are estimates: from the data sheet, by clock, bus
-width and number of multiprocessors, and for a PCIe 5 link.
+on a machine (`offload.profile_cache`). Without a device, the rates are estimates: from the data sheet (`device_peaks`),
+and for a PCIe 5 link.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
 from torch_overlay._functorch.offload import profile_cache
 from torch_overlay._functorch.offload.cost_model import Link
 
@@ -29,25 +29,6 @@ LINK = Link(out=45e3, back=45e3)
 SIZE = 1 << 26  # bytes of a measured copy
 SIDE = 4096  # rows and columns of a measured matmul
 OUT, BACK, MEMORY, FLOPS = "bytes/us to the host", "bytes/us from the host", "bytes/us of memory", "flops/us of bf16"
-
-
-@functools.cache
-def bytes_per_us(device_index: int) -> float:
-    """Return the memory bandwidth of the device, by its clock and bus width."""
-    properties: Any = torch.cuda.get_device_properties(device_index)
-    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    if clock and width:
-        return 2 * clock * 1e3 * width / 8 / 1e6
-    return 1e6  # 1 TB/s: in doubt a branch seems longer than it is, and isn't folded
-
-
-@functools.cache
-def flops_per_us(device_index: int, element_size: int) -> float:
-    """Return the peak rate of the device's matrix units, at the operations per clock of the oldest supported ones."""
-    properties: Any = torch.cuda.get_device_properties(device_index)
-    clock = getattr(properties, "clock_rate", 0) or 1e6  # kHz
-    per_clock = {1: 2048, 2: 1024, 4: 256}.get(element_size, 64)
-    return properties.multi_processor_count * per_clock * clock / 1e3
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._functorch.offload.device_rates import bytes_per_us
+from torch_overlay._functorch.device_peaks import bytes_per_us
 from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM, is_copy_stream

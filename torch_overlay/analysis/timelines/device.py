@@ -12,7 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from torch_overlay._functorch.offload.device_rates import bytes_per_us, flops_per_us, LINK, Rates
+from torch_overlay._functorch.device_peaks import bytes_per_us, flops_per_us
+from torch_overlay._functorch.offload.device_rates import LINK, Rates
 from torch_overlay.analysis.race_check.simulated_device import SimulatedDevice
 from torch_overlay.analysis.race_check.trace import HOST
 from torch_overlay.analysis.timelines.clock import Cost
