@@ -16,17 +16,18 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch.fx import Node
 
@@ -63,10 +64,16 @@ class Program:
         self.graph = Graph()
         self.inputs: list[torch.Tensor] = []
 
-    def fake(self, size: tuple[int, ...], device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return FakeTensor(self.mode, torch.empty(size, dtype=dtype, device="meta"), torch.device(device))
+    def fake(self, size: Sequence[Any], device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(size, dtype=dtype, device=device)
 
-    def input(self, *size: int, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> Node:
+    def size(self, hint: int) -> Any:
+        """Return a size that code is compiled for without knowing it."""
+        environment: Any = self.mode.shape_env
+        return environment.create_unspecified_symint_and_symbol(hint, ConstantSource("size"), DimDynamic.DYNAMIC)
+
+    def input(self, *size: Any, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> Node:
         node = self.graph.placeholder(f"x{len(self.inputs)}")
         node.meta["val"] = self.fake(size, device, dtype)
         self.inputs.append(node.meta["val"])

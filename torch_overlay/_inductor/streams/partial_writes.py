@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _COPY = torch.ops.aten.copy_.default
-IN_PLACE = "overlay_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
+IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:

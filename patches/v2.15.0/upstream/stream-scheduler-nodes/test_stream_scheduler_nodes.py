@@ -74,10 +74,11 @@ class TestPlace(SchedulerNodesTestCase):
         x = self.program.input(4)
         y = self.call(aten.relu.default, x)
         self.call(streams.record_event.default, 5, 1)
-        self.program.output(y)
+        z = self.call(aten.histc.default, x)
+        self.program.output(y, z)
         with self.program.scheduled() as scheduler:
             found = [stream_operation(node) for node in scheduler.nodes]
-            self.assertEqual(found, [None, streams.record_event.default])
+            self.assertEqual(found, [None, streams.record_event.default, None])
 
     def test_gpu(self):
         devices = (None, torch.device("cpu"), torch.device("meta"))
@@ -127,6 +128,7 @@ class TestMemory(SchedulerNodesTestCase):
             kernel, call, *_ = [n.get_outputs()[0] for n in scheduler.nodes]
             self.assertEqual(viewed_by_call(call.node), {kernel.get_name()})
             self.assertEqual(viewed_by_call(kernel.node), set())
+            self.assertEqual(owner_of(kernel.get_name()), kernel.get_name())
             self.assertEqual(owner_of(call.get_name()), kernel.get_name())
 
 
@@ -156,6 +158,10 @@ class TestTime(SchedulerNodesTestCase):
         by_library = self.call(aten.histc.default, self.program.input(4))
         self.assertEqual(set(self.times(on_host, by_library)), {None})
 
+    def test_size_that_is_not_known(self):
+        x = self.program.input(self.program.size(8), 4)
+        self.assertEqual(self.times(self.call(aten.relu.default, x)), [None])
+
     def test_nothing_to_launch(self):
         x = self.program.input(1024, 1024)
         halves = [self.call(aten.mm.default, x, x) for _ in range(2)]
@@ -175,9 +181,10 @@ class TestTime(SchedulerNodesTestCase):
 
     def test_width_of_an_element(self):
         x = self.program.input(4, dtype=torch.float64)
-        self.program.output(self.call(aten.relu.default, x))
+        widths = self.call(aten.relu.default, x), self.call(aten.sum.default, x)
+        self.program.output(*widths)
         with self.program.scheduled() as scheduler:
-            self.assertEqual(list(map(element_size, scheduler.nodes)), [8])
+            self.assertEqual(list(map(element_size, scheduler.nodes)), [8, 4])
 
 
 class TestDevicePeaks(SchedulerNodesTestCase):
@@ -195,6 +202,13 @@ class TestDevicePeaks(SchedulerNodesTestCase):
 
     def test_what_the_driver_does_not_tell(self):
         sheet = SimpleNamespace(multi_processor_count=10)
+        half = SimpleNamespace(memory_clock_rate=1_000_000, memory_bus_width=0)
+        other = SimpleNamespace(memory_clock_rate=0, memory_bus_width=512)
+        for number, known in enumerate((half, other), start=3):
+            with mock.patch.object(
+                torch.cuda, "get_device_properties", lambda i: known
+            ):
+                self.assertEqual(device_peaks.bytes_per_us(number), 1e6)
         with mock.patch.object(torch.cuda, "get_device_properties", lambda i: sheet):
             self.assertEqual(device_peaks.bytes_per_us(2), 1e6)
             self.assertEqual(device_peaks.flops_per_us(2, 2), 1e4 * 1024)
