@@ -204,10 +204,9 @@ class TestDevicePeaks(SchedulerNodesTestCase):
         sheet = SimpleNamespace(multi_processor_count=10)
         half = SimpleNamespace(memory_clock_rate=1_000_000, memory_bus_width=0)
         other = SimpleNamespace(memory_clock_rate=0, memory_bus_width=512)
-        for number, known in enumerate((half, other), start=3):
-            with mock.patch.object(
-                torch.cuda, "get_device_properties", lambda i: known
-            ):
+        sheets = {3: half, 4: other}.get
+        with mock.patch.object(torch.cuda, "get_device_properties", sheets):
+            for number in (3, 4):
                 self.assertEqual(device_peaks.bytes_per_us(number), 1e6)
         with mock.patch.object(torch.cuda, "get_device_properties", lambda i: sheet):
             self.assertEqual(device_peaks.bytes_per_us(2), 1e6)
