@@ -19,6 +19,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,11 +43,26 @@ PROPERTIES = SimpleNamespace(
 )
 
 
+def _device_properties(device: torch.device) -> DeviceProperties:
+    return DeviceProperties(
+        type=device.type,
+        index=device.index or 0,
+        multi_processor_count=PROPERTIES.multi_processor_count,
+        cc=10 * PROPERTIES.major + PROPERTIES.minor,
+        major=PROPERTIES.major,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+    )
+
+
 @contextlib.contextmanager
 def device() -> Iterator[None]:
     """Answer what Inductor asks a GPU while it makes a schedule. The current one has the index 0."""
     answers = (
         mock.patch.object(torch.cuda, "get_device_properties", lambda device=0: PROPERTIES),
+        mock.patch.object(DeviceProperties, "create", _device_properties),
         mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args: True),
     )

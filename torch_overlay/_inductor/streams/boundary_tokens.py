@@ -37,7 +37,11 @@ Kind = Literal["after", "before"]
 
 class BoundaryTokens:
     """Reads the tokens of a region's nodes. A node whose FX origins lost theirs in some pass gets all tokens of its
-    stream. For `enclosed` see `streams.reader`.
+    stream.
+
+    `enclosed` regions order themselves against the caller's stream alone: each side stream forks from it at the entry
+    and joins it at the exit. A region must be `enclosed` inside a captured graph, and where the rest of the user's
+    program runs in other regions.
     """
 
     def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:

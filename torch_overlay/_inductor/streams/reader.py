@@ -64,11 +64,8 @@ def _kept_outputs() -> set[str]:
 
 
 class RegionReader:
-    """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
-
-    `enclosed` regions order themselves against the caller's stream alone: each side stream forks from it at the entry
-    and joins it at the exit. A region must be `enclosed` inside a captured graph, and where the rest of the user's
-    program runs in other regions.
+    """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions. For
+    `enclosed` see `BoundaryTokens`.
     """
 
     def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:
