@@ -129,7 +129,7 @@ class TestReplacements(NewNodesTestCase):
                 note_fact(node, reads=(ForeignRead(7, "freed"),))
 
             def change(first=first, old=(third, second)):
-                both = self.make(second, aten.sin.default, first)
+                both = self.make(old[1], aten.sin.default, first)
                 for node in old:
                     node.replace_all_uses_with(both)
                     self.graph.erase_node(node)
