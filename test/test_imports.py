@@ -22,9 +22,9 @@ LAYERS = (
     ("errors", "version", "csrc"),
     ("config", "_options", "_logging", "seams", "hooks", "_functorch.offload.settings"),
     # The words of FX graphs, and what is said of a node.
-    ("_functorch.device_peaks", *(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts"))),
+    tuple(f"_functorch.streams.{name}" for name in ("ids", "tokens", "fx", "facts")),
     ("_dynamo",),
-    ("_functorch.offload",),
+    ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
     ("upstream_fixes",),
     (

@@ -284,7 +284,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- aot-stream-placement
     Seam(
         target="torch._functorch._aot_autograd.streams:wrap_all_sync_nodes_with_control_deps",
-        impl="torch_overlay._functorch.streams.placement:wrap_all_sync_nodes",
+        impl="torch_overlay._functorch.streams.placement_hooks:wrap_all_sync_nodes",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="91585ff4694121db",
@@ -294,7 +294,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:insert_backward_syncs",
-        impl="torch_overlay._functorch.streams.placement:skip_pass",
+        impl="torch_overlay._functorch.streams.placement_hooks:skip_pass",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="f9b0c513811477fe",
@@ -303,7 +303,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:sync_deallocations",
-        impl="torch_overlay._functorch.streams.placement:skip_pass",
+        impl="torch_overlay._functorch.streams.placement_hooks:skip_pass",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3fd239a154b6e472",
@@ -313,7 +313,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:get_stream_or_current_stream",
-        impl="torch_overlay._functorch.streams.placement:stream_or_callers",
+        impl="torch_overlay._functorch.streams.placement_hooks:stream_or_callers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="7baf07ae3af0231d",
@@ -322,7 +322,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:populate_fw_metadata_with_stream_indices",
-        impl="torch_overlay._functorch.streams.placement:populate_stream_indices",
+        impl="torch_overlay._functorch.streams.placement_hooks:populate_stream_indices",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="b1e2f744c677eecc",
@@ -331,7 +331,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:_create_runtime_wrapper",
-        impl="torch_overlay._functorch.streams.placement:create_runtime_wrapper",
+        impl="torch_overlay._functorch.streams.placement_hooks:create_runtime_wrapper",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="9b68da67b495ecf6",
@@ -341,7 +341,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.runtime_wrappers:make_output_handler",
-        impl="torch_overlay._functorch.streams.autograd_nodes:make_output_handler",
+        impl="torch_overlay._functorch.streams.placement_hooks:make_output_handler",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="656730093eae174f",
@@ -350,7 +350,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.functional_utils:gen_alias_from_base",
-        impl="torch_overlay._functorch.streams.autograd_nodes:gen_alias_from_base",
+        impl="torch_overlay._functorch.streams.placement_hooks:gen_alias_from_base",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e632759a3727c487",
@@ -359,7 +359,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.streams:assign_backward_streams",
-        impl="torch_overlay._functorch.streams.backward:assign_backward_streams",
+        impl="torch_overlay._functorch.streams.backward_hooks:assign_backward_streams",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="cc06e8512db5b9bf",
@@ -369,7 +369,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:_partition_joint_graph_into_fw_bw",
-        impl="torch_overlay._functorch.streams.backward:partition",
+        impl="torch_overlay._functorch.streams.backward_hooks:partition",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="00558b6463098185",
@@ -387,7 +387,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._aot_autograd.graph_compile:collect_bw_donated_buffer_idxs",
-        impl="torch_overlay._functorch.streams.backward:donated_buffers",
+        impl="torch_overlay._functorch.streams.backward_hooks:donated_buffers",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="e2b478aa8a43ed48",
@@ -396,7 +396,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch.compile_utils:fx_graph_cse",
-        impl="torch_overlay._functorch.streams.cse:common_subexpressions",
+        impl="torch_overlay._functorch.streams.backward_hooks:common_subexpressions",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="3eefabf196b0dd91",
@@ -942,7 +942,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        impl="torch_overlay._dynamo.ops:evaluate_expr",
+        impl="torch_overlay._dynamo.run_time_values:evaluate_expr",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",

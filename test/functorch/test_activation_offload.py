@@ -31,6 +31,7 @@ import form
 from torch_overlay import config
 from torch_overlay._functorch.offload import (
     device_rates,
+    host_memory,
     kernel_times,
     log,
     profile_cache,
@@ -335,7 +336,7 @@ class TestConfig(TestCase):
 def host_slabs(stream: Callable[[], Any] = lambda: "current") -> Iterator[None]:
     """Slabs without a device: nothing is pinned. They are given up at the end."""
     with (
-        mock.patch.object(offload_runtime, "_pin", lambda *args: 0),
+        mock.patch.object(host_memory, "pin", lambda *args: 0),
         mock.patch.object(offload_runtime, "_current_stream", lambda device: stream()),
         mock.patch.object(offload_runtime, "_is_capturing", lambda: False),
         mock.patch.multiple(offload_runtime, _free=[], _all={}, _kept=[]),
@@ -451,7 +452,7 @@ class TestSlabs(TestCase):
             with open("/proc/self/statm") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-        with mock.patch.object(offload_runtime, "PART", 4 << 20):
+        with mock.patch.object(host_memory, "PART", 4 << 20):
             before = resident()
             slab = offload_runtime._Slab((64 << 20) + 5)
             grown = resident() - before
@@ -459,7 +460,7 @@ class TestSlabs(TestCase):
         self.assertGreater(grown, 48 << 20)
 
     def test_memory_that_can_not_be_pinned(self) -> None:
-        with host_slabs(), mock.patch.object(offload_runtime, "_pin", lambda *args: 2):
+        with host_slabs(), mock.patch.object(host_memory, "pin", lambda *args: 2):
             with self.assertRaisesRegex(offload_runtime.OffloadError, r"could not be pinned \(CUDA error 2\)"):
                 offload_runtime.take_slab(64, 0)
             with self.assertLogs(offload_runtime.__name__, "WARNING"):
@@ -469,7 +470,7 @@ class TestSlabs(TestCase):
     def test_host_without_room_says_what_would_fit(self) -> None:
         with (
             host_slabs(),
-            mock.patch.object(offload_runtime, "available_bytes", lambda: 10**9),
+            mock.patch.object(host_memory, "available_bytes", lambda: 10**9),
             self.assertRaisesRegex(offload_runtime.OffloadError, r"keeps 2.00 GB .* 900.00 MB would fit"),
         ):
             offload_runtime.check_host_memory(2 * 10**9)

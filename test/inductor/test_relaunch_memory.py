@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._functorch.streams.backward import donated_buffers
+from torch_overlay._functorch.streams.backward_hooks import donated_buffers
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda

@@ -24,7 +24,7 @@ from torch._dynamo.variables.streams import EventVariable, StreamVariable
 
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
-from torch_overlay._dynamo.ops import runtime_bool, runtime_scalar
+from torch_overlay._dynamo.run_time_values import runtime_bool, runtime_scalar
 from torch_overlay._dynamo.state import CallersStreamVariable, handled
 
 

@@ -4,24 +4,18 @@
     range_pop(str kind)
     range_mark(str message)                             an instant of NVTX
 
-They compute nothing, and keep their order with each other and with the launches around them: see Note [Ranges] in
-`torch_overlay._inductor.streams.ranges`. Ranges of record_function nest, and belong to the thread.
+They compute nothing, and keep their order with each other and with the launches around them (Note [Ranges]). Ranges of
+record_function nest, and belong to the thread.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._library.custom_ops import custom_op
-from torch.fx import has_side_effect
 
-from torch_overlay._dynamo.ops import NAMESPACE
+from torch_overlay._dynamo.ops import define
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NVTX, RECORD_FUNCTION = "nvtx", "record_function"
 
@@ -54,15 +48,12 @@ def _mark(message: str) -> None:
     torch.cuda.nvtx.mark(message)
 
 
-def _define(name: str, schema: str, run: Callable[..., None]) -> Any:
-    custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema).register_fake(lambda *args: None)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    has_side_effect(overload)
-    return overload
+def _nothing(*args: object) -> None:
+    """Trace an operator that computes nothing."""
 
 
-range_push = _define("range_push", "(str kind, str message, str? details) -> ()", push_range)
-range_pop = _define("range_pop", "(str kind) -> ()", pop_range)
-range_mark = _define("range_mark", "(str message) -> ()", _mark)
+range_push = define("range_push", "(str kind, str message, str? details) -> ()", push_range, _nothing)
+range_pop = define("range_pop", "(str kind) -> ()", pop_range, _nothing)
+range_mark = define("range_mark", "(str message) -> ()", _mark, _nothing)
 
 RANGES = (range_push, range_pop, range_mark)

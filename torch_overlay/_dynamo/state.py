@@ -82,7 +82,7 @@ class StreamState(SymbolicStreamState):
         super().__init__()
         self.cuda = torch.accelerator.is_available()
         self.levels = [_Level({}, None)]
-        # Numbers that only the run knows -> where they come from (ops.py).
+        # Numbers that only the run knows -> where they come from (run_time_values.py).
         self.run_time_symbols: dict[Any, str] = {}
         # Contexts entered by calls of `__enter__` and not left; each stream context with the previous current stream.
         self.manual: list[tuple[VariableTracker, StreamVariable | None]] = []

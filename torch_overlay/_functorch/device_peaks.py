@@ -1,4 +1,4 @@
-"""Estimate the peak rates of a device from its data sheet: clock, bus width and number of multiprocessors."""
+"""Estimates a device's peak rates from its properties, where nothing has been measured."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     # Kernel of model.py:41, layers.0.mlp
 
 Upstream keeps a map of lines beside the code, but none for the functions of partitions, which are those that become
-graphs. With `torch_overlay.config.nvtx = True` the code has such comments (the option is in the key of the caches).
+graphs. Where the option `nvtx` is True the code has such comments (the option is in the key of the caches).
 """
 
 from __future__ import annotations

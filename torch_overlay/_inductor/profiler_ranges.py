@@ -1,8 +1,8 @@
 """Names calls of compiled code, launches of graphs, and blocks on side streams in profiles.
 
 Note [Names in profiles]
-A launch of a graph is one call of the host for many kernels, so a profile doesn't say what they belong to. With
-`torch_overlay.config.nvtx = True`, code that is compiled, and graphs that are made, from then on show what runs:
+A launch of a graph is one call of the host for many kernels, so a profile doesn't say what they belong to. Where the
+option `nvtx` is True, code that is compiled, and graphs that are made, from then on show what runs:
 
     backward of compiled frame 0/0                                   a call
       backward of compiled frame 0/0, partition 1                    where there are several
@@ -27,8 +27,6 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
-
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,10 +41,6 @@ class _Open(threading.local):
 
 
 _open = _Open()
-
-
-def wanted() -> bool:
-    return config.nvtx is True
 
 
 def push(name: str) -> None:

@@ -1,8 +1,8 @@
 """Measures how fast a device computes, reads its memory, and copies to and from the host: once, kept on disk.
 
 A matmul and three copies are timed, some 30 ms in all, when the first function with offloaded activations is compiled
-on a machine (`offload.profile_cache`). Without a device, the rates are estimates: from the data sheet (`device_peaks`),
-and for a PCIe 5 link.
+on a machine (`offload.profile_cache`). Without a device, the rates are estimates: by its properties, and for a PCIe 5
+link.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUT, BACK, MEMORY, FLOPS = "bytes/us to the host", "bytes/us from the host", "by
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations per microsecond; `flops` is for 2-byte floats, other widths scale with the data sheet."""
+    """Bytes and operations per microsecond; `flops` is for 2-byte floats, other widths scale as the peaks do."""
 
     link: Link
     bytes: float

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = "torch_overlay_profiles"
+FOLDER = "device_profiles"
 PATIENCE = 120.0  # seconds to wait for another process that measures
 
 

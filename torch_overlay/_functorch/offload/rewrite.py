@@ -391,7 +391,8 @@ def free_bytes(device: torch.device | None, reserve: int) -> int:
 
 def _tolerates(wanted: Settings, choice: Choice, budget: int, pair: Pair) -> bool:
     """True to offload as much as possible, though it is not enough. Raise OffloadError if the budget is strict."""
-    from torch_overlay._functorch.offload.runtime import OffloadError, size_text
+    from torch_overlay._functorch.offload.host_memory import size_text
+    from torch_overlay._functorch.offload.runtime import OffloadError
 
     reasons = sorted({why for why in pair.refused.values()})
     rest = f" Not offloaded: {len(pair.refused)} saved tensors ({'; '.join(reasons)})." if reasons else ""

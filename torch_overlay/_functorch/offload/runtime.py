@@ -21,19 +21,18 @@ The host never waits, except in `release_free`, and for copies of slabs that cou
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import itertools
 import logging
-import mmap
-import os
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._functorch.offload import host_memory
+from torch_overlay._functorch.offload.host_memory import size_text
 from torch_overlay._functorch.streams.ids import copy_device, index_now
 
 
@@ -46,7 +45,7 @@ ALIGNMENT = 512  # bytes, of each tensor in a slab; the copy engines like it, an
 
 
 class OffloadError(RuntimeError):
-    """Activations can't be offloaded as `torch_overlay.config.activation_offload` asks."""
+    """Activations can't be offloaded as the option `activation_offload` asks."""
 
 
 # ---- copy streams
@@ -93,9 +92,9 @@ class _Slab:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.number = nbytes, next(self.numbers)
-        self.memory = _host_memory(nbytes)
+        self.memory = host_memory.allocate(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        _populate(self.address, nbytes)
+        host_memory.populate(self.address, nbytes)
         self.pinned = False
         self.used_on: Any = None
         self.device_index = 0
@@ -109,53 +108,11 @@ class _Slab:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _host_memory(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    with contextlib.suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes time per page
-    return memory
-
-
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-PART = 256 << 20  # bytes that a thread populates at a time
-
-
-def _populate(address: int, nbytes: int) -> None:
-    """Have the system allocate the pages, from several threads; pinning would allocate them one after the other, in
-    some seconds for 10 GB. Where the system can't do that, it is left to the pinning."""
-    parts = [(address + at, min(PART, nbytes - at)) for at in range(0, nbytes, PART)]
-    if len(parts) < 2:
-        return
-    with contextlib.suppress(AttributeError, OSError):
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes, madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-        with concurrent.futures.ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1, 16)) as pool:
-            for failed in pool.map(lambda part: madvise(*part, POPULATE_WRITE), parts):
-                if failed:
-                    log.info("pages of a slab were not made beforehand: errno %d", ctypes.get_errno())
-                    break
-
-
 _lock = threading.RLock()
 _free: list[_Slab] = []
 _all: dict[int, _Slab] = {}  # by address
 _kept: list[_Slab] = []
 LARGEST_WASTE = 1.5  # a slab may be this many times as large as a call needs
-
-
-def available_bytes() -> int | None:
-    """Return the host memory that is still available, by the kernel's account and that of the process's control group;
-    None if neither is known."""
-    found = []
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        found += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable")]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError), open(limit) as most, open(used) as now:
-            found.append(int(most.read()) - int(now.read()))
-    return max(min(found), 0) if found else None
 
 
 def _fitting(nbytes: int) -> _Slab | None:
@@ -170,31 +127,26 @@ def check_host_memory(nbytes: int) -> None:
         if _fitting(nbytes) is not None:
             return
         free = sum(slab.nbytes for slab in _free)
-    available = available_bytes()
+    available = host_memory.available_bytes()
     room = int(0.9 * (available + free)) if available is not None else nbytes
     if nbytes > room:
         raise OffloadError(
-            f"torch_overlay: the plan keeps {size_text(nbytes)} of saved activations in pinned host memory, and "
-            f"{size_text(room)} would fit into what the host has left. Raise budget_gb in "
-            f"torch_overlay.config.activation_offload by {(nbytes - room) / 1e9:.4g} or more, or free host memory."
+            f"activation_offload keeps {size_text(nbytes)} of saved activations in pinned host memory, and "
+            f"{size_text(room)} would fit into what the host has left. Raise its budget_gb by "
+            f"{(nbytes - room) / 1e9:.4g} or more, or free host memory."
         )
-
-
-def size_text(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _make_slab(nbytes: int, strict: bool) -> _Slab:
     check_host_memory(nbytes)
-    available = available_bytes()
+    available = host_memory.available_bytes()
     if available is not None and nbytes > 0.9 * available:
         release_free()
     slab = _Slab(nbytes)
-    if code := _pin(slab.address, nbytes):
+    if code := host_memory.pin(slab.address, nbytes):
         text = (
-            f"torch_overlay: {size_text(nbytes)} of host memory for saved activations could not be pinned (CUDA error "
-            f"{code}). Raise budget_gb in torch_overlay.config.activation_offload, or the limit of locked memory "
-            "(ulimit -l)."
+            f"activation_offload: {size_text(nbytes)} of host memory for saved activations could not be pinned (CUDA "
+            f"error {code}). Raise its budget_gb, or the limit of locked memory (ulimit -l)."
         )
         if strict:
             raise OffloadError(text)
@@ -205,19 +157,13 @@ def _make_slab(nbytes: int, strict: bool) -> _Slab:
     return slab
 
 
-def _pin(address: int, nbytes: int) -> int:
-    """Pin the memory. Return 0, or the error of the CUDA runtime."""
-    runtime: Any = torch.cuda.cudart()
-    return int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
-
-
 def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tensor:
     """Return a slab for one call of a forward, with the current stream ordered after all earlier copies of the slab."""
     if _has_hooks():
         raise OffloadError(
-            "torch_overlay: saved-tensor hooks are active around a function that was compiled with "
-            "torch_overlay.config.activation_offload; a hook would read host memory before the device has written it. "
-            "Call the function outside of the hooks, or compile it with activation_offload = None."
+            "saved-tensor hooks are active around a function that was compiled with activation_offload; a hook would "
+            "read host memory before the device has written it. Call the function outside of the hooks, or compile it "
+            "with activation_offload = None."
         )
     with _lock:
         slab = _fitting(nbytes)
@@ -306,9 +252,8 @@ def release_free() -> None:
     if not slabs:
         return
     torch.cuda.synchronize()
-    runtime: Any = torch.cuda.cudart()
     for slab in slabs:
-        runtime.cudaHostUnregister(slab.address)
+        host_memory.unpin(slab.address)
 
 
 # ---- copies

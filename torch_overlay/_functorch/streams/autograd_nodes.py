@@ -8,13 +8,11 @@ outside of the graph that AOTAutograd partitions:
 - For a result that is a view of an input, or of another result, the caller gets a view that AOTAutograd makes anew when
   the graph's code has returned. It is made on the streams on which the program made it.
 - The node that accumulates a leaf's gradient is made for the first operation that reads the leaf, on the stream of that
-  operation, even if nobody needs the operation's result. The backward leaves that stream ordered as the engine would
-  (`streams.backward.order_after_gradients`).
+  operation, even if nobody needs the operation's result. The backward leaves that stream ordered as the engine would.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any, TYPE_CHECKING
 
@@ -29,13 +27,12 @@ from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import Graph, Node
 
-
-_VIEWS = "overlay_view_streams"  # in `meta` of a graph's output: for each value
-_FIRST_READER = "overlay_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
+_VIEWS = "stream_views"  # in `meta` of a graph's output: for each value
+_FIRST_READER = "stream_first_reader"  # in `meta` of an input: the stream of the first operation that reads it
 
 
 def note(graph: Graph) -> None:
@@ -81,64 +78,20 @@ def _view_streams(value: Any) -> tuple[int, ...]:
     return (reader, *made) if any(made) else ()
 
 
-def keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
-    """Pass the streams of views that need a gradient to `make_output_handler`."""
-    first = fw_metadata.num_mutated_inp_runtime_indices
-    found = gm.graph.output_node().meta.get(_VIEWS, ())[first:]
-    streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, found)]
-    if any(streams):
-        fw_metadata.overlay_view_streams = streams
+def view_streams(graph: Graph) -> Sequence[tuple[int, ...]]:
+    """Return the streams on which each value that a graph returns was viewed, as noted; see `_view_streams`."""
+    return graph.output_node().meta.get(_VIEWS, ())
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlacedViews:
-    """A result's recorded views, with `streams` (see `_view_streams`): a stand-in for the views that AOTAutograd passes
-    from the result's handler to `gen_alias_from_base`.
-    """
-
-    streams: tuple[int, ...]
-    views: Any
-
-
-# ---- seams
-
-
-def make_output_handler(original: Callable[..., Any], info: Any, runtime_metadata: Any, *args: Any) -> Any:
-    handler = original(info, runtime_metadata, *args)
-    streams = getattr(runtime_metadata, "overlay_view_streams", ())
-    of_this = next((of for other, of in zip(runtime_metadata.output_info, streams) if other is info), ())
-    if of_this and hasattr(handler, "view_meta_sequence"):
-        handler.view_meta_sequence = _PlacedViews(of_this, handler.view_meta_sequence)
-    return handler
-
-
-def gen_alias_from_base(
-    original: Callable[..., torch.Tensor],
-    base: torch.Tensor,
-    target: torch.Tensor,
-    requires_grad: bool,
-    views: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    if type(views) is not _PlacedViews:
-        return original(base, target, requires_grad, views, **kwargs)
-    reader, *passed, last = (None if stream == CALLERS_STREAM else objects.get(stream) for stream in views.streams)
+def made_on(streams: Sequence[int], base: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return `make(base)`, a view of the base, with the autograd nodes that lead to it made on the streams."""
+    reader, *passed, last = (None if stream == CALLERS_STREAM else objects.get(stream) for stream in streams)
     with torch.cuda.stream(reader):
         accumulates = get_gradient_edge(base) if base.requires_grad and base.is_leaf else None
     for stream in passed:
         with torch.cuda.stream(stream):
             base = base.view_as(base)
     with torch.cuda.stream(last):
-        made = original(base, target, requires_grad, views.views, **kwargs)
+        made = make(base)
     del accumulates  # the view's node holds it now
     return made
-
-
-__all__ = [
-    "first_reader",
-    "first_readers_in_dynamo",
-    "gen_alias_from_base",
-    "keep_view_streams",
-    "make_output_handler",
-    "note",
-]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 BACKWARD = "stream_backward"  # in `meta`, not in `custom`: the node belongs to the backward
-NAMESPACES = {"streams"}  # of the operators of stream programs; a module that defines some adds their namespace
+NAMESPACE = "streams"  # of the operators of stream programs
 
 _aten = torch.ops.aten
 _streams = torch.ops.streams
@@ -36,8 +36,8 @@ _DEVICE_PUT = torch.ops.prims.device_put.default
 
 def is_stream_operator(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):  # in Dynamo's graphs
-        return target._qualified_op_name.partition("::")[0] in NAMESPACES
-    return getattr(target, "namespace", "") in NAMESPACES
+        return target._qualified_op_name.partition("::")[0] == NAMESPACE
+    return getattr(target, "namespace", "") == NAMESPACE
 
 
 def is_stream_op(node: Node) -> bool:

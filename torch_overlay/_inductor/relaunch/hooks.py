@@ -100,7 +100,7 @@ def post_compile(
     settle_owners(getattr(compiled, "_overlay_owners", ()))
     if residents.rows:
         compiled.current_callable = residents.around(compiled.current_callable)
-    if profiler_ranges.wanted():
+    if config.nvtx is True:
         compiled.current_callable = profiler_ranges.within(describe_whole(compiled).name, compiled.current_callable)
 
 

@@ -49,6 +49,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 
+from torch_overlay import config
 from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage
@@ -119,7 +120,7 @@ class RelaunchPolicy(CUDAGraphPolicy):
 
         def wrapping(number: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             code = describe_partition(graph, number, static_input_idxs, **kwargs)
-            name = code.name if profiler_ranges.wanted() and len(graph.partition_maps) > 1 else ""
+            name = code.name if config.nvtx is True and len(graph.partition_maps) > 1 else ""
             return lambda partition: profiler_ranges.within(name, _wrap(partition, code, number, **kwargs))
 
         graph.recursively_apply_fns([wrapping(number) for number in range(len(graph.partition_maps))])

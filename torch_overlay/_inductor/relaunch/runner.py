@@ -33,7 +33,6 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
-from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
@@ -92,7 +91,7 @@ class Runner:
         self.model, self.code, self.device = model, code, device
         self.bound = config.cudagraph_templates
         self.verify = config.cudagraph_verify
-        self.named = profiler_ranges.wanted()
+        self.named = config.nvtx is True
         self.states: OrderedDict[Any, State] = OrderedDict()
         self.lock = threading.RLock()  # a finalizer may come here while it is held
         self.key_of: Callable[[Sequence[Any]], Any] | None = None

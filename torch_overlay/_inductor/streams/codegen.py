@@ -12,7 +12,8 @@ from torch._inductor import ir
 from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
-from torch_overlay._inductor import kernel_places, profiler_ranges
+from torch_overlay import config
+from torch_overlay._inductor import kernel_places
 from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
@@ -142,5 +143,5 @@ def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_infere
     else:
         original(wrapper, False)  # pooling memory planning shares blocks between streams
         wrapper.lines = switch_streams(show_blocks(share_memory(wrapper.lines)))
-    if profiler_ranges.wanted() and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
+    if config.nvtx is True and not (V.graph.cpp_wrapper or V.graph.fx_wrapper):
         wrapper.lines = kernel_places.mark(wrapper.lines)

@@ -234,7 +234,7 @@ class RegionEmitter:
         """Return the name of the range that profiles show around a node on a side stream, and those that follow it
         there: Note [Names in profiles] of `profiler_ranges`.
         """
-        if callers_device(stream) is not None or inductor_config.triton.cudagraphs or not profiler_ranges.wanted():
+        if callers_device(stream) is not None or inductor_config.triton.cudagraphs or config.nvtx is not True:
             return ""
         if not self.root.imports.contains(profiler_ranges.RUNTIME):
             self.root.imports.writeline(profiler_ranges.RUNTIME)

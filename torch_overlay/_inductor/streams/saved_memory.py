@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def _saved() -> Any:
     """Return the names of what the forward returns, and the graph of its backward, while they are compiled."""
-    return getattr(torch._guards.TracingContext.try_get(), "overlay_saved", None)
+    return getattr(torch._guards.TracingContext.try_get(), "stream_saved", None)
 
 
 def note_owners(plan: Plan, real_names: dict[str, str]) -> None:

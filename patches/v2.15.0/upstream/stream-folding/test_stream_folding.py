@@ -3,7 +3,7 @@
 from unittest import mock
 
 import torch
-from torch._functorch._streams import device_peaks
+from torch._functorch import device_peaks
 from torch._functorch._streams.facts import fact_of, note_fact
 from torch._functorch._streams.fx import node_stream
 from torch._functorch._streams.ids import copy_out_stream

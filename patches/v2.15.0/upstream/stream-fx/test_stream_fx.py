@@ -56,13 +56,6 @@ class TestStreams(TestCaseOfNodes):
         ]
         self.assertEqual(found, [(True, True), (True, False), (False, False)])
 
-    def test_other_namespaces_are_added(self):
-        self.assertFalse(fx.is_stream_operator(aten.relu.default))
-        fx.NAMESPACES.add("aten")
-        self.addCleanup(fx.NAMESPACES.discard, "aten")
-        self.assertTrue(fx.is_stream_operator(aten.relu.default))
-        self.assertTrue(fx.is_stream_operator(aten.relu))
-
     def test_placement_of_a_node_is_not_that_of_nodes_it_shares_a_dict_with(self):
         a, b = (self.call(aten.relu.default, self.gpu) for _ in "ab")
         a.meta["custom"] = b.meta["custom"] = {"other": 1}

@@ -1,12 +1,11 @@
 # Owner(s): ["module: inductor"]
 
 import operator
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
-from torch._functorch._streams import device_peaks
+from torch._functorch import device_peaks
 from torch._inductor.streams.scheduler_nodes import (
     device_us,
     element_size,
@@ -185,32 +184,6 @@ class TestTime(SchedulerNodesTestCase):
         self.program.output(*widths)
         with self.program.scheduled() as scheduler:
             self.assertEqual(list(map(element_size, scheduler.nodes)), [8, 4])
-
-
-class TestDevicePeaks(SchedulerNodesTestCase):
-    def test_rates_of_the_data_sheet(self):
-        sheet = SimpleNamespace(
-            memory_clock_rate=3_000_000,
-            memory_bus_width=512,
-            multi_processor_count=10,
-            clock_rate=2_000_000,
-        )
-        with mock.patch.object(torch.cuda, "get_device_properties", lambda i: sheet):
-            self.assertEqual(device_peaks.bytes_per_us(1), 384e3)
-            rates = [device_peaks.flops_per_us(1, size) for size in (1, 2, 4, 8)]
-            self.assertEqual(rates, [2e4 * n for n in (2048, 1024, 256, 64)])
-
-    def test_what_the_driver_does_not_tell(self):
-        sheet = SimpleNamespace(multi_processor_count=10)
-        half = SimpleNamespace(memory_clock_rate=1_000_000, memory_bus_width=0)
-        other = SimpleNamespace(memory_clock_rate=0, memory_bus_width=512)
-        sheets = {3: half, 4: other}.get
-        with mock.patch.object(torch.cuda, "get_device_properties", sheets):
-            for number in (3, 4):
-                self.assertEqual(device_peaks.bytes_per_us(number), 1e6)
-        with mock.patch.object(torch.cuda, "get_device_properties", lambda i: sheet):
-            self.assertEqual(device_peaks.bytes_per_us(2), 1e6)
-            self.assertEqual(device_peaks.flops_per_us(2, 2), 1e4 * 1024)
 
 
 if __name__ == "__main__":

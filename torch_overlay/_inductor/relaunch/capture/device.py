@@ -28,7 +28,6 @@ import torch
 
 from torch_overlay import config
 from torch_overlay._functorch.offload import runtime
-from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
@@ -62,7 +61,7 @@ class Cuda:
         self.index = index
         self.device = torch.device("cuda", index)
         self.concurrent = config.cudagraph_concurrency
-        self.annotates = profiler_ranges.wanted() and kernel_names.are_available()
+        self.annotates = config.nvtx is True and kernel_names.are_available()
         self.empty: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009
         self.is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self.current: Callable[[], int] = torch._C._cuda_getDevice

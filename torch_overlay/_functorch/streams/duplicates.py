@@ -17,7 +17,6 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
 from torch_overlay._functorch.streams.fx import is_backward, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 # In `meta`: stream of a duplicate that was merged into this node -> the `custom` of that duplicate.
-DUPLICATES = "overlay_duplicates"
-_CUSTOM = "overlay_custom"  # in `meta`, while duplicates are merged: the node's `custom`
+DUPLICATES = "stream_duplicates"
+_CUSTOM = "stream_custom"  # in `meta`, while duplicates are merged: the node's `custom`
 
 
 def _remember(before: Graph, after: Graph, key: Callable[[Node], Any]) -> None:
@@ -81,18 +80,14 @@ def split_duplicates(graph: Graph, of_backward: bool) -> None:
             graph.erase_node(node)
 
 
-# ---- seams
-
-
-def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
-    """Eliminate common subexpressions for the partitioner, which is the only caller that passes a key of its own."""
-    key = kwargs.get("extra_node_key")
-    if not config.streams or key is None or not any(node_stream(n) for n in graph.nodes):
-        return original(graph, *args, **kwargs)
+def merge_duplicates(graph: Graph, eliminate: Callable[[Graph], Graph], key: Callable[[Node], Any]) -> Graph:
+    """Return what `eliminate`, a pass that merges equal operations, makes of the graph without its streams. Operations
+    with another `key` are not equal to the pass. The result has the streams of the operations that are left.
+    """
     for node in graph.nodes:
         node.meta[_CUSTOM] = node.meta.get("custom")
         place_on(node, CALLERS_STREAM)
-    merged = original(graph, *args, **kwargs)
+    merged = eliminate(graph)
     for node in merged.nodes:
         custom = node.meta.get(_CUSTOM)
         if custom is not None:

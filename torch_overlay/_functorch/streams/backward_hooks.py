@@ -1,0 +1,109 @@
+"""Has AOTAutograd place backwards (backward.py) where it partitions a joint graph, and offload what is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay import config
+from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies, OFFLOAD
+from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, place_parts
+from torch_overlay._functorch.streams.duplicates import merge_duplicates
+from torch_overlay._functorch.streams.eager_memory import saved_in_eager
+from torch_overlay._functorch.streams.engine_order import engine_streams, order_after_gradients
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.fx import node_stream
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._functorch.streams.saved_values import read_unordered
+from torch_overlay._functorch.streams.written_inputs import keep_unsaved
+from torch_overlay._options import offload_settings
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Graph, GraphModule, Node
+
+
+def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> None:
+    if not config.streams:
+        return original(gm)
+    assign_second_nodes(gm.graph)
+    return assign_sums(gm.graph)
+
+
+def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
+    """Eliminate common subexpressions for the partitioner, which is the only caller that passes a key of its own."""
+    key = kwargs.get("extra_node_key")
+    if not config.streams or key is None or not any(node_stream(n) for n in graph.nodes):
+        return original(graph, *args, **kwargs)
+    return merge_duplicates(graph, lambda of: original(of, *args, **kwargs), key)
+
+
+def _inputs(graph: Graph, inner_meta: Any, fw_metadata: Any) -> dict[Node, Any]:
+    """Map the forward's inputs in a joint graph to what AOTAutograd knows of them (`InputAliasInfo`)."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    inputs = [
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if graph_compile._is_primal(node) and not isinstance(node.meta.get("desc"), graph_compile.ForwardTokenAOTInput)
+    ]
+    return dict(zip(inputs, graph_compile.compute_inner_input_info_from_subclass_meta(fw_metadata, inner_meta)))
+
+
+def partition(
+    original: Callable[..., Any], joint: GraphModule, inputs: Any, inner_meta: Any, fw_metadata: Any, *args: Any
+) -> Any:
+    note_offload_policies(joint.graph)
+    inputs_of_forward = _inputs(joint.graph, inner_meta, fw_metadata)
+    keep_unsaved(inputs_of_forward)
+    leaves = [node for node, info in inputs_of_forward.items() if info.is_leaf]
+    streams = engine_streams(joint.graph, leaves) if config.streams else {}
+    order_after_gradients(joint.graph, streams)
+    saved = saved_in_eager(joint.graph)
+    unread = {
+        node.name: info.is_leaf and info.requires_grad for node, info in inputs_of_forward.items() if node not in saved
+    }
+    forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
+    if config.streams:
+        place_parts(forward, backward, {*streams.values()} - {CALLERS_STREAM}, unread)
+    offload_saved(forward, backward, count)
+    return forward, backward, count
+
+
+def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
+    """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
+    wanted = offload_settings(config)
+    if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
+        return
+    from torch_overlay._functorch.offload.rewrite import offload
+
+    offload(forward, backward, count, wanted)
+
+
+def donated_buffers(
+    original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
+) -> list[int]:
+    """Return the saved tensors that the backward may write over: none that shares its memory with another one, none
+    whose memory may belong to a side stream, and none that a side stream may still read. A relaunched forward puts what
+    it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So a relaunched
+    forward donates nothing, and its stages free the memory instead (`relaunch.memory.arrange`).
+    """
+    if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
+        return []
+    donated = original(forward, backward, metadata)
+    if not config.streams:
+        return donated
+    inputs = backward.graph.find_nodes(op="placeholder")
+    unordered = read_unordered(forward.graph)
+    donated = [i for i in donated if not is_slab(inputs[i]) and inputs[i].name not in unordered]
+    memory = [fact_of(n).memory for n in inputs]
+    if not any(memory):
+        return donated
+    values = [n.meta.get("val") for n in inputs]
+    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
+    count = Counter(storages)
+    return [i for i in donated if not memory[i] and count[storages[i]] == 1]

@@ -1,0 +1,115 @@
+"""Settles whose memory the values are that a forward saves, and what their readers in the backward wait for.
+
+Note [A backward is a region of its own] says why.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._functorch.streams.facts import add_after, add_before, fact_of, note_fact, NOTHING, replace_fact
+from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, place_on
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM
+from torch_overlay._functorch.streams.tokens import CALLER, state, Token
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch.fx import Graph, Node
+
+
+def memory_writer(node: Node) -> Node:
+    """Return the node that a value's memory comes from: below views, and below selections of an output."""
+    while node.op == "call_function" and (is_view(node) or node.target is operator.getitem):
+        source: Any = node.args[0]
+        if not isinstance(source, torch.fx.Node):
+            break
+        node = source
+    return node
+
+
+def _readers(value: Node) -> Iterator[Node]:
+    """Yield the operations that read a value, itself or through views, and the views."""
+    for user in value.users:
+        if user.op == "call_function":
+            yield user
+            if is_view(user):
+                yield from _readers(user)
+
+
+def _order_late_readers(value: Node, given: Node) -> None:
+    """Order streams after the backward's reads of an input of which eager saves nothing; the backward reads it to
+    compute something again. These are the streams that the user ordered after all operations that read the input, for
+    example the one that loads the next batch.
+    """
+    readers = [reader for reader in _readers(given) if not is_view(reader) and not is_stream_op(reader)]
+    promised = [{state(node_stream(r)), *fact_of(r).promises} for r in readers]
+    states = {token for token in set.intersection(*promised) if token.stream is not None} if promised else set()
+    for reader in _readers(value):
+        add_before(reader, states)
+
+
+def place_saved(forward: Graph, backward: Graph, unread: Mapping[str, bool]) -> None:
+    """Settle whose memory each saved value is, what its readers wait for, and what waits for them. `unread` maps each
+    input of which eager saves nothing to whether it is a parameter, which lives on.
+    """
+    known = {n.name: n for n in forward.nodes if n.op in ("placeholder", "call_function")}
+    for value in backward.find_nodes(op="placeholder"):
+        place_on(value, CALLERS_STREAM)
+        replace_fact(value, NOTHING)
+        saved = known.get(value.name)
+        writer = memory_writer(saved) if saved is not None else None
+        if writer is not None and writer.op == "placeholder" and writer.name in unread:
+            _order_late_readers(value, writer)
+            # The caller may order the streams that reuse the input's memory after the forward alone.
+            if not unread[writer.name]:
+                for stream in sorted({node_stream(reader) for reader in _readers(value)}):
+                    _record(value, stream)
+        if writer is None or writer.op != "call_function":
+            continue
+        stream = node_stream(writer)
+        note_fact(value, is_computed=True, memory=stream or None)
+        promised = fact_of(writer).promises
+        for reader in _readers(value):
+            if node_stream(reader) != stream and state(node_stream(reader)) not in promised:
+                add_after(reader, (state(stream),))
+
+
+def _record(value: Node, stream: int) -> None:
+    """Record at the end of a backward that the stream uses a value's memory (`record_stream`)."""
+    with value.graph.inserting_before(value.graph.output_node()):
+        record = value.graph.call_function(torch.ops.streams.record_stream.default, (value, stream))
+    record.meta["partitioner_tag"] = "must_be_in_backward"
+
+
+def record_saved_gradients(forward: Graph, backward: Graph) -> set[Token]:
+    """Record the caller's stream for each gradient that is itself a saved value: it leaves with the memory that it came
+    with, and the caller's stream reads it. (For gradients that the backward computes, generated code records the
+    stream; a graph that computes nothing has no generated code.) Return the states of streams that the forward left
+    without ordering the caller's stream after them.
+    """
+    computed = {n.name: n for n in forward.nodes if n.op == "call_function"}
+    output = next(iter(backward.find_nodes(op="output")))
+    unordered = set()
+    for value in dict.fromkeys(memory_writer(v) for v in output.all_input_nodes):
+        stream = fact_of(value).memory
+        if value.op != "placeholder" or not stream:
+            continue
+        _record(value, CALLERS_STREAM)
+        if CALLER not in fact_of(memory_writer(computed[value.name])).promises:
+            unordered.add(state(stream))
+    return unordered
+
+
+def read_unordered(forward: Graph) -> set[str]:
+    """Return the names of forward outputs that a side stream reads without the user ordering the caller's stream after
+    it.
+    """
+    readers = [n for n in forward.nodes if n.op == "call_function" and node_stream(n) != CALLERS_STREAM]
+    late = [n for n in readers if CALLER not in fact_of(n).promises]
+    read = {memory_writer(value) for node in late for value in node.all_input_nodes}
+    return {value.name for value in forward.output_node().all_input_nodes if memory_writer(value) in read}
