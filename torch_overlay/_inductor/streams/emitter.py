@@ -37,19 +37,16 @@ from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.saved_memory import note_owners
-from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
-from torch_overlay._inductor.streams.wrapper_lines import (
-    BeginRegion,
+from torch_overlay._inductor.streams.region_definition import (
     declare_runtime,
     define_region,
-    EndRegion,
-    OnStream,
     Operation,
     record_stream_text,
     root_of,
-    StreamLine,
 )
+from torch_overlay._inductor.streams.saved_memory import note_owners
+from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
+from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
 from torch_overlay._inductor.user_lines import source_line
 
 
