@@ -84,7 +84,7 @@ class RegionEmitter:
             self.named(callers_stream_index(self.device))
         self.may_alias: list[int] = []
         self.idle_streams: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
-        if self.device is not None and follows_one_stream_when_idle(region):
+        if self.device is not None and follows_one_stream_when_idle(region, config.fold_branches_below_us):
             self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
             self.use(self.multi_stream)
         self.done = ENTRY

@@ -111,26 +111,30 @@ class TestSwitches(LinesTestCase):
         found = self.switched(
             self.on(1),
             Launch(),
-            self.on(2),
-            Launch(triton=False),
-            self.on(None, None),
-            Launch(triton=False, device="cpu"),
             "del x",
             "# comment",
             "assert x",
             "",
+            Launch(triton=False, device="cpu"),
+            self.on(2),
+            Launch(triton=False),
+            self.on(None, None),
+            Launch(),
+            "on_the_host()",
         )
         self.assertExpectedInline(
             found,
             """\
 enter()
 kernel.run(stream=stream1_raw)
-kernel.run(stream=stream2_raw)
-kernel.run(stream=None)
 del x
 # comment
 assert x
 
+kernel.run(stream=None)
+kernel.run(stream=stream2_raw)
+kernel.run(stream=None)
+on_the_host()
 leave()""",
         )
 
