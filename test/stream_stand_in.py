@@ -14,6 +14,7 @@ static char noted[65536];
 static int events, context, retained, capturing[64], failing, failing_creation, idle, elsewhere, mode;
 #define NOTE(...) snprintf(noted + strlen(noted), sizeof noted - strlen(noted), __VA_ARGS__)
 const char *noted_calls(void) { static char copy[65536]; strcpy(copy, noted); noted[0] = 0; return copy; }
+void reset(void) { memset(capturing, events = failing = failing_creation = idle = noted[0] = 0, sizeof capturing); }
 void set_capturing(int stream, int yes) { capturing[stream] = yes; }
 void set_failing(int code) { failing = code; }
 void set_elsewhere(int yes) { elsewhere = yes; }
