@@ -107,7 +107,7 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
     ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
     graph.unaligned_buffers.update(inputs[i] for i in ours)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
-    graph._overlay_unaligned_inputs = ours
+    graph._region_unaligned_inputs = ours
 
 
 def _remove_writes_of_what_is_there(graph: Graph) -> None:
