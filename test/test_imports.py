@@ -36,7 +36,9 @@ LAYERS = (
     ),
     ("_inductor.offload",),
     ("_inductor.streams",),
-    ("_inductor.relaunch.causes", "_inductor.relaunch.refusals", "_inductor.relaunch.keys", "_inductor.relaunch.exact"),
+    tuple(
+        f"_inductor.relaunch.{name}" for name in ("causes", "compiled_code", "exact", "host_memory", "keys", "refusals")
+    ),
     ("_inductor.relaunch.proof",),
     ("_inductor.relaunch.graph",),
     ("_inductor.relaunch.numbers",),

@@ -14,7 +14,9 @@ A pull request is declared by a folder beside its patch:
 
 New files whose text is that of the overlay's modules are listed under [files]: the path in upstream's tree, and the
 module. Their imports of one another, and of modules that the needed pull requests add, are renamed; so are the names of
-modules in their comments. The text is formatted as upstream's. A source of C is listed by its path.
+modules in their comments, and the names of the group of torch._dynamo's counters and of the log. The text is formatted
+as upstream's. A source of C is listed by its path. Under [names] stands what edits of upstream's files add, and the
+module of the overlay that has the same names.
 
     python tools/export_upstream.py --imports MODULE...     what a pull request of these modules would pull in: lines
                                                             of each, and what it imports; a package is its modules
@@ -64,6 +66,7 @@ PYTHON = "py311"  # the oldest that upstream supports
 ROOTS = ("torch/", "test/")
 PACKAGE = "torch_overlay"
 RELAUNCH = f"{PACKAGE}._inductor.relaunch"  # of which comments in C say `folder.module`
+LOG = "inductor"  # upstream's log, and its group of counts, for those of the overlay
 C = (".c", ".h")
 C_STYLE = {"IndentWidth": 2, "ColumnLimit": 80}
 
@@ -139,6 +142,7 @@ def _names(path: Path) -> dict[str, str]:
             todo += found[name].get("needs", ())
             files = found[name].get("files", {})
             names |= {module: _dotted(target) for target, module in files.items() if target.endswith(".py")}
+            names |= {module: target for target, module in found[name].get("names", {}).items()}
     return names
 
 
@@ -155,9 +159,13 @@ def _renamed(module: str, names: Mapping[str, str]) -> str:
         return f"`{names[other].rpartition('.')[2]}" if other in names else f"`{other}"
 
     text = re.sub(r"`(\w+\.\w+)", mentioned, text)
+    text = re.sub(rf'(?<=["=]){PACKAGE}\b(?!\.)', LOG, text)
     for other in sorted(names, key=len, reverse=True):  # a module before its package
-        text = re.sub(rf"\b{re.escape(other)}\b(?!\.\w)", names[other], text)
+        inside = r"(?!\.\w)" if source_of(other).name == "__init__.py" else ""  # a module of it may not be there
+        text = re.sub(rf"\b{re.escape(other)}\b{inside}", names[other], text)
         ours, theirs = ("from {} import {}".format(*name.rsplit(".", 1)) for name in (other, names[other]))
+        if (name := ours.rpartition(" ")[2]) != theirs.rpartition(" ")[2]:
+            theirs += f" as {name}"
         text = re.sub(rf"\b{re.escape(ours)}\b", theirs, text)
     return text
 

@@ -15,6 +15,7 @@ Note [What a policy can't do] of `_inductor.relaunch.policy` says what that is.
 
 from __future__ import annotations
 
+from torch_overlay._inductor.relaunch import attachments
 from torch_overlay._inductor.relaunch.policy import RelaunchPolicy
 
 
@@ -24,5 +25,7 @@ except ModuleNotFoundError:  # in the patched form it is a part of the release
     pass
 else:
     check_version(torch_root())
+
+attachments.attach()
 
 __all__ = ["RelaunchPolicy"]

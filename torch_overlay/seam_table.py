@@ -378,7 +378,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._functorch._activation_offloading.activation_offloading:enable_activation_offloading",
-        impl="torch_overlay._functorch.offload.checkpoint_policies:enable_activation_offloading",
+        impl="torch_overlay._functorch.offload.hooks:enable_activation_offloading",
         kind="wrap",
         patch="aot-stream-placement",
         fingerprint="45016e983d303648",
@@ -746,7 +746,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.autograd.function:BackwardCFunction._compiled_autograd_key",
-        impl="torch_overlay._dynamo.compiled_backward:autograd_key",
+        impl="torch_overlay._dynamo.compiled_backward_hooks:autograd_key",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8a2fab0847241879",
@@ -755,7 +755,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.proxy_call_aot_backward",
-        impl="torch_overlay._dynamo.compiled_backward:copy_backward",
+        impl="torch_overlay._dynamo.compiled_backward_hooks:copy_backward",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="44549c18e045649f",
@@ -764,7 +764,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.compiled_autograd:AutogradCompilerInstance.end_capture",
-        impl="torch_overlay._dynamo.compiled_backward:end_capture",
+        impl="torch_overlay._dynamo.compiled_backward_hooks:end_capture",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="3934ec81dc18b3b4",
@@ -782,7 +782,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.utils:GmWrapper.forward",
-        impl="torch_overlay._dynamo.compiled_backward:run_wrapped_graph",
+        impl="torch_overlay._dynamo.compiled_backward_hooks:run_wrapped_graph",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="fcdc1eab30693cec",

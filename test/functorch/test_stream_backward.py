@@ -24,7 +24,7 @@ from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import compiled_backward, objects
+from torch_overlay._dynamo import backward_tables, compiled_backward, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
@@ -813,17 +813,17 @@ class TestCompiledAutograd(TestCase):
         with failure, self.enabled(), self.assertRaisesRegex(RuntimeError, "the trace fails"):
             (run_one(x) + run_one(x)).backward()
         seen = []
-        real = compiled_backward._run
+        real = backward_tables.run
 
         def keep(call: Any, gm: Any, needed: Any) -> Any:
-            tables = compiled_backward._queue()
+            tables = backward_tables.queued()
             seen.extend(tables[-n.from_end].objects[n.index].stream_id for n in needed)
             return real(call, gm, needed)
 
-        with mock.patch.object(compiled_backward, "_run", keep), self.enabled():
+        with mock.patch.object(backward_tables, "run", keep), self.enabled():
             run_two(x).backward()
         self.assertEqual(seen, [two.stream_id])
-        self.assertEqual(compiled_backward._queue(), [])
+        self.assertEqual(backward_tables.queued(), [])
 
     @simulated_gpu()
     def test_configuration_flag(self) -> None:

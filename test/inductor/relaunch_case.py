@@ -14,8 +14,8 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture import make_graph
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
-from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 
 

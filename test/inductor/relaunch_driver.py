@@ -23,6 +23,7 @@ DRIVER = (
     memory_stand_in.DRIVER
     + r"""
 static int delivering;
+static int (*run_kernel)(const unsigned *, void **);
 static void *captured_stream, *broken_stream;
 
 void stub_reset(void) {
@@ -31,6 +32,7 @@ void stub_reset(void) {
     captured_stream = broken_stream = NULL;
 }
 void stub_deliver(void) { delivering = 1; }
+void stub_run(int (*run)(const unsigned *, void **)) { run_kernel = run; }
 void stub_streams(void *captured, void *broken) { captured_stream = captured; broken_stream = broken; }
 
 int cuStreamIsCapturing(void *stream, int *status) {
@@ -83,6 +85,30 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Kernel *kern
             kernel->shape[1], kernel->shape[2], kernel->shape[3], kernel->shape[4], kernel->shape[5], kernel->shape[6],
             (long)kernel->kern, (long)kernel->ctx, values, (long)kernel, (long)kernel->arguments);
     if (kernel->extra) code = 1;
+    DONE
+}
+typedef struct { int id, unused; uint64_t value[8]; } Attribute;
+typedef struct { unsigned shape[7]; void *stream; const Attribute *attributes; unsigned count; } Config;
+int cuLaunchKernelEx(const Config *config, const uint64_t *func, void **arguments, void **extra) {
+    char values[3000] = "-", *at = values, attributes[500] = "-", *to = attributes;
+    int code;
+    pthread_mutex_lock(&lock);
+    code = fails("cuLaunchKernelEx");
+    if (delivering) {
+        pthread_mutex_unlock(&lock);
+        return code ? code : run_kernel(config->shape, arguments);
+    }
+    if (logging) for (uint64_t i = 0; i < func[0]; i++) {
+        bytes_of(at, arguments[i], func[i + 1]);
+        at += strlen(at);
+        if (i + 1 < func[0]) *at++ = ',';
+    }
+    for (unsigned i = 0; i < config->count; i++)
+        to += sprintf(to, "%s%d:%lx", i ? "," : "", config->attributes[i].id, (long)config->attributes[i].value[0]);
+    if (!code) say("run %#lx %u,%u,%u %u,%u,%u %u %#lx %s %s", (long)func, config->shape[0], config->shape[1],
+                   config->shape[2], config->shape[3], config->shape[4], config->shape[5], config->shape[6],
+                   (long)config->stream, values, attributes);
+    if (extra) code = 1;
     DONE
 }
 int cuGraphExecMemsetNodeSetParams(void *exec, void *node, const unsigned char *params, void *context) {

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torch_overlay._inductor.relaunch import alignment
 from torch_overlay._inductor.relaunch.capture import capture
+from torch_overlay._inductor.relaunch.capture.recording import IsolatedAllocations
 from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.graph.concurrency import relaxed
+from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.launch import native
 from torch_overlay._inductor.relaunch.numbers.expressions import pack
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode
@@ -189,12 +191,6 @@ class SizedKernel(Kernel):
         recording.operations.append((self.function, spec, flat, Launched((x, y, z)), words))
 
 
-class IsolatedAllocations:
-    def __init__(self) -> None:
-        self.segments: dict[int, int] = {}
-        self.requested = 0
-
-
 class Recording:
     blocking = False
 
@@ -252,7 +248,7 @@ class Recording:
         apart, before = IsolatedAllocations(), len(self.taken)
         yield apart
         apart.segments = dict(self.taken[before:])
-        apart.requested, apart.once = sum(apart.segments.values()), True
+        apart.count, apart.requested = len(apart.segments), sum(apart.segments.values())
 
     def new_pool(self) -> Any:
         return object()
@@ -327,12 +323,12 @@ class Recording:
 class Launcher:
     """Runs the operations that the nodes of a template say, at the addresses that they hold."""
 
-    def __init__(self, device: FakeDevice, template: Any, is_shared: bool = False) -> None:
+    def __init__(self, device: FakeDevice, template: Any, varies: Any = None) -> None:
         self.device, self.template = device, template
         self.nodes_of = [node for node in template.nodes if isinstance(node, KernelNode)]
         self.words = [[int.from_bytes(value, "little") for _, value in node.parameters] for node in self.nodes_of]
         self.place = {node.index: i for i, node in enumerate(self.nodes_of)}
-        self.shared = object() if is_shared else None
+        self.shared = None if varies is None else object()
         self.bases: dict[int, int] = {}
         self.calls: list[list[int]] = []  # regions that each patch gave
 
@@ -373,28 +369,7 @@ class Launcher:
 
     def replay(self) -> None:
         for i in range(self.nodes):
-            number, grid, words = self.held(i)
-            func, spec, arguments, results = self.device.numbered[number]
-            if isinstance(results, Launched):
-                func = functools.partial(func, grid)
-            at = iter(words)
-            flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
-            flat = [
-                tensor_at(next(at), *a.like)
-                if isinstance(a, Slot)
-                else a.read(next(at))
-                if isinstance(a, (Number, Address))
-                else a
-                for a in flat
-            ]
-            args, kwargs = tree_unflatten(flat, spec)
-            given = {t.data_ptr() for t in flat if is_tensor(t) or isinstance(t, STORAGES)}
-            made = tree_flatten(func(*args, **kwargs))[0]
-            for slot, value in zip(results, made, strict=True):
-                if slot is not None:
-                    address = next(at)
-                    if address not in given:
-                        tensor_at(address, *slot.like).copy_(value)
+            self.device.execute(*self.held(i))
 
 
 class NativeLauncher(Launcher):
@@ -404,7 +379,7 @@ class NativeLauncher(Launcher):
     direct = True
     MOST = 64
 
-    def __init__(self, device: FakeDevice, template: Any, is_shared: bool = False, of: NativeLauncher | None = None):
+    def __init__(self, device: FakeDevice, template: Any, varies: Any = None, of: NativeLauncher | None = None):
         super().__init__(device, template)
         if of is None:
             self.places = [
@@ -413,13 +388,18 @@ class NativeLauncher(Launcher):
             ]
             me = weakref.ref(self)
             self.run = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: me()._run())  # type: ignore[union-attr]
-            self.shared = device.native.Shared(1 + max(self.place, default=-1)) if is_shared else None
+            self.shared = None if varies is None else self._shared(varies)
         else:
             self.of, self.places, self.run, self.shared = of, of.places, of.run, of.shared
         nodes = [dataclasses.replace(n, handle=ctypes.addressof(p)) for n, p in zip(self.nodes_of, self.places)]
         handle = ctypes.cast(self.run, ctypes.c_void_p).value
         parts = nodes, template.slots, template.regions, template.numbers, self.shared
         self.exec = device.native.Exec(handle, *parts)
+
+    def _shared(self, graph: Any) -> Any:
+        order = only_order(len(graph.nodes), self.device.edges)
+        launches = None if order is None else tuple((i, b"") for i in order if i in self.place)
+        return self.device.native.Shared(1 + max(self.place, default=-1), launches)
 
     def like(self, template: Any) -> NativeLauncher:
         return NativeLauncher(self.device, self.in_order(template), of=self)
@@ -467,6 +447,42 @@ class FakeDevice:
         self.arrangements: list[Any] = []
         self.concurrent = True
         self.relaxed = 0  # graphs in which something runs side by side
+        if native is not None:
+            me = weakref.ref(self)
+            kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
+            self.run = kind(lambda shape, arguments: me()._run(shape, arguments))  # type: ignore[union-attr]
+            relaunch_driver.driver().library.stub_run(self.run)
+
+    def _run(self, shape: Any, arguments: Any) -> int:
+        """Run the kernel of a node. Its block says how many words it has, and which operation it is."""
+        words = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(shape[3])]
+        with torch.no_grad():
+            self.execute(shape[4], tuple(shape[:3]), words)
+        return 0
+
+    def execute(self, number: int, grid: tuple[int, ...], words: Any) -> None:
+        """Run an operation by its number, at the addresses and with the numbers among the words."""
+        func, spec, arguments, results = self.numbered[number]
+        if isinstance(results, Launched):
+            func = functools.partial(func, grid)
+        at = iter(words)
+        flat = [storage_at(next(at), *a.like) if isinstance(a, StorageSlot) else a for a in arguments]
+        flat = [
+            tensor_at(next(at), *a.like)
+            if isinstance(a, Slot)
+            else a.read(next(at))
+            if isinstance(a, (Number, Address))
+            else a
+            for a in flat
+        ]
+        args, kwargs = tree_unflatten(flat, spec)
+        given = {t.data_ptr() for t in flat if is_tensor(t) or isinstance(t, STORAGES)}
+        made = tree_flatten(func(*args, **kwargs))[0]
+        for slot, value in zip(results, made, strict=True):
+            if slot is not None:
+                address = next(at)
+                if address not in given:
+                    tensor_at(address, *slot.like).copy_(value)
 
     def current(self) -> int:
         self.asked += 1
@@ -549,19 +565,19 @@ class FakeDevice:
         self.edges = graph.edges if edges is None else tuple(edges)
         return self.edges
 
-    def instantiate(self, captured: Any, arrangement: Any, is_shared: bool = False) -> tuple[Any, list[Launcher]]:
+    def instantiate(self, captured: Any, arrangement: Any, varies: Any = None) -> tuple[Any, list[Launcher]]:
         operations = captured.recording.operations
         self.arrangements.append(arrangement)
         at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []
         for template in [stage.template for stage in arrangement.stages] or [arrangement.template]:
             order = sorted(template.nodes, key=lambda node: at[node.index])
-            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order)), is_shared))
+            made.append(self.launcher(dataclasses.replace(template, nodes=tuple(order)), varies))
         self.launchers += made
         return arrangement, made
 
-    def launcher(self, template: Any, is_shared: bool) -> Launcher:
-        return (NativeLauncher if self.native else Launcher)(self, template, is_shared)
+    def launcher(self, template: Any, varies: Any) -> Launcher:
+        return (NativeLauncher if self.native else Launcher)(self, template, varies)
 
 
 @contextlib.contextmanager

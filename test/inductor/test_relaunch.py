@@ -29,9 +29,9 @@ from torch_overlay import config
 from torch_overlay._inductor.relaunch import hooks, keys, policy, refusals, runner
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.exact import exact
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
-from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.verify import describe_difference, VerifyError
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -17,6 +17,7 @@ from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
 from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
@@ -187,7 +188,7 @@ class TestPatcher(TestCase):
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
         patcher = self.make()
-        owner = runner.Runner(lambda inputs: None, refusals.Code("a region", 0), FakeDevice())
+        owner = runner.Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
         state = runner.State()
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
         patcher.given_up = lambda why: runner._give_up(weakref.ref(owner), weakref.ref(state), why)

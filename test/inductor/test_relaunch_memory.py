@@ -24,11 +24,11 @@ from torch_overlay._inductor.relaunch import refusals, runner
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks, packing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import Given, OfStorage, Repeated, View
 from torch_overlay._inductor.relaunch.memory.packing import Life
-from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay._inductor.relaunch.verify import Verified
 
@@ -325,6 +325,18 @@ class TestStages(RelaunchTestCase):
                 run(inputs)
                 (state,) = run.states.values()
                 self.assertEqual((state.plan.dying, state.plan.detail), (frozenset(dying), bool(dying)))
+
+    def test_each_size_shows_which_inputs_it_frees(self):
+        source = "def region(args):\n    x, n = args\n    args.clear()\n    return (x.sum() + n,)\n"
+        with mock.patch.object(runner, "LARGE", 64), mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched:
+            run = self.backward(source, mutated=())
+            held = torch.randn(20)
+            for n, inputs in ((4, [torch.randn(4)]), (16, [torch.randn(16)]), (20, [held])):
+                inputs.append(n)
+                run(inputs)
+        self.assertEqual([state.plan.dying for state in run.states.values()], [frozenset(), {0}, frozenset()])
+        self.assertEqual([state.plan.detail for state in run.states.values()], [False, True, False])
+        self.assertEqual(watched.call_count, 1, "to watch each operator takes longer than the run")
 
     def test_results_are_those_of_the_whole(self):
         run = self.backward()
@@ -777,23 +789,21 @@ del RelaunchTestCase  # it has no tests of its own
 
 
 class TestWhatPoolsKeep(unittest.TestCase):
-    def kept(self, pools, blocks):
-        """Sizes of what is in use in these pools, and how many snapshots that took, of a device with so many blocks."""
+    def kept(self, pools):
+        """Sizes of what is in use in these pools, and how many snapshots that took."""
         used, free = ({"size": size, "state": state} for size, state in ((512, "active_allocated"), (8, "inactive")))
-        segments = [{"segment_pool_id": (0, n), "blocks": [used, free] if n % 2 else [free]} for n in range(50)]
+        segments = {(0, n): [{"blocks": [used, free] if n % 2 else [free]}] for n in range(50)}
 
-        def snapshot(pool=None, include_traces=True):
+        def snapshot(pool, include_traces=True):
             self.assertFalse(include_traces)
-            return [s for s in segments if pool in (None, s["segment_pool_id"])]
+            return segments[pool]
 
         recording = object.__new__(Recording)
-        recording._pools, recording.owner = pools, SimpleNamespace(blocks=lambda: blocks)
+        recording._pools, recording.owner = pools, SimpleNamespace(is_unused=lambda pool: pool[1] % 2 == 0)
         with mock.patch.object(torch.cuda, "memory_snapshot", side_effect=snapshot) as taken:
             return recording._in_use(), taken.call_count
 
-    def test_each_pool_has_a_snapshot_or_all_have_one(self):
-        pools = [(0, 4), (0, 7), (0, 9), (0, 7)]
-        self.assertEqual(self.kept(pools, 1000), ([512, 512], 3))
-        self.assertEqual(self.kept(pools, 100), ([512, 512], 1))
-        self.assertEqual(self.kept([(0, 4), (0, 8)], 1), ([], 1))
-        self.assertEqual(self.kept([], 0), ([], 0))
+    def test_only_pools_in_use_have_a_snapshot(self):
+        self.assertEqual(self.kept([(0, 4), (0, 7), (0, 9), (0, 7)]), ([512, 512], 2))
+        self.assertEqual(self.kept([(0, 4), (0, 8)]), ([], 0))
+        self.assertEqual(self.kept([]), ([], 0))

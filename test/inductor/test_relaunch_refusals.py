@@ -22,9 +22,9 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import policy, refusals
 from torch_overlay._inductor.relaunch.capture.device import check_libraries
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.partitions import Partitions, SplitOff
 from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, KernelNode, Refusal
-from torch_overlay._inductor.relaunch.refusals import Code
 from torch_overlay._inductor.relaunch.runner import Runner
 from torch_overlay.testing import compile_only, simulated_gpu
 

@@ -9,6 +9,7 @@ import types
 from unittest import mock
 
 import relaunch_driver
+import relaunch_fakes
 import torch
 from relaunch_case import Native, RelaunchTestCase
 from torch._dynamo.test_case import run_tests
@@ -239,6 +240,36 @@ def region(args):
 
 
 class TestSizesInC(Native, TestSizes):
+    def test_a_size_that_is_dropped_leaves_nothing_behind(self):
+        run = self.sized()
+        for n in (3, 3, 4, 4, 5, 5):
+            self.call(run, n)
+        del run.states[(5,)]
+        gc.collect()
+        for n in (4, 6, 6, 4, 6):
+            self.call(run, n)
+
+    def test_shared_arguments(self):
+        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
+        shared = module.Shared(2)
+        module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
+        for given, kind in (
+            (3, TypeError), ((shared,), TypeError), ((3, (0,)), TypeError), ((shared, ()), ValueError),
+            ((shared, (2,)), ValueError), ((shared, (-1,)), OverflowError), ((shared, ("a",)), TypeError),
+        ):  # fmt: skip
+            with self.assertRaises(kind):
+                module.Blocks(0, (node,), (), 0, (), given)
+        with self.assertRaises(ValueError):
+            module.Shared(-1)
+
+
+class TestSizesInCByTheExecutable(Native, TestSizes):
+    """Where kernels can't be launched one by one, since some may run side by side."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(relaunch_fakes, "only_order", return_value=None))
+
     def test_only_what_differs_is_set(self):
         run = self.sized()
         for n in (3, 3, 4, 4, 5, 5, 6, 6):
@@ -255,15 +286,6 @@ class TestSizesInC(Native, TestSizes):
         del held
         again = patched(5)
         self.assertLessEqual(again, 3)
-
-    def test_a_size_that_is_dropped_leaves_nothing_behind(self):
-        run = self.sized()
-        for n in (3, 3, 4, 4, 5, 5):
-            self.call(run, n)
-        del run.states[(5,)]
-        gc.collect()
-        for n in (4, 6, 6, 4, 6):
-            self.call(run, n)
 
     def test_after_an_error_of_the_driver_every_node_is_set(self):
         run = self.sized()
@@ -285,19 +307,6 @@ class TestSizesInC(Native, TestSizes):
             self.call(run, n)
         self.assertTrue(run.states[(5,)].alone)
         self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3, 1))
-
-    def test_shared_arguments(self):
-        module, node = self.native_module(), (0, 0x1000, 0, "a node", bytes(72), ())
-        shared = module.Shared(2)
-        module.Blocks(0, (node,), (), 0, (), (shared, (1,)))
-        for given, kind in (
-            (3, TypeError), ((shared,), TypeError), ((3, (0,)), TypeError), ((shared, ()), ValueError),
-            ((shared, (2,)), ValueError), ((shared, (-1,)), OverflowError), ((shared, ("a",)), TypeError),
-        ):  # fmt: skip
-            with self.assertRaises(kind):
-                module.Blocks(0, (node,), (), 0, (), given)
-        with self.assertRaises(ValueError):
-            module.Shared(-1)
 
 
 def u64(*values):
@@ -339,6 +348,13 @@ class TestFunctions(RelaunchTestCase):
         other = self.graph(make(lambda r, d=0: self.at(r, d, LOW + 64 * STEP)), LOW + 64 * STEP)
         self.assertEqual(functions.slots_of(graph), (list(prove(graph, other).slots), {}))
 
+    def test_function_that_is_loaded_again(self):
+        functions = self.learned(lambda at: [kernel(0, u64(at(0)), u64(3))])
+        again = dataclasses.replace(kernel(0, u64(self.at(1)), u64(5)), func=70, kern=71)
+        slots, unknown = functions.slots_of(self.graph([again]))
+        self.assertEqual(([slot.region for slot in slots], unknown), ([1], {}))
+        self.check_unknown(functions, "for the first time", dataclasses.replace(again, name="g"))
+
     def check_unknown(self, functions, text, node):
         known = kernel(1, u64(self.at(0)), u64(3))
         slots, unknown = functions.slots_of(self.graph([node, known]))
@@ -354,7 +370,7 @@ class TestFunctions(RelaunchTestCase):
         self.check_unknown(functions, "where there was none", kernel(0, u64(here, here, 0), func=8))
         self.check_unknown(functions, "outside the range", kernel(0, u64(12345), u64(3)))
         self.check_unknown(functions, "no allocation", kernel(0, u64(here + 200), u64(3)))
-        self.check_unknown(functions, "shorter", kernel(0, u64(1) + bytes(4), func=8))
+        self.check_unknown(functions, "for the first time", kernel(0, u64(1) + bytes(4), func=8))  # a shorter structure
 
     def test_address_at_an_odd_place_of_a_structure(self):
         functions = self.learned(lambda at: [kernel(0, u64(1, at(1), 0, 0, 0), func=8), kernel(1, u64(at(0)), u64(3))])

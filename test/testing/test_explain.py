@@ -72,8 +72,9 @@ PROGRAM = """\
 
 REFUSES = """
     from torch_overlay._inductor.relaunch import refusals
+    from torch_overlay._inductor.relaunch.compiled_code import Code
 
-    code = refusals.Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
+    code = Code("forward of 0/0", 0, source="model.py:3: y = f(x)")
     refusals.refuse(refusals.Refused(code, "node-kind", "a library launched a CUDA graph of its own"))
 """
 

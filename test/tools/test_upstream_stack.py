@@ -172,6 +172,17 @@ class TestDeclarations(TestCase):
         text = named("relaunch-concurrency").files["torch/_inductor/cudagraph_relaunch/concurrency.py"]
         self.assertIn("(`prove`)", text)
 
+    def test_group_of_counters(self):
+        text = export_upstream._renamed("torch_overlay._inductor.relaunch.launch.memcpy_nodes", {})
+        self.assertIn('counters["inductor"]["cudagraph_rebuilds"] += 1', text)
+
+    def test_options(self):
+        names = {"torch_overlay.config": "torch._inductor.config.triton"}
+        text = export_upstream._renamed("torch_overlay._inductor.relaunch.causes", names)
+        self.assertIn("or raise torch._inductor.config.triton.cudagraph_templates", text)
+        text = export_upstream._renamed("torch_overlay._inductor.relaunch.runner", names)
+        self.assertIn("from torch._inductor.config import triton as config\n", text)
+
     def test_edit_that_does_not_fit_the_base(self):
         request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):

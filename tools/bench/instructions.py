@@ -104,7 +104,7 @@ def relaunch() -> Callable[[], Any]:
     import torch
 
     from torch_overlay._inductor.relaunch import refusals
-    from torch_overlay._inductor.relaunch.refusals import Code
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.runner import Runner
 
     _fill_low_addresses()

@@ -50,8 +50,8 @@ def figures(name: str) -> records.Figures:
 
     from relaunch_programs import by_name, Kit
     from torch_overlay._inductor.relaunch import runner
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory import arrange
-    from torch_overlay._inductor.relaunch.refusals import Code
 
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -15,23 +15,17 @@ the copied operations. So before Dynamo reads the graph, we write into it what t
 
 The same graph serves all calls of the same functions, so the actual streams are known only at each call. At each
 backward, autograd asks every node for its cache key, in the order in which the nodes run. There each function's table
-of stream objects (`objects.Snapshot`) is queued; a call of the graph takes the queue and puts the streams into
-attributes of the graph's module, where Dynamo finds them as it finds those of any module. Positions in the queue count
-from its end, because a backward that failed while it was traced leaves its tables in the queue.
+of stream objects (`objects.Snapshot`) is queued (backward_tables.py); a call of the graph takes the queue and puts the
+streams into attributes of the graph's module, where Dynamo finds them as it finds those of any module.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
-import torch.fx.traceback
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
-from torch_overlay import config
-from torch_overlay._dynamo import objects
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -39,27 +33,20 @@ from torch_overlay._functorch.streams.tokens import events_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torch.fx import Graph, GraphModule, Node
+    from torch.fx import GraphModule, Node
 
-# Keys of `meta`. Of a copied operation: an `_Object`, the stream that it runs on.
-KEY = "overlay_compiled_backward"
+# Keys of `meta`. Of a copied operation: a `StreamObject`, the stream that it runs on.
+KEY = "compiled_backward_stream"
 # Of a copied operation: the events that it waits for. Of an operation on streams and events: its arguments.
-EVENTS = "overlay_compiled_backward_events"
-# Of a saved value: an `_Object`, the stream whose memory may hold it.
-SAVED = "overlay_compiled_backward_memory"
-
-
-class _Thread(threading.local):
-    queue: list[objects.Snapshot] | None = None
-
-
-_thread = _Thread()
+EVENTS = "compiled_backward_events"
+# Of a saved value: a `StreamObject`, the stream whose memory may hold it.
+SAVED = "compiled_backward_memory"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Object:
+class StreamObject:
     """Reference to a stream or event: its table's position from the end of the queue, and its number in that table."""
 
     from_end: int
@@ -70,30 +57,26 @@ class _Object:
         return f"backward_{self.from_end}_object_{self.index}"
 
 
-def _queue() -> list[objects.Snapshot]:
-    if _thread.queue is None:
-        _thread.queue = []
-    return _thread.queue
-
-
-# ---- while the graph is made
-
-
 def mark(copies: Sequence[Node], from_end: int) -> None:
     """Save in `meta` the streams and events of operations copied from a backward graph; Dynamo numbers them anew."""
     for node in copies:
         if stream := node_stream(node):
-            node.meta[KEY] = _Object(from_end, stream)
-        events = [_Object(from_end, event) for event in sorted(events_of(fact_of(node).after or ()))]
+            node.meta[KEY] = StreamObject(from_end, stream)
+        events = [StreamObject(from_end, event) for event in sorted(events_of(fact_of(node).after or ()))]
         if events:
             node.meta[EVENTS] = events
         if is_stream_op(node):
-            node.meta[EVENTS] = [_Object(from_end, a) if isinstance(a, int) else a for a in node.args]
+            node.meta[EVENTS] = [StreamObject(from_end, a) if isinstance(a, int) else a for a in node.args]
         # The new graph has no forward and no engine, so drop the facts about either.
         node.meta.pop("partitioner_tag", None)
         node.meta.pop(BACKWARD, None)
         place_on(node, CALLERS_STREAM)
         replace_fact(node, NOTHING)
+
+
+def mark_saved(value: Node, stream: int, from_end: int) -> None:
+    """Save in `meta` the stream whose memory may hold a saved value."""
+    value.meta[SAVED] = StreamObject(from_end, stream)
 
 
 def _readers(value: Node) -> list[Node]:
@@ -110,13 +93,13 @@ class _Writer:
         self.gm, self.graph = gm, gm.graph
         self.nodes = list(self.graph.nodes)
         self.begin = next(n for n in self.nodes if n.op != "placeholder")
-        self.fetched: dict[_Object, Node] = {}
+        self.fetched: dict[StreamObject, Node] = {}
         self.sides = list(dict.fromkeys(n.meta[KEY] for n in self.nodes if KEY in n.meta))
         self.saved_on = list(dict.fromkeys(n.meta[SAVED] for n in self.nodes if SAVED in n.meta))
         with self.graph.inserting_before(self.begin):
             self.current = self.graph.call_function(torch.cuda.current_stream)
 
-    def fetch(self, found: _Object | None) -> Node:
+    def fetch(self, found: StreamObject | None) -> Node:
         if found is None or found.index == CALLERS_STREAM:
             return self.current
         if found not in self.fetched:
@@ -126,9 +109,9 @@ class _Writer:
         return self.fetched[found]
 
     def call(self, method: str, *args: Any) -> None:
-        self.graph.call_method(method, tuple(self.fetch(a) if isinstance(a, _Object) else a for a in args))
+        self.graph.call_method(method, tuple(self.fetch(a) if isinstance(a, StreamObject) else a for a in args))
 
-    def write(self) -> tuple[_Object, ...]:
+    def write(self) -> tuple[StreamObject, ...]:
         with self.graph.inserting_before(self.begin):
             for saved_on in self.saved_on:
                 self.call("wait_stream", self.current, saved_on)
@@ -145,7 +128,7 @@ class _Writer:
         return tuple(self.fetched)
 
     def place(self) -> None:
-        here: _Object | None = None
+        here: StreamObject | None = None
         for node in self.nodes:
             if node.op not in ("call_function", "call_method", "call_module", "output"):
                 continue
@@ -194,106 +177,10 @@ class _Writer:
                     self.call("record_stream", value, self.fetch(stream))
 
 
-def write_stream_program(gm: GraphModule) -> tuple[_Object, ...]:
+def write_stream_program(gm: GraphModule) -> tuple[StreamObject, ...]:
     """Write the stream program into compiled autograd's graph; return the objects that each call of it must supply."""
     if not any(key in n.meta for n in gm.graph.nodes for key in (KEY, SAVED, EVENTS)):
         return ()
     needed = _Writer(gm).write()
     gm.recompile()
     return needed
-
-
-# ---- when a backward runs
-
-
-def _callers(tables: Sequence[objects.Snapshot], here: torch.Stream) -> list[torch.cuda.Stream]:
-    """Return the streams on which the forwards were called, except the current stream."""
-    streams = [t.objects[0] for t in tables]
-    found = {s.cuda_stream: s for s in streams if isinstance(s, torch.cuda.Stream)}
-    found.pop(here.cuda_stream, None)  # type: ignore[attr-defined]
-    return list(found.values())
-
-
-def _run(call: Callable[[], Any], gm: GraphModule, needed: Sequence[_Object]) -> Any:
-    tables, _thread.queue = _queue(), None
-    if not tables:
-        return call()
-    for found in needed:
-        setattr(gm, found.name, tables[-found.from_end].objects[found.index])
-    # The forwards wrote the saved tensors on the streams that they were called on, which may also own their memory.
-    here = objects.callers_stream()
-    others = _callers(tables, here)
-    for other in others:
-        here.wait_stream(other)
-    try:
-        return call()
-    finally:
-        for other in others:
-            other.wait_stream(here)
-        for found in needed:
-            setattr(gm, found.name, None)
-
-
-# ---- seams
-
-
-def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
-    table = getattr(node, "_external_objects", None)
-    if isinstance(table, objects.Snapshot):
-        queue = _queue()
-        queue[:] = [*(t for t in queue if t is not table), table]
-    return original(node)
-
-
-def copy_backward(
-    original: Callable[..., Any], compiler: Any, inputs: Any, saved: Any, tensors: Any, pctx: Any, ctx: Any, *rest: Any
-) -> Any:
-    """Wrap the copying of one backward graph into compiled autograd's graph: mark the streams of the copied nodes."""
-    table = getattr(ctx, "_external_objects", None)
-    graph: Graph = compiler.fx_tracer.graph
-    before = len(graph.nodes)
-    result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
-    if not (config.streams and isinstance(table, objects.Snapshot)):
-        return result
-    from torch._dynamo.compiled_autograd import extract_bw_module
-
-    from_end = next(i for i, t in enumerate(reversed(_queue()), 1) if t is table)
-    function = ctx._forward_cls
-    copies = {n.name: n for n in list(graph.nodes)[before:]}
-    mark(list(copies.values()), from_end)
-    times = compiler.aot_id_counter[function._aot_id] - 1
-    prefix = f"aot{function._aot_id}" + (f"_{times}" if times else "")
-    for value in extract_bw_module(function).graph.find_nodes(op="placeholder"):
-        stream = fact_of(value).memory
-        if stream:
-            copies[f"{prefix}_{value.name}"].meta[SAVED] = _Object(from_end, stream)
-    return result
-
-
-def end_capture(original: Callable[..., Any], compiler: Any, outputs: Any) -> Any:
-    """Wrap the end of the capture, which passes the graph to the compiler: write the stream program into it before."""
-    compile_graph, found = compiler.compiler_fn, []
-
-    def compile_placed(gm: GraphModule) -> Any:
-        found.append((gm, write_stream_program(gm) if config.streams else ()))
-        return compile_graph(gm)
-
-    compiler.compiler_fn = compile_placed
-    try:
-        run, compiled = original(compiler, outputs)
-    finally:
-        compiler.compiler_fn = compile_graph
-    ((gm, needed),) = found
-    return lambda *args: _run(lambda: run(*args), gm, needed), compiled
-
-
-def run_wrapped_graph(original: Callable[..., Any], module: Any, *args: Any) -> Any:
-    """Wrap the run of a wrapped graph: preserve the metadata of its nodes.
-
-    A graph with a list among its inputs, as compiled autograd's is, is wrapped while AOTAutograd traces it, and
-    upstream runs a wrapped graph without looking at the metadata of its nodes.
-    """
-    if not config.streams or not any(node_stream(n) for n in module.gm.graph.nodes):
-        return original(module, *args)
-    with torch.fx.traceback.preserve_node_meta():
-        return PropagateUnbackedSymInts(module.gm).run(*module.unflatten_fn(list(args)))

@@ -34,12 +34,31 @@ typedef struct {
     Handle kern, ctx;
 } KernelParams;
 
+/* The CUlaunchAttributeIDs of what a kernel is launched with, beside its parameters, and the bytes of a value: whether
+   it is cooperative, its clusters, its priority, and how it shares memory. */
+#define ATTRIBUTES {2, 4, 5, 8, 10, 11, 14}
+
+enum { ATTRIBUTE_COUNT = 7, ATTRIBUTE_SIZE = 64 };
+
+typedef struct {
+    int id, unused;
+    uint64_t value[ATTRIBUTE_SIZE / 8];
+} Attribute;
+
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    Handle stream;
+    const Attribute *attributes;
+    unsigned count;
+} LaunchConfig;
+
 typedef struct {
     unsigned char from_port, to_port, type, reserved[5];
 } EdgeData;
 
 _Static_assert(sizeof(BlockKind) == 32 && sizeof(Access) == 12, "cuda.h");
 _Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
+_Static_assert(sizeof(Attribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h");
 
 /* F(member of `cu`, the driver's symbol, parameters): each returns a CUresult. */
 #define DRIVER_FUNCTIONS(F)                                                                                            \
@@ -80,7 +99,8 @@ _Static_assert(sizeof(KernelParams) == 72 && sizeof(EdgeData) == 8, "cuda.h");
     F(GraphExecKernelNodeSetParams, "cuGraphExecKernelNodeSetParams_v2", (Handle, Handle, const void *))               \
     F(GraphExecMemsetNodeSetParams, "cuGraphExecMemsetNodeSetParams", (Handle, Handle, const void *, Handle))          \
     F(GraphExecMemcpyNodeSetParams, "cuGraphExecMemcpyNodeSetParams", (Handle, Handle, const void *, Handle))          \
-    F(GraphLaunch, "cuGraphLaunch", (Handle, Handle))
+    F(GraphLaunch, "cuGraphLaunch", (Handle, Handle))                                                                  \
+    F(LaunchKernelEx, "cuLaunchKernelEx", (const LaunchConfig *, Handle, void **, void **))
 
 #define DECLARE(member, symbol, parameters) int(*member) parameters;
 

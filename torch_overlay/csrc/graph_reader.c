@@ -216,17 +216,15 @@ static PyObject *values_of(const KernelParams *params, const Function *function)
     return values;
 }
 
-/* Returns what else a node launches its kernel with, which can't be changed in an executable: whether it is
-   cooperative, its clusters, its priority, and how it shares memory. 0 stands for what the driver doesn't know. */
+/* Returns what else a node launches its kernel with, which can't be changed in an executable. 0 stands for what the
+   driver doesn't know. */
 static PyObject *attributes_of(Handle node) {
-    static const int wanted[] = {2, 4, 5, 8, 10, 11, 14};
-
-    enum { COUNT = sizeof wanted / sizeof *wanted, SIZE = 64 };
-
-    char values[COUNT * SIZE] = {0};
+    static const int wanted[] = ATTRIBUTES;
+    char values[ATTRIBUTE_COUNT * ATTRIBUTE_SIZE] = {0};
     size_t used = 0;
-    for (size_t i = 0; i < COUNT; i++)
-        if (cu.GraphKernelNodeGetAttribute(node, wanted[i], values + i * SIZE)) memset(values + i * SIZE, 0, SIZE);
+    for (size_t i = 0; i < ATTRIBUTE_COUNT; i++)
+        if (cu.GraphKernelNodeGetAttribute(node, wanted[i], values + i * ATTRIBUTE_SIZE))
+            memset(values + i * ATTRIBUTE_SIZE, 0, ATTRIBUTE_SIZE);
     for (size_t i = 0; i < sizeof values; i++)
         if (values[i]) used = sizeof values;
     return PyBytes_FromStringAndSize(values, (Py_ssize_t)used);

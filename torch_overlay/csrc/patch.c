@@ -8,29 +8,6 @@
 #include "module.h"
 #include "patch.h"
 
-static PyTypeObject *shared_type;
-
-static void shared_dealloc(Shared *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyMem_Free(self->holder);
-    if (self->lock) PyThread_free_lock(self->lock);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Py_ssize_t nodes;
-    Shared *self;
-    if (!PyArg_ParseTuple(args, "n", &nodes)) return NULL;
-    if (nodes < 0) return PyErr_Format(PyExc_ValueError, "a negative number of nodes");
-    if (!(self = (Shared *)type->tp_alloc(type, 0))) return NULL;
-    self->nodes = (size_t)nodes;
-    if ((self->holder = PyMem_Calloc(self->nodes + 1, sizeof *self->holder)) && (self->lock = PyThread_allocate_lock()))
-        return (PyObject *)self;
-    Py_DECREF(self);
-    return PyErr_NoMemory();
-}
-
 /* The executable no longer holds what it was set to, or the node is about to be freed. */
 static void forget_holder(Blocks *self, size_t node) {
     if (self->shared && self->shared->holder[self->number[node]] == &self->node[node])
@@ -41,6 +18,7 @@ static void blocks_dealloc(Blocks *self) {
     PyTypeObject *type = Py_TYPE(self);
     for (size_t i = 0; self->number && i < self->nodes; i++) forget_holder(self, i);
     if (self->shared && self->shared->last == self) self->shared->last = NULL;
+    if (self->shared && self->shared->recent == self) self->shared->recent = NULL;
     Py_XDECREF((PyObject *)self->shared);
     PyMem_Free(self->number);
     for (size_t i = 0; self->node && i < self->nodes; i++) node_clear(&self->node[i]);
@@ -109,7 +87,7 @@ static int read_words(Blocks *self, PyObject *words) {
 static int read_shared(Blocks *self, PyObject *given) {
     PyObject *shared, *numbers;
     if (!is_tuple(given, "what is shared", -1)
-        || !PyArg_ParseTuple(given, "O!O!;what is shared is (Shared, numbers)", shared_type, &shared, &PyTuple_Type,
+        || !PyArg_ParseTuple(given, "O!O!;what is shared is (Shared, numbers)", shared_type(), &shared, &PyTuple_Type,
                              &numbers))
         return -1;
     if ((size_t)PyTuple_GET_SIZE(numbers) != self->nodes) {
@@ -247,8 +225,8 @@ static size_t write_words(Blocks *self, size_t count) {
     return count;
 }
 
-/* Puts the nodes on the list that the executable holds otherwise, since other graphs use it, too. */
-static size_t list_others(Blocks *self, size_t count) {
+/* Other graphs use the executable, too. */
+size_t list_others(Blocks *self, size_t count) {
     if (!self->shared || self->shared->last == self) return count;
     for (size_t i = 0; i < self->nodes; i++) {
         const Node *holder = self->shared->holder[self->number[i]];
@@ -258,10 +236,13 @@ static size_t list_others(Blocks *self, size_t count) {
     return count;
 }
 
-/* Sets the nodes on the list `dirty`. Returns their number, or -1. */
-static Py_ssize_t set_listed(Blocks *self, size_t count) {
-    count = list_others(self, count);
-    for (size_t i = 0; i < count; i++) forget_holder(self, self->dirty[i]); /* until it is set */
+void leave_listed(Blocks *self, size_t count) {
+    for (size_t i = 0; i < count; i++) forget_holder(self, self->dirty[i]);
+    if (self->shared && count) self->shared->last = NULL;
+}
+
+Py_ssize_t set_listed(Blocks *self, size_t count) {
+    leave_listed(self, count); /* until they are set */
     self->stale = 1;
     if (self->shared) self->shared->last = NULL;
     for (size_t i = 0; i < count; i++) {
@@ -274,8 +255,7 @@ static Py_ssize_t set_listed(Blocks *self, size_t count) {
     return (Py_ssize_t)count;
 }
 
-/* Patches for the first `regions` regions: the nodes of those that moved. Nothing may be stale or unknown. */
-Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
+size_t write_moved(Blocks *self, const uint64_t *base, size_t regions) {
     size_t count = 0;
     self->turn++;
     for (size_t r = 0; r < regions; r++) {
@@ -283,11 +263,10 @@ Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions) {
         self->base[r] = base[r];
         count = write_slots(self, r, base[r], count);
     }
-    return set_listed(self, write_words(self, count));
+    return write_words(self, count);
 }
 
-/* Points the nodes at the bases in `fresh`. Returns how many nodes were set, or -1. */
-Py_ssize_t set_nodes(Blocks *self) {
+Py_ssize_t write_given(Blocks *self) {
     size_t count = 0;
     for (size_t r = 0; self->stale && r < self->regions; r++)
         if (!self->given[r] && self->first[r] < self->first[r + 1]) {
@@ -301,7 +280,7 @@ Py_ssize_t set_nodes(Blocks *self) {
     }
     memcpy(self->base, self->fresh, self->regions * sizeof *self->base);
     memcpy(self->known, self->given, self->regions);
-    return set_listed(self, write_words(self, count));
+    return (Py_ssize_t)write_words(self, count);
 }
 
 int get_context(Handle *now) {
@@ -329,8 +308,8 @@ static PyObject *blocks_patch(Blocks *self, PyObject *const *args, Py_ssize_t co
     if ((bases = PySequence_Fast(args[0], "patch() wants a sequence of bases"))
         && (count == 1 || args[1] == Py_None
             || (regions = PySequence_Fast(args[1], "patch() wants a sequence of regions")))
-        && !read_bases(self, bases, regions))
-        set = set_nodes(self);
+        && !read_bases(self, bases, regions) && (set = write_given(self)) >= 0)
+        set = set_listed(self, list_others(self, (size_t)set));
     Py_XDECREF(bases);
     Py_XDECREF(regions);
     self->busy = 0;
@@ -362,9 +341,6 @@ static PyType_Spec blocks_spec = {"cuda_driver_c.Blocks", sizeof(Blocks), 0, Py_
 
 static PyMethodDef methods[] = {{"context", py_context, METH_NOARGS, "context(): the current context"}, {NULL}};
 
-static PyType_Slot shared_slots[] = {{Py_tp_new, shared_new}, {Py_tp_dealloc, shared_dealloc}, {0, NULL}};
-static PyType_Spec shared_spec = {"cuda_driver_c.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
-
 PyTypeObject *blocks_type(void) {
     static PyTypeObject *made;
     if (!made) made = (PyTypeObject *)PyType_FromSpec(&blocks_spec);
@@ -372,8 +348,6 @@ PyTypeObject *blocks_type(void) {
 }
 
 static int init(PyObject *module) {
-    if (!(shared_type = (PyTypeObject *)PyType_FromSpec(&shared_spec))) return -1;
-    if (PyModule_AddObjectRef(module, "Shared", (PyObject *)shared_type)) return -1;
     return blocks_type() ? PyModule_AddObjectRef(module, "Blocks", (PyObject *)blocks_type()) : -1;
 }
 

@@ -2,19 +2,8 @@
 
 #pragma once
 
-#include "node.h"
 #include "numbers.h"
-
-/* What an executable holds that several graphs share: for each of its nodes the node of a `Blocks` whose block it was
-   set to, or NULL if that is unknown. `last`: the `Blocks` that was launched last, never read. The lock is for patching
-   and launching as one step. */
-typedef struct {
-    PyObject_HEAD
-    size_t nodes;
-    const Node **holder;
-    const void *last;
-    PyThread_type_lock lock;
-} Shared;
+#include "shared.h"
 
 /* A pointer slot. */
 typedef struct {
@@ -42,7 +31,15 @@ typedef struct {
 
 /* Returns a borrowed reference to the type; NULL with a Python error. */
 PyTypeObject *blocks_type(void);
-Py_ssize_t set_moved(Blocks *self, const uint64_t *base, size_t regions);
-Py_ssize_t set_nodes(Blocks *self);
+/* Write what moved into the blocks: for the first `regions` regions, of which none may be stale or unknown, or the
+   bases in `fresh`. Return how many nodes are now on the list `dirty`, or -1. */
+size_t write_moved(Blocks *self, const uint64_t *base, size_t regions);
+Py_ssize_t write_given(Blocks *self);
+/* Adds the nodes to the list that the executable holds otherwise, and returns its length. */
+size_t list_others(Blocks *self, size_t count);
+/* Sets the nodes on the list. Returns their number, or -1. */
+Py_ssize_t set_listed(Blocks *self, size_t count);
+/* Notes that the executable doesn't hold the nodes on the list. */
+void leave_listed(Blocks *self, size_t count);
 int get_context(Handle *now);
 int have_context(Blocks *self, Handle now);

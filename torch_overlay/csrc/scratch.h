@@ -9,13 +9,20 @@ typedef struct {
     int (*stream)(int, Handle *), (*alloc)(uint64_t, Handle *), (*release)(Handle);
 } Torch;
 
-/* The scratch of one graph. */
+/* How the scratch of a graph is allocated. The objects belong to whoever has it. */
 typedef struct {
     PyObject *raw_alloc, *raw_delete;
     Torch torch;
     size_t size;
 } Scratch;
 
-void scratch_clear(Scratch *self);
-int take_scratch(Scratch *self, size_t size, Handle stream, Handle *address);
-int free_scratch(Scratch *self, Handle *address);
+/* Allocates so many bytes on the stream. Returns 0, or -1 and an error. */
+int take_scratch(const Scratch *self, size_t size, Handle stream, Handle *address);
+/* Frees what is there, and sets the address to NULL. Returns 0, or -1 and an error; an error that is set already is
+   kept. */
+int release_scratch(const Scratch *self, Handle *address);
+
+/* The same, after a launch or its failure; the address may be NULL. */
+static inline int free_scratch(const Scratch *self, Handle *address) {
+    return *address ? release_scratch(self, address) : 0;
+}

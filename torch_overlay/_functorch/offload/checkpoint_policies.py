@@ -13,25 +13,22 @@ are replaced by ours, and the tensor is offloaded like any other: the original i
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torch_overlay import config
 from torch_overlay._functorch.offload import ops
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch.fx import Graph, Node
 
-    from torch.fx import Graph, GraphModule, Node
-
-OFFLOAD = "overlay_offload"  # in `meta`
+OFFLOAD = "offload_policy"  # in `meta`
 MUST, PREFER = "must", "prefer"
 
 
 def note_offload_policies(graph: Graph) -> None:
+    """Have the partitioner save the nodes whose policy sends them to the host, and mark them."""
     for node in graph.nodes:
         policy = node.meta.get("recompute")
         if policy is CheckpointPolicy.MUST_CPU_OFFLOAD:
@@ -45,12 +42,8 @@ def is_slab(placeholder: Node) -> bool:
     return any(user.target is ops.IN_USE for user in placeholder.users)
 
 
-def enable_activation_offloading(
-    original: Callable[..., None], forward: GraphModule, *args: Any, **kwargs: Any
-) -> None:
-    """Seam: mark the nodes in place of upstream's rewrite; the graphs are rewritten when they are placed on streams."""
-    if not (config.streams and torch._functorch.config.activation_offload_separate_stream):
-        return original(forward, *args, **kwargs)
-    for node in forward.graph.nodes:
+def note_upstream_marks(graph: Graph) -> None:
+    """Mark the nodes that a pass of the user's has marked for upstream's rewrite."""
+    for node in graph.nodes:
         if node.meta.get("should_offload"):
             node.meta[OFFLOAD] = MUST

@@ -72,3 +72,9 @@ def available_bytes() -> int | None:
 
 def size_text(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+
+
+def gigabytes(nbytes: int) -> str:
+    """Return a number of gigabytes of 10^9 bytes, rounded up to four digits: an advice of that many is enough."""
+    step = 10 ** max(len(str(nbytes)) - 4, 0)
+    return f"{-(-nbytes // step) * step / 1e9:.4g}"

@@ -1,4 +1,4 @@
-"""Reports what is offloaded: to tools and tests as it is decided, and to the log (`TORCH_LOGS="+torch_overlay"`)."""
+"""Reports what is offloaded: to tools and tests as it is decided, and to the log, as information."""
 
 from __future__ import annotations
 

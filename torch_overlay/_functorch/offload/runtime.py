@@ -32,7 +32,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._functorch.offload import host_memory
-from torch_overlay._functorch.offload.host_memory import size_text
+from torch_overlay._functorch.offload.host_memory import gigabytes, size_text
 from torch_overlay._functorch.streams.ids import copy_device, index_now
 
 
@@ -133,7 +133,7 @@ def check_host_memory(nbytes: int) -> None:
         raise OffloadError(
             f"activation_offload keeps {size_text(nbytes)} of saved activations in pinned host memory, and "
             f"{size_text(room)} would fit into what the host has left. Raise its budget_gb by "
-            f"{(nbytes - room) / 1e9:.4g} or more, or free host memory."
+            f"{gigabytes(nbytes - room)} or more, or free host memory."
         )
 
 

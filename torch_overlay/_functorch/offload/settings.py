@@ -45,7 +45,7 @@ def parse(value: Any, option: str) -> Settings | None:
         raise _error(value, option)
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise _error(value, option)
-    return Settings(int(budget * 1e9), strict, least)
+    return Settings(round(budget * 1e9), strict, least)
 
 
 def _error(value: Any, option: str) -> ValueError:

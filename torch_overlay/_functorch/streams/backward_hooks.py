@@ -8,7 +8,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies, OFFLOAD
+from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
+from torch_overlay._functorch.offload.hooks import offload_saved
 from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, place_parts
 from torch_overlay._functorch.streams.duplicates import merge_duplicates
 from torch_overlay._functorch.streams.eager_memory import saved_in_eager
@@ -18,7 +19,6 @@ from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
 from torch_overlay._functorch.streams.saved_values import read_unordered
 from torch_overlay._functorch.streams.written_inputs import keep_unsaved
-from torch_overlay._options import offload_settings
 
 
 if TYPE_CHECKING:
@@ -72,16 +72,6 @@ def partition(
         place_parts(forward, backward, {*streams.values()} - {CALLERS_STREAM}, unread)
     offload_saved(forward, backward, count)
     return forward, backward, count
-
-
-def offload_saved(forward: GraphModule, backward: GraphModule, count: int) -> None:
-    """Offload saved activations to the host, if the configuration or a checkpoint policy asks for it."""
-    wanted = offload_settings(config)
-    if wanted is None and not (config.streams and any(OFFLOAD in n.meta for n in forward.graph.nodes)):
-        return
-    from torch_overlay._functorch.offload.rewrite import offload
-
-    offload(forward, backward, count, wanted)
 
 
 def donated_buffers(

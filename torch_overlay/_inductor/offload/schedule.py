@@ -27,10 +27,10 @@ from torch_overlay._functorch.offload.copy_placement import (
     place_waits,
     Store,
 )
+from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._functorch.offload.kernel_times import known_us
 from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
-from torch_overlay._functorch.offload.rewrite import holds_memory_at_once
 from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import device_us, user_stream

@@ -43,7 +43,7 @@ class AnySizeGraph:
     def __init__(self) -> None:
         self.seen: list[Seen] = []  # calls of different sizes, the first ones
         self.calls_operators = False  # as far as calls have shown
-        self.frees_inputs = False  # likewise
+        self.frees_inputs = False  # likewise, in a backward
         self.varied: frozenset[int] = frozenset()
         self.key_of: Callable[[Sequence[Any]], Any] | None = None
         self.failures = 0
@@ -58,11 +58,10 @@ class AnySizeGraph:
             views = {k: view_of(v) for k, v in enumerate(inputs) if capture.is_region(v)}
             self.seen.append(Seen(numbers, views))
 
-    def note_run(self, operators: int, are_aligned: bool, frees_inputs: bool) -> None:
-        """Note how many operators a call has called, and whether it has freed inputs in a backward. Generated code
-        calls an operator to copy an input that is not aligned: such a call shows nothing."""
+    def note_run(self, operators: int, are_aligned: bool) -> None:
+        """Note how many operators a call has called. Generated code calls an operator to copy an input that is not
+        aligned: such a call shows nothing."""
         self.calls_operators |= operators > 0 and are_aligned
-        self.frees_inputs |= frees_inputs
 
     def run(self, runner: Runner, key: Any, inputs: list[Any]) -> tuple[Any, ...] | None:
         """Launch the graph, which is made first if it can be. Return None if there is none, if it is not for these

@@ -52,7 +52,8 @@ def noted() -> Iterator[set[int]]:
 
 
 def register(module: ModuleType) -> Callable[[], None]:
-    """Seam at the end of Inductor's lowerings: wrap the operators, by replacing the `_op` that an OpOverload calls."""
+    """Wrap the operators at the end of Inductor's lowerings, by replacing the `_op` that an OpOverload calls. Return a
+    function that undoes it."""
     undo = contextlib.ExitStack()
     for name in OPERATORS:
         undo.callback(_wrap(getattr(torch.ops.aten, name).default))

@@ -47,11 +47,6 @@ CAUSES: dict[str, Cause] = {
     # What the compiler refuses.
     "inductor": Cause("Inductor made no graph of this code", "its message says what to change"),
     "split": Cause("all of the code is split off", "give the operations that stand between them one function"),
-    "policy-alone": Cause(
-        "the caller's streams, or memory-efficient attention in training, with a policy alone",
-        "enable the overlay; attention is split off by torch._inductor.config.custom_should_partition_ops = "
-        '["aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward"]',
-    ),
     "cpp-wrapper": Cause("code with a C++ wrapper", "torch._inductor.config.cpp_wrapper = False"),
     "graph-break": Cause(
         "a graph break cuts the function in two", "the hint of the break; TORCH_LOGS=graph_breaks shows it"

@@ -23,8 +23,8 @@ from torch_overlay._inductor.relaunch.on_reset import listen, on_reset
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.partitions import Partitions
-    from torch_overlay._inductor.relaunch.refusals import Code
     from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
     from torch_overlay._inductor.relaunch.rewrites.resident import Residents
     from torch_overlay._inductor.relaunch.runner import Runner

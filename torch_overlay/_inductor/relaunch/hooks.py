@@ -15,7 +15,8 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import partitions
+from torch_overlay._inductor.relaunch import attachments, partitions
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.policy import (
     compiled_frame,
     describe_whole,
@@ -24,7 +25,7 @@ from torch_overlay._inductor.relaunch.policy import (
     RelaunchPolicy,
     rewritten,
 )
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.partitions import Partitions
 
 RELAUNCH = RelaunchPolicy()
+attachments.attach()
 
 
 def chosen_mode(device_box: Any) -> str:

@@ -3,15 +3,15 @@
 A graph keeps the numbers of its capture, so two calls share a graph only if no program could tell their numbers apart
 (`exact`). An integer, which most keys are made of, is in the key as it is.
 
-A small tensor in host memory is in the key by its values, a slab of saved activations (`offload.runtime`) by its
-address.
+A small tensor in host memory is in the key by its values, one in memory that lives as long as the graph
+(`host_memory`) by the identity of that.
 """
 
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.offload import runtime
+from torch_overlay._inductor.relaunch import host_memory
 from torch_overlay._inductor.relaunch.exact import exact
 
 
@@ -37,5 +37,6 @@ def host_value(tensor: torch.Tensor) -> Any:
     if not tensor.dim():
         return tensor.dtype, exact(tensor.item())
     if tensor.numel() > LARGEST_HOST_TENSOR:
-        return runtime.identity(tensor) if runtime.is_slab(tensor) else LARGE
+        found = host_memory.identity(tensor)
+        return LARGE if found is None else found
     return (tensor.dtype, *map(exact, tensor.flatten().tolist()))

@@ -53,9 +53,11 @@ from torch_overlay import config
 from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage
+from torch_overlay._inductor.relaunch.causes import Cause, CAUSES
+from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.partitions import Partitions
-from torch_overlay._inductor.relaunch.refusals import Code, refuse, Refused
+from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 from torch_overlay._inductor.user_lines import source_line
 
 
@@ -66,6 +68,12 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
     from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+
+CAUSES["policy-alone"] = Cause(
+    "the caller's streams, or memory-efficient attention in training, with a policy alone",
+    "enable the overlay; attention is split off by torch._inductor.config.custom_should_partition_ops = "
+    '["aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward"]',
+)
 
 
 # Names in generated code: of what uses the caller's streams, and of operators with seeds.

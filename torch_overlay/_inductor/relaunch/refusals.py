@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.causes import CAUSES
 
+
+if TYPE_CHECKING:
+    from torch_overlay._inductor.relaunch.compiled_code import Code
 
 # Namespaces of operators that communicate with other processes: Note [Collectives], in `policy`.
 COMMUNICATION = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Code:
-    """A compiled region as its compiler describes it: properties that are the same at each call."""
-
-    name: str
-    device: int
-    static_inputs: tuple[int, ...] = ()
-    mutated_inputs: tuple[int, ...] = ()
-    saved_outputs: frozenset[int] = frozenset()  # saved tensors for the backward, which the user doesn't see
-    is_backward: bool = False
-    source: str = ""  # the first line of the user's program that the region was compiled from
-    compile_id: Any = None  # Dynamo's, of the frame that it was compiled for, if that could be cut at an operator
-    # Positions of numbers that no tensor's size or stride depends on; negative ones count from the end.
-    numbers: frozenset[int] = frozenset()
-
-    @property
-    def is_training(self) -> bool:
-        return self.is_backward or bool(self.saved_outputs)
 
 
 @dataclass(frozen=True)

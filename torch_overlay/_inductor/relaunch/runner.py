@@ -33,13 +33,15 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import alignment, attention_seeds, keys, refusals, split_off
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, clone_flat, copy_back, LEAST
 from torch_overlay._inductor.relaunch.any_size_graphs import AnySizeGraph
 from torch_overlay._inductor.relaunch.capture import capture
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Observer, Plan, storages, Watch
+from torch_overlay._inductor.relaunch.capture.blame import find_culprit, find_launcher
 from torch_overlay._inductor.relaunch.capture.culprit import Culprit, line_of_error, other_threads_run
-from torch_overlay._inductor.relaunch.capture.make_graph import capturing, find_culprit, find_launcher, make_graph, Work
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, make_graph, Work
 from torch_overlay._inductor.relaunch.launch import launcher, memcpy_nodes, relaunch, staged
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
@@ -54,9 +56,9 @@ from torch_overlay._inductor.relaunch.verify import Verified
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.refusals import Code
 
     Clones: TypeAlias = "list[tuple[int, torch.Tensor, torch.Tensor]]"
 
@@ -82,6 +84,21 @@ class State:
         self.alone = False  # the driver can't set the shared executable's nodes to this graph's
 
 
+class _Held:
+    """The storages of a region's inputs, before a run that may free them."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        tensors = [(k, v) for k, v in enumerate(inputs) if address_of(v)]
+        self._refs = {k: StorageWeakRef(v.untyped_storage()) for k, v in tensors}
+        self._large = [k for k, v in tensors if v.untyped_storage().nbytes() >= LARGE]
+
+    def are_freed(self) -> bool:
+        return any(ref.expired() for ref in self._refs.values())
+
+    def freed_large(self) -> frozenset[int]:
+        return frozenset([k for k in self._large if self._refs[k].expired()])
+
+
 class Runner:
     def __init__(self, model: Callable[[list[Any]], Any], code: Code, device: Any = None) -> None:
         if device is None:
@@ -101,7 +118,7 @@ class Runner:
         self.seeds: frozenset[int] = frozenset()  # positions of seeds of attention
         self.free: tuple[int, ...] = ()  # positions of numbers that are in no key
         self.kept: dict[int, str] = {}  # numbers that had to be put into the key, and why
-        self.sizes = Sizes()
+        self.sizes = Sizes(config.cudagraph_executables)
         self.any_size = AnySizeGraph()
         self.plan: Plan | None = None  # that of the latest size that was observed
         self.captures = 0
@@ -223,7 +240,7 @@ class Runner:
             self._launched_before = self.launched()
             states, self.states = self.states, OrderedDict()
             self.key_of = self.attempt = self.plan = None
-            self.sizes, self.any_size = Sizes(), AnySizeGraph()
+            self.sizes, self.any_size = Sizes(self.sizes.bound), AnySizeGraph()
             self.captures = 0
         states.clear()
 
@@ -364,16 +381,14 @@ class Runner:
         listen()
         self.device.prepare()
         self.any_size.note(self, inputs)
-        if self.plan is not None and not self.code.is_backward:
+        if self.plan is not None:
             return self._repeat(self.plan, state, inputs)
         given, generators = storages(inputs), self.device.generators(inputs)
-        held = {k: StorageWeakRef(v.untyped_storage()) for k, v in enumerate(inputs) if address_of(v)}
-        large = {k: ref for k, ref in held.items() if inputs[k].untyped_storage().nbytes() >= LARGE}
-        are_aligned = not any(address_of(inputs[k]) % LEAST for k in held)
+        held = _Held(inputs)
+        are_aligned = not any(address_of(v) % LEAST for v in inputs)
         drawn = [g.get_offset() for g in generators]
         at = {v.data_ptr(): k for k, v in enumerate(inputs) if attention_seeds.may_be_seed(v)}
         observer, asked = Observer(), {}
-        detail = self.code.is_backward and bool(large)
         namespace = namespace_of(self.model)
         watch = Watch(observer, self._counted(asked), tuned_in=namespace)
         with observed(namespace, observer), attention_seeds.noted() as noted, watch:
@@ -383,10 +398,8 @@ class Runner:
         advance = tuple([g.get_offset() - before for g, before in zip(generators, drawn)])
         # An input may have been freed by now, and the region may have allocated at its address.
         fresh = [address for address in made if address not in given or address in observer.last]
-        dying = frozenset(k for k, storage in large.items() if storage.expired())
-        frees_inputs = self.code.is_backward and any(storage.expired() for storage in held.values())
-        self.any_size.note_run(watch.count, are_aligned, frees_inputs)
-        base = Plan(detail=detail and bool(dying), dying=dying, asked=asked, **_random(advance))
+        self.any_size.note_run(watch.count, are_aligned)
+        base = Plan(asked=asked, **self._freed(held), **_random(advance))
         state.plan = self.plan = observer.plan(fresh, base)
         state.warm_in.add(threading.get_ident())
         self._count_warm_up()
@@ -394,16 +407,22 @@ class Runner:
 
     def _repeat(self, plan: Plan, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled for the first time with these sizes, or in this thread. Its allocations are the
-        same as with other sizes."""
-        generators = self.device.generators(inputs)
+        same as with other sizes; which inputs are large is not."""
+        generators, held = self.device.generators(inputs), _Held(inputs)
         before = [g.get_offset() for g in generators]
         result = self._outside("warm-up", inputs)
         advance = tuple([g.get_offset() - b for g, b in zip(generators, before)])
         known = state.plan if state.warm_in else dataclasses.replace(plan, asked={})
-        state.plan = dataclasses.replace(known, **_random(advance))
+        state.plan = dataclasses.replace(known, **self._freed(held), **_random(advance))
         state.warm_in.add(threading.get_ident())
         self._count_warm_up()
         return result
+
+    def _freed(self, held: _Held) -> dict[str, Any]:
+        """Return the fields of a plan that say which inputs a run has freed."""
+        dying, is_backward = held.freed_large(), self.code.is_backward
+        self.any_size.frees_inputs |= is_backward and held.are_freed()
+        return {"dying": dying, "detail": is_backward and bool(dying)}
 
     def _count_warm_up(self) -> None:
         self.warm_ups += 1
@@ -536,7 +555,8 @@ class Runner:
             for i, stage in enumerate(stages, start=1):
                 part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
                 nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
-                stage.show(f"{self.code.name}, {part}graph of {nodes}")
+                name = f"{self.code.name}, {part}graph of {nodes}"
+                stage.show(functools.partial(profiler_ranges.within, name))
         return Verified(made, self.plain, self.code, clone_flat) if self.verify else made
 
     def _drop_unkept(self) -> None:

@@ -20,9 +20,9 @@ from torch_overlay._inductor.relaunch.memory.outputs import OfInput, OfStorage, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
     from torch_overlay._inductor.relaunch.launch.staged import Split
-    from torch_overlay._inductor.relaunch.refusals import Code
 
 # Largest difference, relative to the largest number of the tensor.
 TOLERANCES = {

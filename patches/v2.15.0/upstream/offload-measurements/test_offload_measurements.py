@@ -167,9 +167,8 @@ class TestMeasuring(TestCaseOfMeasurements):
 
     def test_capture(self):
         self.capturing = True
-        with self.assertRaisesRegex(RuntimeError, "being captured"):
-            with measuring(0):
-                self.fail("it was measured")
+        with self.assertRaisesRegex(RuntimeError, "being captured"), measuring(0):
+            self.fail("it was measured")
 
     def test_device_that_is_not_there(self):
         with FakeTensorMode():

@@ -263,11 +263,32 @@ class TestHostMemory(SlabCase):
             self.assertRaisesRegex(OffloadError, r"keeps 2.00 GB .* 900.00 MB would"),
         ):
             check_host_memory(2 * 10**9)
+        with available(1), self.assertRaisesRegex(OffloadError, "would fit"):
+            take_slab(64, 0)
         with available(None):  # nothing is known
             check_host_memory(2 * 10**9)
         take_slab(4096, 0)
         with available(0):  # a slab is free
             check_host_memory(4000)
+
+    def test_free_slabs_make_room(self):
+        take_slab(4096, 0)
+        unpinned = []
+        with (
+            mock.patch.object(torch.cuda, "synchronize"),
+            mock.patch.object(host_memory, "unpin", unpinned.append),
+            mock.patch.object(host_memory, "available_bytes", lambda: 3000),
+        ):
+            slab = take_slab(6200, 0)
+        self.assertEqual(unpinned, [self.pinned[0][0]])
+        self.assertEqual(live(), {"slabs": 1, "in_use": 1, "bytes": slab.numel()})
+
+    def test_advice_is_enough(self):
+        for nbytes in (1, 9999, 10001, 49152, 99999, 20 * 10**9 + 1):
+            text = host_memory.gigabytes(nbytes)
+            self.assertGreaterEqual(round(float(text) * 1e9), nbytes)
+            self.assertLess(float(text) * 1e9, 1.001 * nbytes + 1)
+            self.assertLessEqual(len(text.partition("e")[0].strip("0.")), 5)
 
     def test_memory_that_can_not_be_pinned(self):
         self.pin_error = 2

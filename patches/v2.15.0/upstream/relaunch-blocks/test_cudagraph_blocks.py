@@ -165,6 +165,19 @@ class TestBlocks(TestCase):
         self.assertEqual(made[0].patch([0x7000]), 1)  # node 2 holds the same
         self.assertEqual(self.arguments(self.noted()[10], 8), [word(1)])
 
+    def test_blocks_in_the_order_of_launch(self):
+        nodes = kernel(0, (0, word(1))), kernel(2, (0, word(2)))
+        shared, slot = (
+            self.module.Shared(3, ((2, b""), (0, b""))),
+            PointerSlot(0, 0, 0, 0, 0),
+        )
+        blocks = self.make(nodes, [slot], 1, shared=shared)
+        self.assertEqual(blocks.patch([0x7000]), 2)
+        found = self.noted()
+        self.assertEqual([*found], [10, 12])  # what moved comes first
+        values = [self.arguments(found[node], 8) for node in (10, 12)]
+        self.assertEqual(values, [[word(0x7000)], [word(2)]])
+
     def test_places_of_numbers(self):
         node = kernel(0, (0, word(1)), (8, word(2)))
         numbers = NumberSlot(0, 1, "l", ()), NumberSlot(0, -2, "i", ())

@@ -25,6 +25,9 @@ def u64(*values):
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
+FIVE = u64(5)
+
+
 class Kernel:
     """A function with pointers at drawn places of its parameters."""
 
@@ -102,11 +105,12 @@ class TestFunctions(TestCase):
         segment = Segment(low + 4096, 4096, 0)
         return CapturedGraph((node,), (), (segment,), low, low + (1 << 20))
 
-    def why(self, build, **changes):
-        """Why a launch is unknown, where the first parameter is a pointer."""
+    def why(self, build, other=FIVE):
+        """Why a launch is unknown, where the first parameter is a pointer and
+        the second, of that value in a proof, is none."""
         functions = Functions()
         lows = 1 << 40, 2 << 40
-        functions.learn(prove(*(self.graph(a, u64(a + 4096), u64(5)) for a in lows)))
+        functions.learn(prove(*(self.graph(a, u64(a + 4096), other) for a in lows)))
         slots, unknown = functions.slots_of(self.graph(lows[0], *build(lows[0])))
         if not unknown:
             return slots
@@ -132,7 +136,8 @@ class TestFunctions(TestCase):
                 value[at : at + 8] = u64(low + 4096)  # noqa: B023
                 return u64(low + 4096), bytes(value)
 
-            self.assertRegex(self.why(build), f"parameter 1, offset {at}: an address")
+            why = self.why(build, bytes(24))
+            self.assertRegex(why, f"parameter 1, offset {at}: an address")
 
     def test_number_where_there_was_a_pointer(self):
         self.assertRegex(self.why(lambda at: (u64(7), u64(5))), "outside the range")
@@ -143,7 +148,14 @@ class TestFunctions(TestCase):
         functions, lows = Functions(), (1 << 40, 2 << 40)
         functions.learn(prove(*(self.graph(a, u64(5, 6, a + 4096)) for a in lows)))
         _, unknown = functions.slots_of(self.graph(lows[0], u64(5, 6)))
-        self.assertIn("shorter than it was", unknown[0])
+        self.assertIn("for the first time", unknown[0])  # it is another function
+
+    def test_function_that_is_loaded_again(self):
+        functions, lows = Functions(), (1 << 40, 2 << 40)
+        functions.learn(prove(*(self.graph(a, u64(a + 4096)) for a in lows)))
+        graph = self.graph(lows[0], u64(lows[0] + 4096), func=70)
+        slots, unknown = functions.slots_of(graph)
+        self.assertEqual(([slot.region for slot in slots], unknown), ([0], {}))
 
     def test_handle_that_is_used_again(self):
         functions, lows = Functions(), (1 << 40, 2 << 40)

@@ -28,17 +28,9 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay._inductor.relaunch.capture.allocations import (
-    Lives,
-    namespace_of,
-    observed,
-    Observer,
-    Plan,
-    storages,
-    tensors as tensors_in,
-    Watch,
-)
-from torch_overlay._inductor.relaunch.graph.concurrency import is_product, Product
+from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Plan, Watch
+from torch_overlay._inductor.relaunch.capture.operators import Operators
+from torch_overlay._inductor.relaunch.capture.placing import Placing
 from torch_overlay._inductor.relaunch.memory.chunks import place
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
@@ -53,22 +45,21 @@ from torch_overlay._inductor.relaunch.memory.outputs import (
     View,
     view_of,
 )
-from torch_overlay._inductor.relaunch.memory.packing import aligned
 from torch_overlay._inductor.relaunch.numbers.launches import Launches, noted
-from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators, plain
-from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
+from torch_overlay._inductor.relaunch.numbers.shapes import NoOperators
+from torch_overlay._inductor.relaunch.numbers.traced import Traced
 from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
-    from torch_overlay._inductor.relaunch.refusals import Code
 
 ALIGNMENT = 256  # no library checks for more
-GROUP = 4  # operators whose memory is freed together
 
 
 @dataclass
@@ -83,65 +74,7 @@ class Captured:
     results: list[tuple[int, int]]  # (address, bytes) of what operators returned
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
-
-
-class _Placing(Observer):
-    """An observer that gives each allocation of generated code an address range of its own in a capture. Allocations of
-    the plan are outputs, all others are scratch."""
-
-    def __init__(
-        self, plan: Plan, recording: Any, placed: dict[int, int], with_uses: bool, shapes: Shapes | None
-    ) -> None:
-        super().__init__()
-        self.plan_, self.recording, self.placed, self.shapes = plan, recording, placed, shapes
-        self.lives = Lives()
-        self.scratch: dict[int, int] = {}
-        self.products: list[Product] | None = [] if with_uses else None
-        self.results: list[tuple[int, int]] = []
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.products is None or not is_product(func):
-            return func(*args, **kwargs)
-        first = self.recording.count()
-        result = func(*args, **kwargs)
-        writes = storages(result)
-        reads = {a: size for a, size in storages((args, kwargs)).items() if a not in writes}
-        self.products.append(Product(first, self.recording.count(), tuple(reads.items()), tuple(writes.items())))
-        return result
-
-    def note_results(self, number: int, made: Mapping[int, int]) -> None:
-        super().note_results(number, made)
-        self.results += made.items()
-
-    def allocate(self, original: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-        self.lives.tick()
-        asked = args
-        if self.shapes is not None:
-            args = plain(args)
-        if len(args) != 3 or 0 in args[0]:
-            if self.shapes is not None:
-                raise Escaped(frozenset(), "memory of no bytes is allocated")
-            return super().allocate(original, *args)
-        view = View(tuple(args[0]), tuple(args[1]), args[2])
-        made = self.recording.place(view)
-        if self.shapes is not None:
-            self.shapes.allocated(made, asked[0], asked[1])
-        address = made.data_ptr()
-        if self.count in self.plan_.allocations:
-            self.placed[address] = view.extent
-            self.lives.track_output(address)
-        else:
-            self.scratch[address] = view.extent
-            self.lives.begin(made)
-        self.note(address)
-        return made
-
-
-class _Group:
-    def __init__(self) -> None:
-        self.pool: Any = None
-        self.calls = 0
-        self.addresses: list[int] = []
+    asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
 
 
 class Capture:
@@ -170,17 +103,16 @@ class Capture:
         self.input_at: dict[int, int] = {}  # address -> position
         self.placed: dict[int, int] = {}  # address of a storage that may be an output -> bytes
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
-        self.observer = _Placing(plan, recording, self.placed, with_uses, shapes)
-        self.group = _Group()
+        self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
+        self.operators = Operators(plan, recording, self.observer)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
             stand_ins = [self._stand_in(position, value) for position, value in enumerate(self.inputs)]
             # The region must hold the only references: when it drops one, it won't use that input again.
             known = [weakref.ref(v) if isinstance(v, torch.Tensor) else None for v in stand_ins]
-            run = self._operator if self.plan.watch or self.plan.operators or self.plan.detail else _run
-            watching = self.with_uses or run is not _run
-            watch = Watch(self.observer, run) if watching else contextlib.nullcontext()
+            watching = self.with_uses or self.operators.are_wanted
+            watch = Watch(self.observer, self.operators.run) if watching else contextlib.nullcontext()
             if self.shapes is not None:
                 watch = NoOperators()
             with self.recording.capturing(self.inputs, self.plan.random):
@@ -192,7 +124,7 @@ class Capture:
                     outputs = self.model(given)
                     del given
                 outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-                self._end_group()
+                self.operators.end_group()
                 self._copy_out(outputs)
             recipes, addresses = self._recipes(outputs, [ref and ref() for ref in known])
             if self.shapes is not None:
@@ -220,7 +152,7 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches
+        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:
@@ -250,51 +182,6 @@ class Capture:
             self.input_at[made.data_ptr()] = position
             self.observer.lives.begin(made)
         return made
-
-    def _operator(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
-        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
-        operator that may return new tensors: memory of a result lives as long as the result, other memory only as long
-        as the operator runs."""
-        lives, planned = self.observer.lives, number in self.plan.operators
-        lives.tick()
-        if not planned and not (self.plan.detail and makes):
-            return self._in_group(call) if self.plan.detail else call()
-        with self.recording.apart(self.plan.asked.get(number)) as apart:
-            result = call()
-        results = {t.untyped_storage().data_ptr(): t for t in tensors_in(result)}
-        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
-        temporary = aligned(apart.requested - sum(made.values()))
-        for address, size in apart.segments.items():
-            # If an address was used twice, the second allocation there may be the smaller one.
-            least = made.get(address, temporary)
-            bytes = min(size, least if apart.once else max(least, temporary))
-            (self.placed if planned and address in made else self.observer.scratch)[address] = bytes
-            if address in made:
-                lives.begin(results[address])
-            else:
-                lives.note(address)
-        return result
-
-    def _in_group(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that returns nothing new, in a pool that it shares with up to `GROUP` - 1 others. They keep
-        no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
-        """
-        if self.group.calls == GROUP:
-            self._end_group()
-        if self.group.pool is None:
-            self.group.pool = self.recording.new_pool()
-        self.group.calls += 1
-        with self.recording.within(self.group.pool) as made:
-            result = call()
-        self.observer.lives.made |= dict.fromkeys(made, self.observer.lives.now)
-        self.group.addresses += made
-        return result
-
-    def _end_group(self) -> None:
-        lives = self.observer.lives
-        for address in self.group.addresses:
-            lives.freed[address] = lives.now + 1
-        self.group = _Group()
 
     def _copy_out(self, outputs: list[Any]) -> None:
         """Replace outputs in the scratch by copies, one for each storage."""
@@ -350,10 +237,6 @@ class Capture:
                 raise Refusal("output", f"output {number} is on {out.device}")
             return Given(out)
         return OfStorage(addresses.setdefault(address, len(addresses)), view_of(out, offset))
-
-
-def _run(number: int, call: Callable[[], Any], makes: bool) -> Any:
-    return call()
 
 
 def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

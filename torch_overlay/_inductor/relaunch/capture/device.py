@@ -27,12 +27,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay import config
-from torch_overlay._functorch.offload import runtime
+from torch_overlay._inductor.relaunch import host_memory
 from torch_overlay._inductor.relaunch.capture import kernel_names
 from torch_overlay._inductor.relaunch.capture.recording import Recording
 from torch_overlay._inductor.relaunch.graph import concurrency, fill_copy_kernels, read as graphs, tidy
 from torch_overlay._inductor.relaunch.graph.driver import DriverError
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
+from torch_overlay._inductor.relaunch.graph.order import only_order
 from torch_overlay._inductor.relaunch.graph.subgraph import Part
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native
 from torch_overlay._inductor.relaunch.launch.launcher import Launcher, upload
@@ -76,14 +77,13 @@ class Cuda:
 
     def allocated(self) -> tuple[int, int]:
         """Return how many allocations, and how many bytes, the device's allocator was ever asked for. This call is
-        slow."""
-        stats = torch._C._cuda_memoryStats(self.index)
+        slow, but for `torch.cuda.memory_stats` it would be slower: that lists all pools that there ever were."""
+        stats = torch._C._accelerator_getDeviceStats(self.index)
         return stats["allocation"]["all"]["allocated"], stats["requested_bytes"]["all"]["allocated"]
 
-    def blocks(self) -> int:
-        """Return how many blocks the device's allocator has, without segments that are entirely free."""
-        stats = torch._C._cuda_memoryStats(self.index)
-        return stats["active"]["all"]["current"] + stats["inactive_split"]["all"]["current"]
+    def is_unused(self, pool: tuple[int, int]) -> bool:
+        """True if nothing that was allocated from the pool is in use."""
+        return torch._C._cuda_checkPoolLiveAllocations(self.index, pool, set())
 
     def holes(self) -> list[int]:
         """Return the bytes of each free block of more than 1 MiB that an allocation on the current stream may get,
@@ -125,9 +125,15 @@ class Cuda:
         with self.guard():
             prepare(self.index)
 
+    def lines(
+        self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]
+    ) -> kernel_names.KernelLines | None:
+        """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
+        return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
+
     def read(self, captured: Captured) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
-        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=runtime.holds).kept:
+        for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=host_memory.holds).kept:
             log.info("stays in the graph as it is: %s", kept)
         space = captured.recording.space
         graph = graphs.read(
@@ -136,7 +142,7 @@ class Cuda:
             space.low,
             space.high,
             driver=self.driver,
-            keeps=runtime.holds,
+            keeps=host_memory.holds,
         )
         check_libraries(graph)
         return graph
@@ -179,15 +185,17 @@ class Cuda:
         return tuple(edges)
 
     def instantiate(
-        self, captured: Captured, arrangement: Arrangement, is_shared: bool = False
+        self, captured: Captured, arrangement: Arrangement, varies: CapturedGraph | None = None
     ) -> tuple[Arrangement, list[Launcher]]:
         """Return a launcher for each stage, or one for the whole graph if the driver can't cut it, and the arrangement
-        that the launchers follow. `is_shared`: there may be other launchers `like` them."""
+        that the launchers follow. `varies`: the graph, if most of its nodes may be set at a launch, for any size or
+        since there may be other launchers `like` these."""
         graph = captured.recording.graph
+        shared = functools.partial(self._shared, captured, varies)
         _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
-                launchers = self._parts(graph, arrangement, is_shared)
+                launchers = self._parts(graph, arrangement, shared)
             except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
                 arrangement = dataclasses.replace(arrangement, stages=())
@@ -197,8 +205,8 @@ class Cuda:
                 return arrangement, launchers
         graph.instantiate()
         upload(graph)
-        shared = native.shared(arrangement.template) if is_shared else None
-        launchers = [Launcher(graph, arrangement.template, not captured.recording.fixed, shared)]
+        template = arrangement.template
+        launchers = [Launcher(graph, template, not captured.recording.fixed, shared(template))]
         self._annotate(captured, [arrangement.template], launchers)
         return arrangement, launchers
 
@@ -226,13 +234,20 @@ class Cuda:
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
 
-    def _parts(self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, is_shared: bool) -> list[Launcher]:
+    def _shared(self, captured: Captured, graph: CapturedGraph | None, template: Template) -> Any:
+        if graph is None:
+            return None
+        draws = bool(captured.recording.fixed)  # then torch has to launch the graph
+        return native.shared(template, None if draws else only_order(len(graph.nodes), graph.edges))
+
+    def _parts(
+        self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, shared: Callable[[Template], Any]
+    ) -> list[Launcher]:
         launchers = []
         for stage in arrangement.stages:
             part = Part(graph.raw_cuda_graph(), [node.handle for node in stage.template.nodes], self)
             upload(part)
-            shared = native.shared(stage.template) if is_shared else None
-            launchers.append(Launcher(part, part.renamed(stage.template), True, shared))
+            launchers.append(Launcher(part, part.renamed(stage.template), True, shared(stage.template)))
         return launchers
 
 

@@ -5,14 +5,6 @@ prove        a second capture at other addresses; each argument word that differ
 relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
 arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
 instantiate  the graph, or a part of it for each stage, becomes executable (`launch.launcher`)
-
-Note [Opaque operators]
-A custom operator may launch on the default stream whatever the current stream is, as CUDA code that names no stream
-does. Nobody notices while the default stream is the current one. In a capture, such a launch is not recorded: the
-kernel would run at once, on placeholder addresses, and the illegal access would end the process. So a region that
-calls operators that are not torch's is first captured on a stream that the default stream waits for: CUDA refuses
-launches on the default stream while such a stream is captured, and the operator is found like any other in which a
-capture fails. CUDA refuses those of other threads, too; so while other threads run, there is no such capture.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
-from torch_overlay._inductor.relaunch.capture.culprit import Culprit, Launchers, Suspects
+from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
@@ -37,19 +29,19 @@ from torch_overlay._inductor.relaunch.numbers.shapes import Shapes
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.numbers.words import another, settled, slots_of
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
-from torch_overlay._inductor.relaunch.refusals import COMMUNICATION, log
+from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
 from torch_overlay._inductor.relaunch.sizes.functions import without
-from torch_overlay._inductor.streams.runtime import Spec
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory.packing import Life
+    from torch_overlay._inductor.relaunch.memory.sized import Sized
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
-    from torch_overlay._inductor.relaunch.refusals import Code
-    from torch_overlay._inductor.relaunch.sizes.any_size import Seen, Sized
+    from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
     Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"
@@ -103,8 +95,7 @@ def make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
 
 def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     device, code, sizes = work.device, work.code, work.sizes
-    check_streams(work.model)
-    check_collectives(work.model)
+    check(work.model)
     holes = device.holes() if code.saved_outputs and not work.is_shared else []
     with_uses = device.concurrent and not code.is_training and not work.is_shared
     others = {k: another(value) for k, value in work.numbers.items()}
@@ -112,7 +103,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     def take(recording: Any, **options: Any) -> Captured:
         return work.capture(recording, holes=holes, **options)
 
-    with _recordings(device) as record:
+    with recordings(device) as record:
         first = take(record(1), with_uses=with_uses)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
@@ -120,6 +111,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
             first = take(record(1), with_uses=with_uses)
+        work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
         known = _known(work, graph)
         if not known[1]:
@@ -159,16 +151,15 @@ def make_graph_for_any_size(work: Work, seen: Seen) -> tuple[Arrangement, list[A
     of a graph for all sizes, its launcher, and what a launch computes. Raises what `arrange_any_size` raises, or what
     the region itself raises. Note [Graphs for any size] of `sizes.any_size`"""
     device = work.device
-    check_streams(work.model)
-    check_collectives(work.model)
-    with no_collection(), _recordings(device) as record:
+    check(work.model)
+    with no_collection(), recordings(device) as record:
         first = work.capture(record(1), shapes=Shapes())
         second = work.capture(record(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
         graphs = device.read(first), device.read(second)
         prove = functools.partial(device.prove, namespace=work.namespace)
         arrangement, sized = arrange_any_size(first, second, graphs, prove)
         second.recording.discard()
-        return *device.instantiate(first, arrangement), sized
+        return *device.instantiate(first, arrangement, varies=graphs[0]), sized
 
 
 def _known(work: Work, graph: CapturedGraph) -> Known:
@@ -182,35 +173,9 @@ def _known(work: Work, graph: CapturedGraph) -> Known:
     return slots, unknown
 
 
-def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
-    """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
-    nothing may be launched on the default stream. Note [Opaque operators]"""
-    suspects = Suspects(work.namespace, work.device.is_capture_broken)
-    with contextlib.suppress(Exception), _recordings(work.device) as record:
-        recording = record(1)
-        recording.blocking = blocking
-        with suspects:
-            work.capture(recording)
-    return suspects.found
-
-
-def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
-    """Capture once more, and return the operator that launches the node for which the proof has refused the region."""
-    number = refusal.node.partition(" ")[0]
-    if not number.isdigit():
-        return None
-    with contextlib.suppress(Exception), _recordings(work.device) as record:
-        recording = record(1)
-        with Launchers(work.namespace, recording.nodes) as launchers:
-            captured = work.capture(recording)
-        did = f"launches a kernel that can't be relaunched [{refusal.reason}]"
-        return launchers.culprit(work.device.handle_of(captured, int(number)), did)
-    return None
-
-
 @contextlib.contextmanager
-def _recordings(device: Any) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that makes recordings; close all of them at the end."""
+def recordings(device: Any) -> Iterator[Callable[[int], Any]]:
+    """Yield a function that makes recordings, by the width of their gaps; close all of them at the end."""
     made: list[Any] = []
 
     def record(gap: int) -> Any:
@@ -267,36 +232,3 @@ def _proven(
         static=frozenset(r for r, k in enumerate(layout.inputs) if k not in dying or k in returned),
         stages=code.is_backward and not captured.recording.fixed,
     )
-
-
-def check_streams(model: Any) -> None:
-    """Refuse a region that has to order streams of the caller's. A partition orders its side streams against the
-    caller's stream alone, and the code around the partition orders them against other streams. Code that is not
-    partitioned does both itself."""
-    namespace = namespace_of(model) or {}
-    for name in _names_in(model):
-        spec = getattr(namespace.get(name), "spec", None)
-        if isinstance(spec, Spec) and (spec.objects or _orders_others(spec)):
-            message = (
-                "it has to order the caller's streams; torch._inductor.config.graph_partition = True splits that off"
-            )
-            raise Refusal("streams", message)
-
-
-def _orders_others(spec: Spec) -> bool:
-    """True if a side stream has to wait at the region's exit, or an event is recorded on one at the entry."""
-    waits = any(k != "record" and not isinstance(spec.streams[stream], str) for k, _, stream in spec.exit)
-    return waits or any(k == "record_entry" for k, *_ in spec.entry)
-
-
-def check_collectives(model: Any) -> None:
-    """Refuse code that contains collectives: it may come from a cache, compiled for other graphs than ours. Note
-    [Collectives] of `policy`"""
-    if found := set(_names_in(model)).intersection(COMMUNICATION):
-        message = f"it contains collectives ({', '.join(sorted(found))}), and was compiled to keep them inside"
-        raise Refusal("collective", f"{message}; torch._inductor.config.force_disable_caches compiles it anew")
-
-
-def _names_in(model: Any) -> tuple[str, ...]:
-    code = getattr(getattr(model, "__func__", model), "__code__", None)
-    return code.co_names if code is not None else ()

@@ -23,7 +23,6 @@ frame are replaced by these streams, and so are the copy streams of saved activa
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -32,7 +31,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
-from torch_overlay._inductor.relaunch.capture.kernel_names import KernelLines
 from torch_overlay._inductor.relaunch.capture.streams import exchanged_streams, streams_of
 from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 
@@ -40,30 +38,32 @@ from torch_overlay._inductor.relaunch.graph.native_read import NativeDriver
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.capture.device import Cuda
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.outputs import View
-
-# Blocks. A snapshot of an empty pool takes 0.13 ms; in that time, a snapshot of all memory lists more blocks than this.
-AS_LONG = 64
 
 live_recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
 
 
 class IsolatedAllocations:
-    """Allocations of a call in a pool of its own: sizes of the segments by address, the bytes asked for, and whether
-    each address was used only once."""
+    """Allocations of a call in a pool of its own: sizes of the segments by address, how many allocations there were,
+    and of how many bytes."""
 
     def __init__(self) -> None:
         self.segments: dict[int, int] = {}
-        self.requested = 0
-        self.once = False
+        self.count = self.requested = 0
+
+    @property
+    def once(self) -> bool:
+        """True if each address was used only once."""
+        return self.count == len(self.segments)
 
 
 class Recording:
-    blocking = False  # nothing may be launched on the default stream meanwhile: `make_graph`, Note [Opaque operators]
+    """A capture of `owner`, a device, with `gap` times as much room as usual between allocations."""
 
-    def __init__(self, owner: Cuda, gap: int) -> None:
+    blocking = False  # nothing may be launched on the default stream meanwhile: Note [Opaque operators]
+
+    def __init__(self, owner: Any, gap: int) -> None:
         self.owner, self.device = owner, owner.device
         self.space: Any = AddressSpace(owner.device, gap=gap)
         self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
@@ -72,7 +72,7 @@ class Recording:
         self._pools: list[Any] = []  # ids
         self._active: Any = None
         self._capturing: tuple[Driver, int] | None = None  # the driver, and the graph while it is captured
-        self.lines: KernelLines | None = None
+        self.lines: Any = None  # notes the lines that make nodes
         self.fixed: list[int] = []  # addresses, outside of the space, of 8 bytes each that live as long as the graph
         live_recordings.add(self)
 
@@ -117,10 +117,9 @@ class Recording:
             yield apart
         if self.space.count() == before:
             return
-        count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
-        apart.segments = dict(self.space.allocations(before))
         # The counts are of the whole device: other threads' allocations are included, and make them too large at most.
-        apart.once = count == len(apart.segments)
+        apart.count, apart.requested = asked if asked is not None else map(int.__sub__, self.owner.allocated(), then)
+        apart.segments = dict(self.space.allocations(before))
 
     def new_pool(self) -> Any:
         return self.space.pool()
@@ -146,10 +145,8 @@ class Recording:
 
     def noting_lines(self, namespace: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Note, if profiles are to show it, which line of the module with these globals makes each node."""
-        if not self.owner.annotates:
-            return contextlib.nullcontext()
-        self.lines = KernelLines(namespace, self.nodes)
-        return self.lines
+        self.lines = self.owner.lines(namespace, self.nodes)
+        return self.lines or contextlib.nullcontext()
 
     def _captured(self) -> tuple[Driver, int]:
         if self._capturing is None:
@@ -171,11 +168,8 @@ class Recording:
         return kept
 
     def _in_use(self) -> list[int]:
-        pools, snapshot = set(self._pools), functools.partial(torch.cuda.memory_snapshot, include_traces=False)
-        if len(pools) * AS_LONG > self.owner.blocks():
-            segments = [segment for segment in snapshot() if segment["segment_pool_id"] in pools]
-        else:
-            segments = [segment for pool in pools for segment in snapshot(pool)]
+        used = [pool for pool in dict.fromkeys(self._pools) if not self.owner.is_unused(pool)]
+        segments = [segment for pool in used for segment in torch.cuda.memory_snapshot(pool, include_traces=False)]
         blocks = [b for segment in segments for b in segment["blocks"]]
         return [b["size"] for b in blocks if b["state"] == "active_allocated"]
 

@@ -1,19 +1,23 @@
-"""Replaces the caller's streams during a capture: Note [Streams of a capture] in `capture.recording`."""
+"""Replaces the caller's streams during a capture: Note [Streams of a capture]."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import torch
 
-from torch_overlay._dynamo import objects
-from torch_overlay._functorch.offload import runtime
-
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Hashable, Iterator
+
+    Instead: TypeAlias = "Callable[[Hashable], torch.cuda.Stream]"
+
+CALLERS = "the caller's"  # the key of the stream that the region is launched on
+# What compiled code uses streams by adds itself here. Each replaces them for the time of a context, by `instead(key)`:
+# the same stream for the same key.
+exchanges: list[Callable[[Instead], contextlib.AbstractContextManager[Any]]] = []
 
 
 class Streams:
@@ -39,36 +43,19 @@ class Streams:
 
 
 @functools.cache
-def streams_of(index: int, blocking: bool = False) -> Streams:
+def streams_of(index: int, blocking: bool) -> Streams:
     return Streams(index, blocking)
 
 
 @contextlib.contextmanager
 def exchanged_streams(streams: Streams) -> Iterator[None]:
-    """Replace the copy streams and the table of stream objects. Note [Streams of a capture]."""
-    names: dict[tuple[int, int], int] = {(-1, 0): 0}
-    memcpy_nodes = runtime.exchanged(lambda number: streams.get(names.setdefault((-2, number), len(names))))
-    with memcpy_nodes, exchanged_table(streams, names):
-        yield
+    """Replace the streams that the `exchanges` know by these. Note [Streams of a capture]."""
+    names: dict[Hashable, int] = {CALLERS: 0}
 
+    def instead(key: Hashable) -> torch.cuda.Stream:
+        return streams.get(names.setdefault(key, len(names)))
 
-@contextlib.contextmanager
-def exchanged_table(streams: Streams, names: dict[tuple[int, int], int]) -> Iterator[None]:
-    table = objects.current()
-    if table is None:
+    with contextlib.ExitStack() as stack:
+        for exchange in exchanges:
+            stack.enter_context(exchange(instead))
         yield
-        return
-    exchanged = []
-    for index, found in enumerate(table):
-        if type(found) is objects.Owned:
-            # An owned stream is made when it is first looked up; an owned event is not replaced.
-            found = found.resolve()
-        if isinstance(found, torch.Stream):
-            key = (found.device_index, found.stream_id) if index else (-1, 0)
-            found = streams.get(names.setdefault(key, len(names)))
-        exchanged.append(found)
-    objects.install(exchanged)
-    try:
-        yield
-    finally:
-        objects.install(table)

@@ -32,7 +32,7 @@ def make_blocks(
 ) -> Any:
     """Return the parameter blocks of an executable graph, for the nodes, pointer slots and number slots of a template
     with so many regions. `shared`: the `Shared` of an executable that several templates use; then a launch sets every
-    node that the executable holds otherwise.
+    node that the executable holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`).
 
     `patch(bases, regions=None)` takes a base for each region: an address, a tensor, or None for a region that has not
     moved. With `regions`, the bases are those of these regions, in this order, and the others have not moved. It
@@ -47,6 +47,8 @@ def make_blocks(
     if shared is not None:
         wanted = {node.index for node in nodes if not isinstance(node, EmptyNode)}
     by_index = {node.index: node for node in nodes if node.index in wanted}
+    if shared is not None and shared.launches is not None:  # the blocks are in the order of launch
+        by_index = {index: by_index[index] for index, _ in shared.launches}
     position = {index: place for place, index in enumerate(by_index)}
     context = 0
     if not all(isinstance(node, KernelNode) for node in by_index.values()):

@@ -3,9 +3,7 @@
 *Patching.* `Exec(exec_handle, nodes, slots, regions)` makes the `Blocks` of a template (`launch.blocks`), which has
 `patch(bases)` (`csrc/patch.c`).
 
-*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call: `native_call`.
-
-The C source is in `torch_overlay/csrc`. The tests have a Python model of it, which behaves the same.
+*Calling.* `call(...)` of an Exec makes an object that does a whole relaunch in one call (`csrc/bind.c`).
 """
 
 from __future__ import annotations
@@ -21,10 +19,12 @@ import torch
 from torch_overlay import csrc
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.blocks import make_blocks
-from torch_overlay._inductor.relaunch.proof.nodes import Refusal
+from torch_overlay._inductor.relaunch.proof.nodes import EmptyNode, KernelNode, Refusal
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch_overlay._inductor.relaunch.proof.nodes import Template
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,12 @@ def launching() -> bool:
     return module is not None and module.launching()
 
 
-def shared(template: Template) -> Any:
-    """Return the `Shared` for an executable of the template's graph."""
-    return implementation().Shared(1 + max((node.index for node in template.nodes), default=-1))
+def shared(template: Template, order: Sequence[int] | None = None) -> Any:
+    """Return the `Shared` for an executable of the template's graph. `order`: the only order in which the nodes can
+    run; then the kernels may be launched one by one, if the graph has no other nodes."""
+    count = 1 + max((node.index for node in template.nodes), default=-1)
+    kernels = {node.index: node for node in template.nodes if isinstance(node, KernelNode)}
+    others = sum(not isinstance(node, (KernelNode, EmptyNode)) for node in template.nodes)
+    if order is None or others:
+        return implementation().Shared(count)
+    return implementation().Shared(count, tuple([(i, kernels[i].attributes) for i in order if i in kernels]))

@@ -12,7 +12,7 @@ in the executable, and outputs are made from a list of recipes. The call enters 
 allocation, views, the current device and stream.
 
 A graph for any size has results of the program of numbers (`Result`) in sizes, strides and offsets, and `derived`
-regions, which begin at a result's bytes in another region: Note [Graphs for any size] of `sizes.any_size`.
+regions, which begin at a result's bytes in another region: Note [Graphs for any size].
 
 Scratch memory is allocated without a tensor if the device has `raw_alloc` and `raw_delete`. A graph that draws no
 random numbers is launched by the driver (`launcher.direct`); other graphs by torch's `replay`, which advances the
@@ -26,6 +26,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 
+from torch_overlay._inductor.relaunch.memory.make_outputs import reinterpret
 from torch_overlay._inductor.relaunch.memory.outputs import (
     Computed,
     Empty,
@@ -39,11 +40,9 @@ from torch_overlay._inductor.relaunch.numbers.program import Program
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
-
-reinterpret: Callable[..., torch.Tensor] = getattr(torch._C._dynamo.guards, "_reinterpret_tensor")  # noqa: B009
 
 # As in the C source.
 GIVEN, REPEATED, SAME, WHOLE, PART, SAVED, EMPTY, NUMBER = range(8)

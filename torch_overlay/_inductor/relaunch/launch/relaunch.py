@@ -22,26 +22,14 @@ import threading
 import weakref
 from collections import Counter
 from operator import and_
-from typing import Any, TYPE_CHECKING, TypeAlias
+from typing import Any, TYPE_CHECKING
 
-import torch
 from torch._dynamo.utils import counters
 
-from torch_overlay._inductor.profiler_ranges import within
 from torch_overlay._inductor.relaunch.launch import data_ptrs, native, native_call
-from torch_overlay._inductor.relaunch.launch.native_call import Misaligned, raw, reinterpret
-from torch_overlay._inductor.relaunch.memory.outputs import (
-    Computed,
-    Empty,
-    Given,
-    Layout,
-    OfInput,
-    OfStorage,
-    Repeated,
-    SameInput,
-    View,
-)
-from torch_overlay._inductor.relaunch.numbers.expressions import evaluate, Unfit
+from torch_overlay._inductor.relaunch.launch.native_call import Misaligned, raw
+from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
+from torch_overlay._inductor.relaunch.numbers.expressions import Unfit
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.numbers.words import values_of
 
@@ -49,13 +37,13 @@ from torch_overlay._inductor.relaunch.numbers.words import values_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch_overlay._inductor.relaunch.memory.make_outputs import Outputs
+    from torch_overlay._inductor.relaunch.memory.outputs import Layout, View
+    from torch_overlay._inductor.relaunch.memory.sized import Sized
     from torch_overlay._inductor.relaunch.proof.nodes import Template
-    from torch_overlay._inductor.relaunch.sizes.any_size import Sized
 
 MOVES = 2  # an input that moved so often is not static
 NOWHERE = 1  # the address of no tensor
-
-Outputs: TypeAlias = "Callable[[Any, Sequence[torch.Tensor], torch.Tensor | None], tuple[Any, ...]]"
 
 live: weakref.WeakSet[Relaunch] = weakref.WeakSet()
 
@@ -82,7 +70,6 @@ class Relaunch:
 
     launch: Callable[..., tuple[Any, ...]]
     attempt: Callable[[list[Any]], tuple[Any, ...] | None] | None = None
-    range = ""  # that profilers show around a launch
 
     def __init__(
         self,
@@ -103,6 +90,7 @@ class Relaunch:
         self.moves: Counter[int] = Counter()
         self.lock = threading.Lock()
         self.counts = [0, 0]
+        self.wrap: Callable[[Any], Any] = lambda function: function
         self.call = native_call.bind(self)
         if self.call is None and sized is not None:
             raise Escaped(frozenset(), "the graph is not launched by the C module")
@@ -129,12 +117,12 @@ class Relaunch:
         self.addresses[:] = [NOWHERE] * len(self.addresses)
         self.static = [k for k in self.static if self.moves[k] < MOVES]
         self.addresses = [NOWHERE] * (1 + max(self.static, default=-1))
-        self.launch = within(self.range, self._bound())
+        self.launch = self.wrap(self._bound())
 
-    def show(self, name: str) -> None:
-        """Have profilers show each launch under a name."""
-        self.range, self.launch = name, within(name, self.launch)
-        self.attempt = within(name, self.attempt) if self.attempt is not None else None
+    def show(self, wrap: Callable[[Any], Any]) -> None:
+        """Have profilers show each launch: `wrap` puts what they show around a function."""
+        self.wrap, self.launch = wrap, wrap(self.launch)
+        self.attempt = wrap(self.attempt) if self.attempt is not None else None
 
     def note_moves(self, static: Sequence[int], addresses: list[int], now: Sequence[int]) -> None:
         if addresses is not self.addresses:  # called by an earlier closure
@@ -211,84 +199,4 @@ class Relaunch:
         return self.layout.allocation(storage)
 
     def outputs(self) -> Outputs:
-        return outputs(self.layout, self.device.empty)
-
-
-def outputs(layout: Layout, empty: Callable[..., torch.Tensor]) -> Outputs:
-    """Return a function that makes the outputs of a call from its inputs and its allocations."""
-    recipes = layout.recipes
-    own = {number: i for i, number in enumerate(layout.own)}
-    fixed: list[Any] = [None] * len(recipes)
-    whole, of_made, of_slab, of_inputs, same, repeated, empties, computed = [], [], [], [], [], [], [], []
-    seen: set[int] = set()
-    for i, recipe in enumerate(recipes):
-        match recipe:
-            case Given(value):
-                fixed[i] = value
-            case Repeated(output):
-                repeated.append((i, output))
-            case SameInput(position):
-                same.append((i, position))
-            case OfInput(position, view):
-                of_inputs.append((i, position, view))
-            case Computed(expression):
-                computed.append((i, expression))
-            case Empty(view):
-                empties.append((i, (view.size, view.stride, view.dtype)))
-            case OfStorage(number, view) if number in own:
-                primary = layout.primary(number)
-                if view == primary and number not in seen:
-                    whole.append((i, own[number]))
-                else:
-                    of_made.append((i, own[number], view, primary.dtype if primary else None))
-                seen.add(number)
-            case OfStorage(number, view):
-                offset = layout.storages[number].offset + view.offset
-                if offset % view.dtype.itemsize:
-                    raise ValueError(f"output {i} lies at byte {offset} of the slab, for {view.dtype}")
-                of_slab.append((i, view.dtype, view.size, view.stride, offset // view.dtype.itemsize))
-    if whole == [(i, i) for i in range(len(recipes))]:
-        return lambda source, made, slab: tuple(made[: len(whole)])  # the slabs come after the outputs
-    types = tuple(dict.fromkeys(entry[1] for entry in of_slab))
-
-    def make(source: Any, made: Sequence[torch.Tensor], slab: torch.Tensor | None) -> tuple[Any, ...]:
-        result = list(fixed)
-        for i, number in whole:
-            result[i] = made[number]
-        for i, number, view, dtype in of_made:
-            result[i] = view_of_storage(made[number], view, dtype)
-        if slab is not None:
-            typed = {dtype: slab.view(dtype) for dtype in types}
-            for i, dtype, size, stride, offset in of_slab:
-                result[i] = reinterpret(typed[dtype], size, stride, offset)
-        for i, position in same:
-            result[i] = source[position]
-        for i, position, view in of_inputs:
-            result[i] = view_of_input(source[position], view)
-        for i, expression in computed:
-            result[i] = evaluate(expression, source)
-        for i, arguments in empties:
-            result[i] = empty(*arguments)
-        for i, output in repeated:
-            result[i] = result[output]
-        return tuple(result)
-
-    return make
-
-
-def view_of_storage(made: torch.Tensor, view: View, dtype: torch.dtype | None) -> torch.Tensor:
-    if view.dtype == dtype and not view.offset % view.dtype.itemsize:
-        return reinterpret(made, view.size, view.stride, view.offset // view.dtype.itemsize)
-    return _typed(made, view, view.offset)
-
-
-def view_of_input(source: torch.Tensor, view: View) -> torch.Tensor:
-    if view.dtype == source.dtype and not view.offset % view.dtype.itemsize:
-        return reinterpret(source, view.size, view.stride, view.offset // view.dtype.itemsize)
-    return _typed(source, view, int(source.storage_offset()) * source.dtype.itemsize + view.offset)
-
-
-def _typed(source: torch.Tensor, view: View, offset: int) -> torch.Tensor:
-    """Return a view with the dtype of `view`, at byte `offset` of the source's storage."""
-    empty = torch.empty(0, dtype=view.dtype, device=source.device)
-    return empty.set_(source.untyped_storage(), offset // view.dtype.itemsize, view.size, view.stride)
+        return output_maker(self.layout, self.device.empty)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
-from torch_overlay._inductor.relaunch.launch.relaunch import outputs, Relaunch
+from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
 from torch_overlay._inductor.relaunch.memory.outputs import Computed, Given, OfInput, SameInput
 from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of
 
@@ -72,7 +73,7 @@ class Split:
         # Makes the other outputs, with None in the places of those that come from the stages.
         made = {output for output, _ in self.results}
         rest = [Given(None) if i in made else r for i, r in enumerate(layout.recipes)]
-        self.finish = outputs(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
+        self.finish = output_maker(dataclasses.replace(layout, recipes=tuple(rest)), device.empty)
 
     @property
     def totals(self) -> tuple[int, int]:

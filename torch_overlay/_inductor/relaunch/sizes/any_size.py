@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TYPE_CHECKING
 from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 from torch_overlay._inductor.relaunch.memory.outputs import Computed, Empty, OfInput, OfStorage
 from torch_overlay._inductor.relaunch.memory.packing import aligned, Order
+from torch_overlay._inductor.relaunch.memory.sized import Sized
 from torch_overlay._inductor.relaunch.numbers.expressions import constant, evaluate, Expression, OPERATIONS
 from torch_overlay._inductor.relaunch.numbers.program import Result
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped, Traced
@@ -50,18 +51,6 @@ class Seen:
 
     numbers: Mapping[int, Any]
     views: Mapping[int, View]
-
-
-@dataclass(frozen=True)
-class Sized:
-    """What a launch computes besides number slots. `expressions`: the results after those of the number slots. Where
-    one of them stands in a size, a stride or an offset, there is a `Result`."""
-
-    expressions: tuple[Expression, ...]
-    allocations: tuple[tuple[Any, Any, torch.dtype], ...]  # (size, stride, dtype) of the layout's own storages
-    outputs: Mapping[int, Any]  # (size, stride, offset) of an output in its storage; a Result for a number
-    scratch: Result | None  # bytes, if they depend on the sizes
-    derived: tuple[tuple[int, Result], ...]  # (region, bytes) where each derived region begins
 
 
 def arrange_any_size(

@@ -2,15 +2,16 @@
 
 A proof shows at which offsets of its parameters a function takes pointers. Another capture of the region, for another
 size, launches many of the same functions, with other numbers and at other addresses. There, what lies at such an offset
-is a pointer, and nothing else is. Nothing is known of a function that no proof has seen, or that has an address at
-another place: a second capture proves the nodes that launch it.
+is a pointer, and nothing else is. A library may load the same function again for each size, so functions are the same
+if their names and the sizes of their parameters are. Nothing is known of a function that no proof has seen, or that has
+an address at another place: a second capture proves the nodes that launch it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch.proof.nodes import (
     CapturedGraph,
@@ -40,8 +41,7 @@ class Functions:
     """The places at which the functions of a region hold pointers: (parameter, offset) of each."""
 
     def __init__(self) -> None:
-        # By handles and name: a handle is used again when a library has unloaded a function.
-        self.places: dict[tuple[int, int, str], frozenset[tuple[int, int]]] = {}
+        self.places: dict[Any, frozenset[tuple[int, int]]] = {}
 
     def learn(self, template: Template) -> None:
         """Learn from a proven template."""
@@ -50,7 +50,7 @@ class Functions:
             found[slot.node].add((slot.parameter, slot.offset))
         for node in template.nodes:
             if isinstance(node, KernelNode):
-                key = node.func, node.kern, node.name
+                key = _identity(node)
                 self.places[key] = self.places.get(key, frozenset()) | found[node.index]
 
     def slots_of(self, graph: CapturedGraph) -> tuple[list[PointerSlot], dict[int, str]]:
@@ -70,10 +70,14 @@ class Functions:
             return ()
         if not isinstance(node, KernelNode):
             return scan.addresses(node)
-        places = self.places.get((node.func, node.kern, node.name))
+        places = self.places.get(_identity(node))
         if places is None:
             raise Unknown("it is launched for the first time")
         return scan.kernel(node, places)
+
+
+def _identity(node: KernelNode) -> Any:
+    return node.name, tuple([(offset, len(value)) for offset, value in node.parameters])
 
 
 def without(graph: CapturedGraph, indices: Container[int]) -> CapturedGraph:
@@ -112,8 +116,6 @@ class _Scan:
         rest = bytearray(value)
         for offset in sorted(offset for parameter, offset in places if parameter == number):
             end = offset + POINTER
-            if end > len(value):
-                raise Unknown(f"parameter {number} is shorter than it was")
             if word := int.from_bytes(value[offset:end], "little"):
                 yield self._slot(node, number, offset, word)
             rest[offset:end] = bytes(POINTER)

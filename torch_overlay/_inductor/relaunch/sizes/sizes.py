@@ -3,17 +3,16 @@
 Note [Sizes that share an executable]
 The first few sizes of a region have executables of their own, whose nodes may run side by side. Further sizes share
 executables: a capture of a new size gives the parameters of each node, and a launch sets the nodes that the executable
-holds otherwise. Such a size takes memory of the host only. Nothing is instantiated, and a second capture is made only
-for functions that were not seen before (`functions`). A graph with other nodes, edges or clusters gets another
-executable; a region has at most `config.cudagraph_executables` shared ones, and drops the one that was made for a size
-or chosen for one the longest time ago, with the graphs of its sizes.
+holds otherwise, or launches the kernels one by one (`csrc/launch_nodes.c`). Such a size takes memory of the host only.
+Nothing is instantiated, and a second capture is made only for functions that were not seen before (`functions`). A
+graph with other nodes, edges or clusters gets another executable; a region has at most `bound` shared ones, and
+drops the one that was made for a size or chosen for one the longest time ago, with the graphs of its sizes.
 """
 
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay import config
 from torch_overlay._inductor.relaunch.memory.arrange import arrange
 from torch_overlay._inductor.relaunch.sizes.executable import Executable, Shape
 from torch_overlay._inductor.relaunch.sizes.functions import Functions
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.capture.capture import Captured
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement, Proven
     from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph
-    from torch_overlay._inductor.relaunch.runner import State
 
 
 OWN = 4  # so many sizes have executables of their own
@@ -35,19 +33,23 @@ SECONDS = 1.0
 
 
 class Sizes:
-    def __init__(self) -> None:
+    """Sizes of one region. A `state` is what the region has for a size: `relaunch`, its graph or None; `spent`, the
+    seconds of calls that waited for a capture; `alone`, whether the driver can't set a shared executable to its graph.
+    """
+
+    def __init__(self, bound: int) -> None:
         self.functions = Functions()
         self.executables: list[Executable] = []  # the latest first
-        self.bound = config.cudagraph_executables
+        self.bound = bound
         self.captured = 0  # graphs of further sizes
         self.captures_took = self.capture_takes = 0.0  # seconds of the host: for all of them, and for the latest
 
-    def is_shared(self, state: State, states: Iterable[State]) -> bool:
+    def is_shared(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state's graph is to share an executable."""
         others = sum(other is not state and other.relaunch is not None for other in states)
         return self.bound > 0 and not state.alone and others >= OWN
 
-    def waits(self, state: State, states: Iterable[State]) -> bool:
+    def waits(self, state: Any, states: Iterable[Any]) -> bool:
         """True if the state is for a size that has not yet shown that it pays to capture it: its calls took less time
         than a capture takes. The first sizes are captured anyway."""
         has_made_many = self.captured >= EAGER and self.captures_took >= SECONDS
@@ -72,7 +74,7 @@ class Sizes:
                 self.executables.insert(0, executable)
                 templates = [stage.template for stage in arrangement.stages] or [arrangement.template]
                 return arrangement, [a.like(t) for a, t in zip(executable.launchers, templates, strict=True)]
-        arrangement, launchers = device.instantiate(captured, arrange(proven), is_shared=True)
+        arrangement, launchers = device.instantiate(captured, arrange(proven), varies=graph)
         self.executables.insert(0, Executable(shape, arrangement, launchers))
         del self.executables[self.bound :]
         return arrangement, launchers

@@ -1,0 +1,75 @@
+# Owner(s): ["module: inductor"]
+
+import sys
+import tempfile
+import unittest
+
+from torch.testing._internal import cuda_driver_stand_in
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.utils._triton import has_triton_package
+
+
+# Says with how many attributes a node launches its kernel, and the first of them.
+PART = """
+#include "module.h"
+#include "shared.h"
+
+static PyObject *seen(PyObject *module, PyObject *args) {
+  Shared *shared;
+  Py_ssize_t node;
+  const Attributes *of;
+  if (!PyArg_ParseTuple(args, "On", &shared, &node)) return NULL;
+  if (!shared->attributes) Py_RETURN_NONE;
+  of = &shared->attributes[node];
+  return Py_BuildValue("IiK", of->count, of->attribute->id, of->attribute->value[0]);
+}
+static PyMethodDef methods[] = {{"seen", seen, METH_VARARGS}, {NULL}};
+PART(.module = "test", .methods = methods)
+"""
+COUNT, SIZE = 7, 64  # attributes, and bytes of one
+
+
+@unittest.skipUnless(has_triton_package(), "Triton builds the module")
+class TestShared(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        folder = cls.enterClassContext(tempfile.TemporaryDirectory())
+        module, _ = cuda_driver_stand_in.build_module("", folder, part=PART)
+        cls.Shared, cls.seen = module.relaunch.Shared, staticmethod(module.test.seen)
+
+    def test_only_attributes_that_are_set_are_passed_on(self):
+        values = [0, 0x200000001, 0, 5, 0, 0, 0xFF]
+        attributes = b"".join(value.to_bytes(SIZE, "little") for value in values)
+        shared = self.Shared(3, ((2, attributes), (0, b""), (1, bytes(COUNT * SIZE))))
+        self.assertEqual(self.seen(shared, 2), (3, 4, 0x200000001))  # clusters
+        self.assertEqual([self.seen(shared, k)[0] for k in (0, 1)], [0, 0])
+
+    def test_launches(self):
+        launches = ((1, b""), (0, b""))
+        before = sys.getrefcount(launches)
+        shared = self.Shared(2, launches)
+        self.assertIs(shared.launches, launches)
+        del shared
+        self.assertEqual(sys.getrefcount(launches), before)
+        for none in (self.Shared(2), self.Shared(2, None)):
+            self.assertIsNone(none.launches)
+            self.assertIsNone(self.seen(none, 0))
+
+    def test_errors(self):
+        for error, text, launches in (
+            (TypeError, "a tuple, or None", [(0, b"")]),
+            (TypeError, "launch 0 must be a tuple, not int", (3,)),
+            (TypeError, r"a launch is \(node, attributes\)", ((1,),)),
+            (ValueError, "not a launch of a node", ((2, b""),)),
+            (ValueError, "not a launch of a node", ((-1, b""),)),
+            (ValueError, "not a launch of a node", ((0, b"short"),)),
+        ):
+            with self.assertRaisesRegex(error, text):
+                self.Shared(2, launches)
+        with self.assertRaisesRegex(ValueError, "negative"):
+            self.Shared(-1)
+
+
+if __name__ == "__main__":
+    run_tests()

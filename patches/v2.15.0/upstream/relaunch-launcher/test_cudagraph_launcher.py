@@ -1,0 +1,134 @@
+# Owner(s): ["module: inductor"]
+
+import gc
+from unittest import mock
+
+import torch
+from torch._inductor.cudagraph_relaunch import launcher, memcpy_nodes, native
+from torch._inductor.cudagraph_relaunch.launcher import Launcher
+from torch._inductor.cudagraph_relaunch.nodes import (
+    CopyNode,
+    KernelNode,
+    PointerSlot,
+    Template,
+)
+from torch._inductor.cudagraph_relaunch.subgraph import Part
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+EXECUTABLE, STREAM = 0xE0, 0x57
+
+
+class Exec:
+    """Blocks of an executable, which note what they are made of."""
+
+    def __init__(self, *args):
+        self.args, self.patched = args, []
+
+    def patch(self, bases, regions=None):
+        self.patched.append((bases, regions))
+        return 1
+
+
+class Graph:
+    """A torch.cuda.CUDAGraph, whose methods in Python are not to be called."""
+
+    launched = 0
+
+    def raw_cuda_graph_exec(self):
+        return EXECUTABLE
+
+    def replay(self):
+        raise AssertionError("that looks for hooks first")
+
+
+class Base:
+    """The base class of CUDAGraph."""
+
+    def replay(self):
+        self.launched += 1
+
+
+def template(nodes):
+    return Template(1, tuple(nodes), (PointerSlot(0, 0, 0, 0, 0),))
+
+
+def kernel(index, handle, name="add"):
+    shape = (1, 1, 1), (32, 1, 1), 0
+    parameters = ((0, bytes(8)),)
+    return KernelNode(index, handle, name, 7, 0, 0, *shape, parameters)
+
+
+class TestLauncher(TestCase):
+    def setUp(self):
+        super().setUp()
+        module = mock.Mock(Exec=Exec)
+        self.enterContext(mock.patch.object(native, "implementation", lambda: module))
+        base = mock.patch.object(torch._C, "_CUDAGraph", Base, create=True)
+        self.enterContext(base)
+
+    def test_parts_of_the_template(self):
+        given, shared = template([kernel(0, 10)]), object()
+        made = Launcher(Graph(), given, True, shared)
+        wanted = given.nodes, given.slots, given.regions, given.numbers, shared
+        self.assertEqual(made.exec.args, (EXECUTABLE, *wanted))
+        self.assertEqual((made.nodes, made.direct, made.patcher), (1, True, None))
+        made.patch([5], [0])
+        self.assertEqual(made.exec.patched, [([5], [0])])
+
+    def test_launch_without_hooks(self):
+        graph = Graph()
+        Launcher(graph, template([kernel(0, 10)])).replay()
+        self.assertEqual(graph.launched, 1)
+
+    def test_part_launches_itself(self):
+        part = mock.Mock(spec=Part)
+        part.raw_cuda_graph_exec.return_value = EXECUTABLE
+        Launcher(part, template([kernel(0, 10)])).replay()
+        part.replay.assert_called_once_with()
+
+    def test_same_executable_with_another_template(self):
+        shared = object()
+        first = Launcher(
+            Graph(), template([kernel(0, 10), kernel(1, 11)]), True, shared
+        )
+        second = first.like(template([kernel(0, 20, "mul"), kernel(1, 21)]))
+        self.assertIs(second.graph, first.graph)
+        nodes = [(node.handle, node.name) for node in second.template.nodes]
+        self.assertEqual(nodes, [(10, "mul"), (11, "add")])
+        executable, nodes, *_, given = second.exec.args
+        self.assertEqual((executable, given, second.direct), (EXECUTABLE, shared, True))
+        self.assertEqual([node.handle for node in nodes], [10, 11])
+
+    def test_copies_are_patched_from_python(self):
+        node = CopyNode(0, 10, 1, 2, 64, 1, 1, 0, 0, 0, 0, src_on_host=True)
+        with mock.patch.object(launcher, "upload") as upload:
+            made = Launcher(Graph(), template([node]))
+        self.assertIsNone(made.exec)  # so no call in C is made of it
+        self.assertIsInstance(made.patcher, memcpy_nodes.Patcher)
+        made.patch([0x1000])
+        self.assertEqual(made.patcher.exec.patched, [([0x1000], None)])
+        self.assertEqual(made.patcher.bases, [0x1000])
+        self.assertIs(made.patcher.upload, upload)
+
+    def test_launchers_that_live(self):
+        made = Launcher(Graph(), template([kernel(0, 10)]))
+        self.assertIn(made, launcher.live_launchers)
+        before = len(launcher.live_launchers)
+        del made
+        gc.collect()
+        self.assertEqual(len(launcher.live_launchers), before - 1)
+
+    def test_upload(self):
+        driver = mock.Mock()
+        with (
+            mock.patch.object(launcher, "NativeDriver", lambda: driver),
+            mock.patch.object(torch.cuda, "current_stream") as stream,
+        ):
+            stream.return_value.cuda_stream = STREAM
+            launcher.upload(Graph())
+        driver.upload.assert_called_once_with(EXECUTABLE, STREAM)
+
+
+if __name__ == "__main__":
+    run_tests()

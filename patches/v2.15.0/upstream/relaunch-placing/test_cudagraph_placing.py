@@ -1,0 +1,177 @@
+# Owner(s): ["module: inductor"]
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch._inductor.cudagraph_relaunch.allocations import (
+    ALLOCATOR,
+    observed,
+    Plan,
+    Watch,
+)
+from torch._inductor.cudagraph_relaunch.operators import GROUP, Operators
+from torch._inductor.cudagraph_relaunch.placing import Placing
+from torch._inductor.cudagraph_relaunch.traced import Escaped, Traced
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+class Recording:
+    """Gives out memory of the host, and counts nodes that the test says there are."""
+
+    def __init__(self):
+        self.views, self.nodes = [], 0
+
+    def place(self, view):
+        self.views.append(view)
+        return torch.empty_strided(view.size, view.stride, dtype=view.dtype)
+
+    def count(self):
+        return self.nodes
+
+
+def empty(size, stride, dtype):
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+class TestPlacing(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.recording, self.placed, self.original = (
+            Recording(),
+            {},
+            mock.Mock(wraps=empty),
+        )
+
+    def make(self, plan=(), with_uses=False, shapes=None):
+        plan = Plan(frozenset(plan))
+        return Placing(plan, self.recording, self.placed, with_uses, shapes)
+
+    def run_in(self, placing, function):
+        scope = {ALLOCATOR: self.original}
+        with observed(scope, placing):
+            return function(scope[ALLOCATOR])
+
+    def test_outputs_and_scratch(self):
+        placing = self.make(plan=[1])
+
+        def region(empty):
+            a = empty((2, 3), (4, 1), torch.float32)
+            b = empty((4,), (1,), torch.int8)
+            at = a.data_ptr()
+            del a
+            return at, b, empty((8,), (1,), torch.float64)
+
+        a, b, c = self.run_in(placing, region)
+        self.assertEqual(self.placed, {b.data_ptr(): 4})
+        self.assertEqual(placing.scratch, {a: 28, c.data_ptr(): 64} | placing.scratch)
+        self.assertEqual(len(self.recording.views), 3)
+        self.original.assert_not_called()
+        made = [placing.lives.made[at] for at in (b.data_ptr(), c.data_ptr())]
+        self.assertEqual(made, [2, 3])
+        self.assertEqual(
+            placing.lives.life(a, 28).freed, 3 if a != c.data_ptr() else None
+        )
+        outputs = placing.plan([b.data_ptr(), c.data_ptr()], Plan())
+        self.assertEqual((outputs.allocations, outputs.watch), ({1, 2}, False))
+
+    def test_nothing_to_place(self):
+        placing = self.make()
+        made = self.run_in(placing, lambda empty: empty((0, 4), (4, 1), torch.float32))
+        self.assertEqual((made.shape, self.recording.views), ((0, 4), []))
+        self.original.assert_called_once()
+        self.assertEqual(placing.count, 1)  # it is numbered
+
+    def test_matrix_products(self):
+        placing = self.make(with_uses=True)
+        x, y, out = (torch.randn(2, 2) for _ in range(3))
+        ran = []
+
+        def run(number, call, makes):
+            self.recording.nodes += 2
+            ran.append(number)
+            return call()
+
+        def launch(func, *args, **kwargs):
+            return func(*args, **kwargs)
+
+        with Watch(placing, run):
+            launch(torch.add, x, y, out=out)
+            launch(torch.mm, x, y, out=out)
+            made = launch(torch.mm, x, x)
+        first, second = placing.products
+        x, y, out, made = (t.untyped_storage().data_ptr() for t in (x, y, out, made))
+        self.assertEqual(
+            (dict(first.reads), dict(first.writes)), ({x: 16, y: 16}, {out: 16})
+        )
+        self.assertEqual(
+            (dict(second.reads), dict(second.writes)), ({x: 16}, {made: 16})
+        )
+        self.assertEqual((first.first, second.first), (4, 6))
+        self.assertEqual(placing.results, [(made, 16)])
+
+    def test_products_are_noted_only_for_uses(self):
+        placing = self.make()
+        with Watch(placing, lambda number, call, makes: call()):
+            torch.mm(torch.randn(2, 2), torch.randn(2, 2))
+        self.assertIsNone(placing.products)
+
+    def test_sizes_that_depend_on_the_regions(self):
+        shapes = mock.Mock()
+        placing, n = self.make(shapes=shapes), Traced.input(0, 3)
+        made = self.run_in(placing, lambda empty: empty((n, 2), (2, 1), torch.float32))
+        self.assertEqual(made.shape, (3, 2))
+        self.assertEqual(type(self.recording.views[0].size[0]), int)
+        shapes.allocated.assert_called_once_with(made, (n, 2), (2, 1))
+        with self.assertRaisesRegex(Escaped, "memory of no bytes"):
+            self.run_in(placing, lambda empty: empty((n, 0), (1, 1), torch.float32))
+
+    def pools(self, plan, requested, *segments):
+        """Operators of a plan, each of which allocates these segments in its pool."""
+        apart = SimpleNamespace(segments=dict(segments), requested=requested)
+        apart.count, apart.once = len(segments), requested < 1000
+        self.recording.apart = lambda asked: contextlib.nullcontext(apart)
+        self.recording.within = lambda pool: contextlib.nullcontext([*apart.segments])
+        self.recording.new_pool = object
+        placing = self.make()
+        return Operators(plan, self.recording, placing), placing
+
+    def test_operator_that_allocates_an_output(self):
+        made = torch.empty(25)
+        at, plan = made.data_ptr(), Plan(operators=frozenset([3]))
+        for requested, size in ((100 + 700, 100), (100 + 1200, 1536)):
+            self.placed.clear()
+            segments = (at, 2 << 20), (0x10, 4096)
+            operators, placing = self.pools(plan, requested, *segments)
+            self.assertIs(operators.run(3, lambda: made, True), made)
+            # An address that was used twice may have held what was larger.
+            self.assertEqual(self.placed, {at: size})
+            rest = (requested - 100 + 511) // 512 * 512
+            self.assertEqual(placing.scratch, {0x10: rest})
+            self.assertEqual(operators.asked, {3: (2, requested)})
+            self.assertEqual(placing.lives.life(0x10, 1).freed, 2)
+            self.assertEqual(placing.lives.remaining(), [at])
+
+    def test_other_operators(self):
+        for plan, wanted in ((Plan(), False), (Plan(watch=True), True)):
+            operators, placing = self.pools(plan, 8, (0x10, 8))
+            self.assertEqual(operators.run(0, lambda: 5, True), 5)
+            self.assertEqual((operators.are_wanted, placing.scratch), (wanted, {}))
+            self.assertEqual(placing.lives.now, int(wanted))
+
+    def test_groups_of_operators(self):
+        operators, placing = self.pools(Plan(detail=True), 8, (0x10, 8))
+        for number in range(GROUP + 1):
+            pool = operators.group.pool
+            operators.run(number, lambda: None, False)
+            is_new = number in (0, GROUP)
+            self.assertEqual(operators.group.pool is not pool, is_new)
+        self.assertEqual(operators.group.calls, 1)
+        operators.end_group()
+        life = placing.lives.life(0x10, 8)
+        self.assertEqual((life.made, life.freed), (GROUP + 1, GROUP + 2))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,151 @@
+# Owner(s): ["module: inductor"]
+
+from types import SimpleNamespace
+from unittest import mock
+
+from torch._inductor.cudagraph_relaunch import sizes as module
+from torch._inductor.cudagraph_relaunch.arrange import Arrangement, Stage
+from torch._inductor.cudagraph_relaunch.nodes import CapturedGraph, EmptyNode, Template
+from torch._inductor.cudagraph_relaunch.outputs import Layout
+from torch._inductor.cudagraph_relaunch.sizes import EAGER, OWN, SECONDS, Sizes
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+LAYOUT = Layout((), (), (), ())
+
+
+class Launcher:
+    """A launcher of an executable, which a number stands for."""
+
+    def __init__(self, executable, template):
+        self.executable = self.shared = executable
+        self.template = template
+
+    def like(self, template):
+        return Launcher(self.executable, template)
+
+
+class Device:
+    """Makes executables of arrangements."""
+
+    made = 0
+
+    def instantiate(self, captured, arrangement, varies):
+        assert isinstance(varies, CapturedGraph)  # what the executable is made of
+        self.made += 1
+        templates = [s.template for s in arrangement.stages] or [arrangement.template]
+        return arrangement, [Launcher(self.made, template) for template in templates]
+
+
+def state(**fields):
+    return SimpleNamespace(**{"relaunch": None, "spent": 0.0, "alone": False, **fields})
+
+
+def graph(nodes=2, **fields):
+    nodes = tuple(EmptyNode(i, 10 + i) for i in range(nodes))
+    return CapturedGraph(nodes, ((0, 1),), (), 0, 1, **fields)
+
+
+class TestSizes(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.device, self.asked = Device(), []
+        self.enterContext(mock.patch.object(module, "arrange", self.arrange))
+
+    def arrange(self, proven, starts=()):
+        """Arrange what is given as (template, nodes of each stage)."""
+        self.asked.append(starts)
+        template, parts = proven
+        stages = tuple(
+            Stage(tuple(nodes), LAYOUT, Template(0, (), (), (i,)), (), (), ())
+            for i, nodes in enumerate(parts)
+        )
+        return Arrangement(LAYOUT, template, stages, tuple(range(len(stages))))
+
+    def launchers(self, sizes, graph, template=None, stages=(), fixed=(), drawn=()):
+        captured = SimpleNamespace(recording=SimpleNamespace(fixed=fixed))
+        template = template or Template(0, graph.nodes, ())
+        proven = template, stages
+        return sizes.launchers(self.device, captured, graph, proven, drawn)
+
+    def test_first_sizes_have_their_own(self):
+        sizes, new = Sizes(8), state()
+        for count in range(OWN + 2):
+            others = [*[state(relaunch="graph")] * count, state(), new]
+            self.assertEqual(sizes.is_shared(new, others), count >= OWN)
+        self.assertFalse(Sizes(0).is_shared(new, others))
+        self.assertFalse(sizes.is_shared(state(alone=True), others))
+
+    def test_its_own_graph_does_not_count(self):
+        again = state(relaunch="graph")
+        others = [state(relaunch="graph")] * (OWN - 1)
+        self.assertFalse(Sizes(8).is_shared(again, [*others, again]))
+
+    def test_graphs_that_fit(self):
+        sizes = Sizes(8)
+        arrangement, (first,) = self.launchers(sizes, graph())
+        other = Template(0, graph().nodes, ("slots",))
+        found, (second,) = self.launchers(sizes, graph(), other)
+        self.assertEqual((first.executable, second.executable), (1, 1))
+        self.assertEqual((second.template, found.template), (other, other))
+        self.assertEqual((self.device.made, len(sizes.executables)), (1, 1))
+        self.assertEqual(self.asked, [(), ()])
+        self.assertTrue(sizes.keeps(first.shared))
+
+    def test_graphs_that_do_not_fit(self):
+        sizes = Sizes(8)
+        for given, kwargs in (
+            (graph(), {}),
+            (graph(3), {}),
+            (graph(partial=((0, 1),)), {}),
+            (graph(), {"fixed": (0x10,)}),
+            (graph(), {"drawn": (4,)}),
+            (graph(), {"stages": [[0], [1]]}),
+            (graph(), {"stages": [[0, 1], []]}),
+        ):
+            self.launchers(sizes, given, **kwargs)
+        self.assertEqual((self.device.made, len(sizes.executables)), (7, 7))
+
+    def test_stages(self):
+        sizes = Sizes(8)
+        _, made = self.launchers(sizes, graph(), stages=[[0], [1]])
+        arrangement, again = self.launchers(sizes, graph(), stages=[[0], [1]])
+        self.assertEqual([each.executable for each in (*made, *again)], [1] * 4)
+        templates = [stage.template for stage in arrangement.stages]
+        self.assertEqual([each.template for each in again], templates)
+        self.assertEqual(self.asked[-1], (0, 1))  # it is cut where the other was
+
+    def test_latest_used_are_kept(self):
+        sizes = Sizes(2)
+        first = self.launchers(sizes, graph())[1][0].shared
+        second = self.launchers(sizes, graph(3))[1][0].shared
+        self.launchers(sizes, graph())  # it is used again
+        third = self.launchers(sizes, graph(4))[1][0].shared
+        kept = [sizes.keeps(shared) for shared in (first, second, third)]
+        self.assertEqual(kept, [True, False, True])
+
+    def test_sizes_that_wait_for_a_capture(self):
+        sizes, new = Sizes(8), state(spent=0.2)
+        many = [*[state(relaunch="graph")] * OWN, new]
+        for _ in range(EAGER):
+            self.assertFalse(sizes.waits(new, many))
+            sizes.note_capture(0.5)
+        self.assertGreater(sizes.captures_took, SECONDS)
+        self.assertTrue(sizes.waits(new, many))
+        self.assertFalse(sizes.waits(new, many[1:]))  # it gets an executable of its own
+        new.spent = 0.5
+        self.assertFalse(sizes.waits(new, many))
+
+    def test_captures_that_take_little(self):
+        sizes, new = Sizes(8), state()
+        many = [*[state(relaunch="graph")] * OWN, new]
+        for _ in range(2 * EAGER):
+            sizes.note_capture(SECONDS / (4 * EAGER))
+        self.assertFalse(sizes.waits(new, many))
+        for _ in range(2 * EAGER):
+            sizes.note_capture(SECONDS / (2 * EAGER))
+        self.assertTrue(sizes.waits(new, many))
+
+
+if __name__ == "__main__":
+    run_tests()

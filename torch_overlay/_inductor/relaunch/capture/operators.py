@@ -1,0 +1,84 @@
+"""Runs the operators of a region in a capture, and finds out what they allocate."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay._inductor.relaunch.capture.allocations import tensors
+from torch_overlay._inductor.relaunch.memory.packing import aligned
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch_overlay._inductor.relaunch.capture.allocations import Plan
+    from torch_overlay._inductor.relaunch.capture.placing import Placing
+
+GROUP = 16  # operators, at least, whose memory is freed together: torch.cuda.memory_stats lists each pool for ever
+
+
+class _Group:
+    def __init__(self) -> None:
+        self.pool: Any = None
+        self.calls = 0
+        self.addresses: list[int] = []
+
+
+class Operators:
+    """Operators of one capture. Their memory goes where `placing` has that of generated code."""
+
+    def __init__(self, plan: Plan, recording: Any, placing: Placing) -> None:
+        self.plan, self.recording, self.placing = plan, recording, placing
+        self.are_wanted = bool(plan.watch or plan.operators or plan.detail)
+        self.asked = dict(plan.asked)
+        self.group = _Group()
+
+    def run(self, number: int, call: Callable[[], Any], makes: bool) -> Any:
+        """Run an operator. An operator of the plan allocates in a pool of its own. With `plan.detail`, so does every
+        operator that may return new tensors: memory of a result lives as long as the result, other memory only as long
+        as the operator runs."""
+        if not self.are_wanted:
+            return call()
+        lives, planned = self.placing.lives, number in self.plan.operators
+        lives.tick()
+        if not planned and not (self.plan.detail and makes):
+            return self._in_group(call) if self.plan.detail else call()
+        with self.recording.apart(self.plan.asked.get(number)) as apart:
+            result = call()
+        if apart.segments:
+            self.asked[number] = apart.count, apart.requested
+        results = {t.untyped_storage().data_ptr(): t for t in tensors(result)}
+        made = {a: results[a].untyped_storage().nbytes() for a in apart.segments if a in results}
+        temporary = aligned(apart.requested - sum(made.values()))
+        for address, size in apart.segments.items():
+            # If an address was used twice, the second allocation there may be the smaller one.
+            least = made.get(address, temporary)
+            bytes = min(size, least if apart.once else max(least, temporary))
+            (self.placing.placed if planned and address in made else self.placing.scratch)[address] = bytes
+            if address in made:
+                lives.begin(results[address])
+            else:
+                lives.note(address)
+        return result
+
+    def _in_group(self, call: Callable[[], Any]) -> Any:
+        """Run an operator that returns nothing new, in a pool that it shares with others. They keep
+        no memory: what they allocate, mostly workspaces of matrix products, counts as freed when the last one has run.
+        """
+        if self.group.calls >= GROUP and self.group.addresses:
+            self.end_group()
+        if self.group.pool is None:
+            self.group.pool = self.recording.new_pool()
+        self.group.calls += 1
+        with self.recording.within(self.group.pool) as made:
+            result = call()
+        self.placing.lives.made |= dict.fromkeys(made, self.placing.lives.now)
+        self.group.addresses += made
+        return result
+
+    def end_group(self) -> None:
+        """Note that the memory of the group's operators is freed now."""
+        lives = self.placing.lives
+        for address in self.group.addresses:
+            lives.freed[address] = lives.now + 1
+        self.group = _Group()

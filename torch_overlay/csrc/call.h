@@ -1,0 +1,36 @@
+/* A graph that can be launched by one call. */
+
+#pragma once
+
+#include "counter.h"
+#include "launch_memory.h"
+#include "launch_nodes.h"
+#include "outputs.h"
+
+typedef struct {
+    Py_ssize_t position;
+    uint64_t mask;
+} Input;
+
+/* A graph bound to a layout. */
+typedef struct {
+    PyObject_HEAD
+    Blocks *blocks;
+    Py_ssize_t inputs, least; /* least: so many inputs a call has at the least */
+    Input *input;
+    Program numbers;
+    Layout layout;
+    Outputs outputs;
+    Counter counter;
+    PyObject *replay; /* keeps the executable; not called if the driver launches */
+    int direct;
+    long device;
+    PyObject *current, *index, *stream_of, *is_capturing, *misaligned;
+    PyThread_type_lock lock; /* patching and launching are one step */
+    Launched counts;
+    int bound; /* a call has given every region of the blocks a base */
+} Call;
+
+/* Launches, and returns the outputs. With `careful` it returns None if the graph can't be launched now, or an input is
+   misaligned. `originals`: the caller's tensors where inputs are copies, or NULL. */
+PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int careful);

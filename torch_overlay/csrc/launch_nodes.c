@@ -1,0 +1,75 @@
+/* Launches the nodes of blocks: by the executable, or the kernels one by one.
+
+   Note [Kernels one by one]
+   To set a node of an executable takes two to three times as long as to launch its kernel (on a machine with an H200
+   about 6 us and 2 us), and the device has to wait until all are set. So where the edges allow one order only, and most
+   nodes would have to be set, the kernels are launched in this order, and the executable stays as it is. That is so for
+   a graph for any size at a further size, and where graphs of several sizes take turns with one executable. If the next
+   launches are of the same graph with the same values, the nodes are set after all, for then the executable is faster:
+   `patience` is the number of launches until that. */
+
+#include "launch_nodes.h"
+
+#include <stddef.h>
+
+enum { PATIENCE = 2 };
+
+/* Returns 1 if it takes less time to launch the kernels one by one than to set `count` nodes, of which `own` hold other
+   values than at the last launch of these blocks: Note [Kernels one by one]. */
+static int pays_by_node(Blocks *self, size_t own, size_t count) {
+    Shared *shared = self->shared;
+    if (!shared || !shared->attributes) return 0;
+    if (shared->recent != self || 2 * own > self->nodes) shared->patience = PATIENCE;
+    shared->recent = self;
+    if (shared->refused) return 1;
+    if (2 * count <= self->nodes || !shared->patience) return 0;
+    shared->patience--;
+    return 1;
+}
+
+static int launch_by_node(Blocks *self, Handle stream) {
+    int code = 0;
+    size_t i;
+    Py_BEGIN_ALLOW_THREADS for (i = 0; i < self->nodes && !code; i++) {
+        const KernelParams *params = (const KernelParams *)self->node[i].block;
+        const Attributes *of = &self->shared->attributes[self->number[i]];
+        LaunchConfig config = {.stream = stream, .attributes = of->attribute, .count = of->count};
+        memcpy(config.grid, params->grid, offsetof(LaunchConfig, shared_bytes) + sizeof config.shared_bytes);
+        code = cu.LaunchKernelEx(&config, params->func ? params->func : params->kern, params->arguments, NULL);
+    }
+    Py_END_ALLOW_THREADS if (!code) return 0;
+    PyErr_Format(PyExc_RuntimeError, "CUDA driver error in cuLaunchKernelEx: %s (%d), at %s", text_of(code), code,
+                 self->node[i - 1].label);
+    return -1;
+}
+
+static int launch_executable(Blocks *self, Handle stream, PyObject *replay) {
+    PyObject *done;
+    int code;
+    if (!replay) {
+        Py_BEGIN_ALLOW_THREADS code = cu.GraphLaunch(self->exec, stream);
+        Py_END_ALLOW_THREADS if (code) driver_error(code, "cuGraphLaunch");
+        return code ? -1 : 0;
+    }
+    done = PyObject_CallNoArgs(replay);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int launch_nodes(Blocks *self, size_t own, Handle stream, PyObject *replay, Launched *counts) {
+    size_t count = list_others(self, own);
+    Py_ssize_t set;
+    if (replay || !pays_by_node(self, own, count)) {
+        if ((set = set_listed(self, count)) >= 0) {
+            counts->patched += (unsigned long long)set;
+            return launch_executable(self, stream, replay);
+        }
+        if (replay || !self->shared || !self->shared->attributes) return -1;
+        PyErr_Clear(); /* the executable can't be set to this, but its kernels can be launched */
+        self->shared->refused = 1;
+    }
+    leave_listed(self, count);
+    self->stale = 0;
+    counts->by_node++;
+    return launch_by_node(self, stream);
+}
