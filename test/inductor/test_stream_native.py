@@ -16,48 +16,10 @@ from triton.runtime.build import compile_so_from_file
 
 import driver_stand_in
 import form
+import stream_stand_in
 from torch_overlay import config, csrc
 from torch_overlay._inductor.streams import runtime as stream_runtime
 
-
-DRIVER = r"""
-#include <stdio.h>
-#include <string.h>
-typedef void *Handle;
-static char noted[65536];
-static int events, context, retained, capturing[64], failing, failing_creation, idle;
-#define NOTE(...) snprintf(noted + strlen(noted), sizeof noted - strlen(noted), __VA_ARGS__)
-const char *noted_calls(void) { static char copy[65536]; strcpy(copy, noted); noted[0] = 0; return copy; }
-void set_capturing(int stream, int yes) { capturing[stream] = yes; }
-void set_failing(int code) { failing = code; }
-int cuCtxGetCurrent(Handle *out) { *out = &context; return 0; }
-int cuCtxPushCurrent_v2(Handle c) { NOTE("push "); return 0; }
-int cuCtxPopCurrent_v2(Handle *c) { NOTE("pop "); return 0; }
-int cuDeviceGet(int *out, int index) { *out = index; return 0; }
-int cuDevicePrimaryCtxRetain(Handle *out, int device) {
-    if (device > 1) return 101;
-    *out = &context;
-    retained++;
-    return 0;
-}
-int cuDevicePrimaryCtxRelease_v2(int device) { if (device == 1) retained--; return 0; }
-int retains(void) { return retained; }
-void set_failing_creation(int code) { failing_creation = code; }
-int cuEventCreate(Handle *out, unsigned flags) {
-    *out = (Handle)(long)(++events);
-    NOTE("create%d ", events);
-    return failing_creation;
-}
-int cuEventDestroy_v2(Handle e) { NOTE("destroy%ld ", (long)e); return 0; }
-int cuEventRecord(Handle e, Handle s) { NOTE("record%ld@%ld ", (long)e, (long)s); return failing; }
-int cuStreamWaitEvent(Handle s, Handle e, unsigned f) { NOTE("wait%ld@%ld ", (long)e, (long)s); return failing; }
-int cuEventSynchronize(Handle e) { NOTE("synchronize%ld ", (long)e); return failing; }
-int cuGetErrorString(int code, const char **text) { *text = "stand-in"; return 0; }
-void set_idle(int yes) { idle = yes; }
-int cuStreamQuery(Handle s) { NOTE("query@%ld ", (long)s); return idle ? 0 : 600; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { static int now; int old = now; now = *mode; *mode = old; return 0; }
-int cuStreamIsCapturing(Handle s, int *out) { *out = capturing[(long)s]; return 0; }
-"""
 
 # Streams of the table are named by their handles; "current" is the caller's stream.
 PREAMBLE = """
@@ -112,7 +74,9 @@ class TestNativeRegion(TestCase):
     def setUpClass(cls) -> None:
         super().setUpClass()
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        cls.driver = driver_stand_in.build(DRIVER, Path(folder) / "libdriver.so", "-Wl,-soname,libcuda.so.1")
+        cls.driver = driver_stand_in.build(
+            stream_stand_in.DRIVER, Path(folder) / "libdriver.so", "-Wl,-soname,libcuda.so.1"
+        )
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
             cls.native = compile_so_from_file(**csrc.arguments())
 

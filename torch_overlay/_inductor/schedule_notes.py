@@ -1,4 +1,4 @@
-"""Keep the overlay's notes on one schedule while Inductor generates its code: its only attribute on a scheduler.
+"""Keep notes on one schedule while Inductor generates its code: the only attribute that they add to a scheduler.
 
 It is an attribute and no entry of a weak dictionary, because the notes name the scheduler's nodes, which name the
 scheduler: only the garbage collector can free them together.
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
     from torch_overlay._functorch.streams.tokens import Token
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
 
 
 @dataclasses.dataclass
@@ -24,7 +23,7 @@ class ScheduleNotes:
     """Notes on one schedule. Streams are registry indices.
 
     - `memory`: buffer -> the stream whose memory it is; None before a region is planned.
-    - `region`: the emitter of the region whose lines are generated now.
+    - `region`: what writes the plan of the region whose lines are generated now (a `RegionEmitter`).
     - `known`: between partitions, stream -> the states of other streams that it has waited for; empty if the graph is
       one region. `settled`: the streams that need not wait for more before the caller goes on.
     - `needs_plan`, `has_several_devices`: answers of the functions of these names, once asked.
@@ -33,7 +32,7 @@ class ScheduleNotes:
     """
 
     memory: dict[str, int] | None = None
-    region: RegionEmitter | None = None
+    region: Any = None
     known: Mapping[int, frozenset[Token]] = dataclasses.field(default_factory=dict)
     settled: frozenset[int] = frozenset()
     needs_plan: bool | None = None
@@ -43,7 +42,7 @@ class ScheduleNotes:
 
 
 def notes_of(scheduler: Any) -> ScheduleNotes:
-    found = getattr(scheduler, "_overlay_notes", None)
+    found = getattr(scheduler, "_stream_notes", None)
     if found is None:
-        found = scheduler._overlay_notes = ScheduleNotes()
+        found = scheduler._stream_notes = ScheduleNotes()
     return found

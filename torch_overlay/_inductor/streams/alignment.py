@@ -18,7 +18,7 @@ operation also waits for that copy, and a reader on another stream makes its own
 from __future__ import annotations
 
 import re
-from typing import Any, TYPE_CHECKING
+from typing import Any, Protocol, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
+    from torch_overlay._inductor.streams.plan import Plan
+    from torch_overlay._inductor.streams.planned_region import Region
 
 _LAYOUT_ONLY = re.compile(r"aten::(new_\w+|\w+_like)")
 _RUNTIME = "from torch_overlay._inductor.streams.runtime import aligned, write_back"
@@ -71,17 +72,31 @@ def _takes_layout(node: BaseSchedulerNode) -> bool:
     return isinstance(overload, torch._ops.OpOverload) and bool(_LAYOUT_ONLY.fullmatch(overload._schema.name))
 
 
+class Emitter(Protocol):
+    """What aligned copies ask of whoever writes a region's lines."""
+
+    scheduler: Scheduler
+    region: Region
+    plan: Plan
+    wrapper: Any
+    root: Any
+
+    def stream(self, stream: int) -> str: ...
+
+    def write(self, text: str) -> None: ...
+
+
 class AlignedInputs:
     """The aligned copies of one region's inputs, while its lines are written."""
 
-    def __init__(self, emitter: RegionEmitter) -> None:
+    def __init__(self, emitter: Emitter) -> None:
         self.emitter, self.wrapper = emitter, emitter.wrapper
         graph: Any = V.graph
         checked = {graph.graph_input_names[i]: i for i in graph.inputs_to_check or ()}
         self.recorded = recorded_inputs(emitter.scheduler) if checked else set()
         self.written = {name for name, i in checked.items() if i in graph.mutated_input_idxs}
         if self.written:
-            graph._overlay_aligned_inputs = frozenset(checked[name] for name in self.written)
+            graph._region_aligned_inputs = frozenset(checked[name] for name in self.written)
         self.due: list[str] = []  # inputs that the last node has written
         self.stream = 0  # stream of the last node
 
@@ -154,6 +169,6 @@ def left_to_runtime(graph: Any, inputs_to_check: Sequence[int]) -> Sequence[int]
     """Return those of the inputs whose alignment upstream checks that planned regions neither take over nor need
     aligned.
     """
-    names = ("_overlay_aligned_inputs", "_overlay_unaligned_inputs")
+    names = ("_region_aligned_inputs", "_region_unaligned_inputs")
     ours = frozenset().union(*(getattr(graph, name, ()) for name in names))
     return [i for i in inputs_to_check if i not in ours] if ours else inputs_to_check

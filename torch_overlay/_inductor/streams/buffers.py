@@ -53,7 +53,7 @@ def read_buffers(reader: RegionReader) -> list[Buffer]:
             known = results.get(name, set())
             if len(known) == 1 and isinstance(V.graph.try_get_buffer(name), ir.ConcatKernel):
                 # Whichever streams wrote its inputs, the caller gets memory of the stream that concatenates in eager.
-                (stream,) = (reader.numbers.get(s, s) or shared for s in known)
+                (stream,) = (reader.tokens.numbers.get(s, s) or shared for s in known)
             leaves = name in reader.output_memory
             settles = not reader.enclosed and _settles(reader, name, stream, shared, leaves, name in results)
             found.append(

@@ -18,12 +18,10 @@ from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.region_definition import root_of
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
-from torch_overlay._inductor.streams.wrapper_lines import (
-    BeginRegion,
-    root_of,
-)
+from torch_overlay._inductor.streams.wrapper_lines import BeginRegion
 
 
 if TYPE_CHECKING:
@@ -111,7 +109,7 @@ def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> Non
 
 
 def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx: int, graph_name: str) -> str:
-    raw = getattr(wrapper, "_overlay_raw_stream", None)
+    raw = getattr(wrapper, "_region_raw_stream", None)
     return original(wrapper, device_idx, graph_name) if raw is None else raw
 
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _aten = torch.ops.aten
-IN_PLACE = "overlay_in_place"  # in `meta`, of a value whose memory is written in place
-READ_LATER = "overlay_read_later"  # in `meta`, of a copy to the host that goes into new memory, which the host copies
+IN_PLACE = "stream_in_place"  # in `meta`, of a value whose memory is written in place
+READ_LATER = "stream_read_later"  # in `meta`, of a copy to the host that goes into new memory, which the host copies
 
 
 def make_copies_in_place(graph: Graph) -> None:

@@ -37,19 +37,16 @@ from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
 from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.saved_memory import note_owners
-from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
-from torch_overlay._inductor.streams.wrapper_lines import (
-    BeginRegion,
+from torch_overlay._inductor.streams.region_definition import (
     declare_runtime,
     define_region,
-    EndRegion,
-    OnStream,
     Operation,
     record_stream_text,
     root_of,
-    StreamLine,
 )
+from torch_overlay._inductor.streams.saved_memory import note_owners
+from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
+from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
 from torch_overlay._inductor.user_lines import source_line
 
 
@@ -87,7 +84,7 @@ class RegionEmitter:
             self.named(callers_stream_index(self.device))
         self.may_alias: list[int] = []
         self.idle_streams: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
-        if self.device is not None and follows_one_stream_when_idle(region):
+        if self.device is not None and follows_one_stream_when_idle(region, config.fold_branches_below_us):
             self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
             self.use(self.multi_stream)
         self.done = ENTRY

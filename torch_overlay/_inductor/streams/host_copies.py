@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, Node
 
-DESTINATION = "overlay_destination"  # in `meta`, of a copy: a fake tensor, the view of the memory that is written
-RETURNED = "overlay_returned"  # in `meta`, of an upload that blocks because the caller gets what it reads
+DESTINATION = "stream_copy_destination"  # in `meta`, of a copy: a fake tensor, the view of the memory that is written
+RETURNED = "stream_copy_returned"  # in `meta`, of an upload that blocks because the caller gets what it reads
 
 
 @custom_op("streams_memory::copy_async_", mutates_args=("memory",))

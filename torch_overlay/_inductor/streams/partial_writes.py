@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 _COPY = torch.ops.aten.copy_.default
-IN_PLACE = "overlay_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
+IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
 
 
 def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
@@ -107,7 +107,7 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
     ours = frozenset(i for i in graph.inputs_to_check or () if inputs[i] in names)
     graph.unaligned_buffers.update(inputs[i] for i in ours)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
-    graph._overlay_unaligned_inputs = ours
+    graph._region_unaligned_inputs = ours
 
 
 def _remove_writes_of_what_is_there(graph: Graph) -> None:

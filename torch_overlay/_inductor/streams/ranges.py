@@ -1,13 +1,12 @@
 """Keep profiler ranges in their place among the launches of a graph.
 
 Note [Ranges]
-A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark`
-(`_dynamo/range_ops.py`) are ordered on the host, and nothing on the device waits for them. When streams are placed,
-each node notes how many of these operations the program has before it (`number`). From then on an operation of a range
-comes after the nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is
-realized into buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes
-nodes of several numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence
-decides.
+A range shows the launches that the host makes while it is open, so `range_push`, `range_pop` and `range_mark` (see
+`range_ops`) are ordered on the host, and nothing on the device waits for them. When streams are placed, each node notes
+how many of these operations the program has before it (`number`). From then on an operation of a range comes after the
+nodes with its number or a smaller one, and before those with a larger one: in the FX graph, in what is realized into
+buffers, in the scheduler. So kernels are not fused across the end of a range. A kernel that computes nodes of several
+numbers belongs to the largest. Where a pass has made an order that contradicts this, data dependence decides.
 """
 
 from __future__ import annotations

@@ -12,23 +12,19 @@ is launched later is thereby ordered after it. A node that reads device memory f
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TYPE_CHECKING
+from dataclasses import replace
+from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir, scheduler as sched
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 
-from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.fx import is_view
-from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, callers_stream_index, is_copy_stream
-from torch_overlay._functorch.streams.tokens import CALLER, caller_event, state, streams_of
+from torch_overlay._functorch.streams.ids import CALLERS_STREAM, callers_stream_index, is_copy_stream
+from torch_overlay._functorch.streams.tokens import CALLER, caller_event
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import (
-    fx_origins,
     is_gpu,
     is_part,
     kernel_of,
@@ -38,32 +34,19 @@ from torch_overlay._inductor.scheduler_nodes import (
     user_stream,
     viewed_by_call,
 )
-from torch_overlay._inductor.streams.graph_facts import (
-    leaving,
-    private_streams,
-    required,
-    saved_on_streams,
-    stream_devices,
-)
+from torch_overlay._inductor.streams.boundary_tokens import BoundaryTokens
+from torch_overlay._inductor.streams.graph_facts import required, saved_on_streams, stream_devices
 from torch_overlay._inductor.streams.parts import Access, accesses, parts
 from torch_overlay._inductor.streams.plan import HOST, Op
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.streams.tokens import Token
-
-
-@dataclass
-class _Tokens:
-    """Boundary tokens per stream. A node whose FX origins lost theirs in some pass gets all tokens of its stream."""
-
-    after: dict[int, set[Token]] = field(default_factory=dict)
-    before: dict[int, set[Token]] = field(default_factory=dict)
 
 
 def _kept_outputs() -> set[str]:
@@ -81,11 +64,8 @@ def _kept_outputs() -> set[str]:
 
 
 class RegionReader:
-    """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions.
-
-    `enclosed` regions order themselves against the caller's stream alone: each side stream forks from it at the entry
-    and joins it at the exit. A region must be `enclosed` inside a captured graph, and where the rest of the user's
-    program runs in other regions.
+    """Reads one list of scheduler nodes: a whole `call`, a graph partition, or the nodes between two partitions. For
+    `enclosed` see `BoundaryTokens`.
     """
 
     def __init__(self, scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode], enclosed: bool) -> None:
@@ -98,29 +78,17 @@ class RegionReader:
         self.kernels: dict[str, int] = {}  # buffer -> stream of the kernel that makes it
         self.owners: dict[str, str] = {}  # view -> buffer whose memory it lies in
         self.fresh: dict[str, None] = {}
-        self.known = _Tokens()
-        self.concerned: set[int] = set()  # user streams that an enclosed region runs on, or that come after it
-        self.origins: dict[str, set[torch.fx.Node]] = {}  # buffer -> FX nodes that went into it
         self.inner: set[int] = set()  # operations that touch no memory of the caller
         self.caller_memory = {*V.graph.graph_inputs, *V.graph.constants}
         returned = {self.storage(owner_of(name)) for name in _kept_outputs()}
         self.output_memory = returned.union(*(parts_of(V.graph.try_get_buffer(name)) for name in returned))
         self.devices: dict[int, int] = {}  # operation -> index of the device that it runs on
         self.order_after = notes_of(scheduler).awaited_stores
+        self.tokens = BoundaryTokens(scheduler, nodes, enclosed)
         self.excused: dict[int, set[int]] = {}  # operation -> streams whose memory it reads as eager does
         self.handed_over: dict[int, Counter[int]] = {}  # operation -> reads of memory that eager keeps, by stream
         self.users: dict[str, list[int]] = {}  # buffer -> the operations in `excused` that touch it
         self.loaded: set[str] = set()  # written by a copy stream, but allocated on the caller's stream
-        # The current stream of another device is registered under a number of its own; here it has the number of that
-        # device.
-        self.numbers = {
-            i.index: callers_stream_index(i.device.index or 0)
-            for i in registry.describe()
-            if i.origin == "current" and i.index != CALLERS_STREAM and i.device is not None
-        }
-        # Private streams are made by the frame, and nobody else sees them: at the entry of a forward they hold no work,
-        # and nobody asks for their state at the exit. In a backward they hold the work that the forward launched there.
-        self.private = set() if V.graph.is_backward else private_streams()
         graph: Any = V.graph.module.graph
         inputs = {str(n.target): fact_of(n) for n in graph.find_nodes(op="placeholder")}
         self.saved_on = saved_on_streams()
@@ -139,99 +107,23 @@ class RegionReader:
     def stream_of(self, node: BaseSchedulerNode, device: torch.device | None) -> int:
         user = user_stream(self.scheduler, node)
         if user != CALLERS_STREAM:
-            return self.number(user)
+            return self.tokens.number(user)
         return callers_stream_index(device.index) if device is not None and device.index is not None else CALLERS_STREAM
-
-    # -- tokens
-
-    def number(self, stream: int) -> int:
-        return self.numbers.get(stream, stream)
-
-    def renumbered(self, tokens: Iterable[Token]) -> set[Token]:
-        return {t if t.stream is None else state(self.number(t.stream)) for t in tokens}
-
-    def own_origins(self, node: BaseSchedulerNode) -> list[torch.fx.Node]:
-        """Return the FX nodes that this operation computes itself.
-
-        Inductor's origins also name the nodes that produced an operation's inputs, on whatever stream; the tokens of
-        those nodes belong to the operations that compute them. A node that was inlined here and elsewhere counts for
-        both operations, if it reads the caller's memory in both.
-        """
-        reads = {d.name for d in node.read_writes.reads}
-        inherited = set().union(*(self.origins.get(name, set()) for name in reads))
-        return [
-            n
-            for n in fx_origins(node)
-            if n not in inherited or any(a.op == "placeholder" and a.name in reads for a in n.all_input_nodes)
-        ]
-
-    def tokens_of(self, node: BaseSchedulerNode, kind: Literal["after", "before"]) -> set[Token] | None:
-        """Return the tokens of the operation; None if no pass has kept any for it."""
-        found: set[Token] | None = None
-        # A buffer that an operator realizes for itself, and the first half of a split reduction, name the operator as
-        # their origin, too: both operations have its tokens, then.
-        own = self.own_origins(node) or list(fx_origins(node))
-        # A view launches nothing: its tokens are not tokens of the kernel that reads through it.
-        for origin in [n for n in own if not is_view(n) and n.target is not operator.getitem] or own:
-            tokens = getattr(fact_of(origin), kind)
-            if tokens is not None:
-                found = (found or set()) | self.renumbered(tokens)
-        if found is None and any(getattr(fact_of(origin), kind) is not None for origin in fx_origins(node)):
-            return set()
-        return found
 
     def note_reads(self, node: BaseSchedulerNode) -> None:
         """Note in `excused` the streams of which the next operation reads only memory that eager frees whoever reads
         it, or keeps as a result or for the backward; and in `handed_over` how many of the reads are of memory that
-        eager keeps. Nothing is noted where no pass kept the reads. A buffer that an operator realizes for itself has
-        the operator's reads.
+        eager keeps. Nothing is noted where no pass kept the reads.
         """
-        own, here = self.own_origins(node) or list(fx_origins(node)), len(self.ops)
-        known = [reads for n in own if (reads := fact_of(n).reads) is not None]
-        if not known:
-            if own and all(map(is_view, own)):  # a view that gets memory of its own is a read that eager doesn't have
-                self.excused[here] = set()
-            return
-        reads = set().union(*known)
-        others = {read.stream for read in reads if read.life == "other"}
-        self.excused[here] = {self.number(read.stream) for read in reads if read.stream not in others}
-        self.handed_over[here] = Counter(self.number(read.stream) for read in reads if read.life == "kept")
-
-    def collect_tokens(self) -> None:
-        for node in self.nodes:
-            stream = user_stream(self.scheduler, node)
-            self.known.after.setdefault(stream, set()).update(self.tokens_of(node, "after") or ())
-            self.known.before.setdefault(stream, set()).update(self.tokens_of(node, "before") or ())
-
-    def tokens(self, node: BaseSchedulerNode, stream: int, gpu: bool) -> tuple[frozenset[Token], frozenset[Token]]:
-        if not gpu:
-            return frozenset(), frozenset()
-        user = user_stream(self.scheduler, node)
-        before = self.tokens_of(node, "before")
-        before = self.known.before.get(user, set()) if before is None else before
-        if self.enclosed:
-            token = frozenset(() if callers_device(stream) is not None else (CALLER,))
-            self.concerned |= {user, *streams_of(before)}
-            # A record, a synchronisation or a copy that blocks may stand in the same region.
-            kept = frozenset(t for t in before if t.stream is None)
-            return token, token | kept
-        after = self.tokens_of(node, "after")
-        after = self.known.after.get(user, set()) if after is None else after
-        own = {state(stream), *map(state, self.private)}
-        return frozenset(after - own), frozenset(before - own)
+        reads, here, number = self.tokens.foreign_reads(node), len(self.ops), self.tokens.number
+        if reads is not None:
+            others = {read.stream for read in reads if read.life == "other"}
+            self.excused[here] = {number(read.stream) for read in reads if read.stream not in others}
+            self.handed_over[here] = Counter(number(read.stream) for read in reads if read.life == "kept")
 
     def promised(self) -> dict[int, frozenset[Token]]:
         """Return, per stream, the caller's states that it must be ordered after when the region is left."""
-        if self.enclosed:
-            return {}
-        blocking = {token for op in self.ops if op.blocking for token in op.requires}
-        promised: dict[int, frozenset[Token]] = {}
-        for stream, tokens, unless in leaving():
-            if unless not in blocking and stream not in self.private:
-                number = self.number(stream)
-                known = frozenset(self.renumbered(tokens)).difference(map(state, self.private))
-                promised[number] = promised.get(number, frozenset()) | known
-        return promised
+        return self.tokens.at_exit({token for op in self.ops if op.blocking for token in op.requires})
 
     def touches_caller_memory(self, names: set[str], outputs: bool) -> bool:
         """True if any of `names` is memory that the caller holds during the call, or, with `outputs`, gets from the
@@ -292,7 +184,7 @@ class RegionReader:
                 blocking = not node.node.constant_args[0] and self.blocks_host(node)
             elif not is_gpu(node.get_device()):
                 blocking = isinstance(node.node, ir.DynamicScalar)
-        after, before = self.tokens(node, stream, gpu)
+        after, before = self.tokens.of_launch(node, stream) if gpu else (frozenset(), frozenset())
         if self.enclosed and not gpu and self.reads_download(node):
             after |= {CALLER}  # the host waits for the operations of other regions
         # `after` holds for memory of the region, too: the block that is allocated here may be one that an earlier call
@@ -344,7 +236,7 @@ class RegionReader:
         return False
 
     def host_has_waited(self, made: BaseSchedulerNode, reader: BaseSchedulerNode) -> bool:
-        promised = self.tokens_of(made, "before") or set()
+        promised = self.tokens.of_node(made, "before") or set()
         nodes = self.scheduler.nodes
         between = nodes[nodes.index(self.scheduler.name_to_fused_node[made.get_name()]) + 1 : nodes.index(reader)]
         return any(not promised.isdisjoint(required(n)) for n in between if stream_operation(n) is not None)
@@ -353,15 +245,15 @@ class RegionReader:
         """Return the operation of a user's record, synchronisation or query, carried out on the host at this place."""
         writes = frozenset(self.storage(o.get_name()) for o in node.get_outputs())
         requires = required(node)
-        after = self.tokens_of(node, "after") or set()
+        after = self.tokens.of_node(node, "after") or set()
         arguments: Any = node.node.constant_args  # type: ignore[union-attr]
         kind = overload._schema.name.partition("::")[2]
         stream, blocking, waits, rerecords = HOST, False, False, None
         if kind == "record_event":
             rerecords = caller_event(arguments[0])
-            stream = self.number(arguments[1])
+            stream = self.tokens.number(arguments[1])
         elif kind == "synchronize_stream":
-            stream, blocking = self.number(arguments[0]), True
+            stream, blocking = self.tokens.number(arguments[0]), True
         elif kind in ("synchronize_event", "synchronize_device"):
             waits = True
             if kind == "synchronize_device" and len(set(stream_devices().values())) > 1:
@@ -383,7 +275,6 @@ class RegionReader:
         )
 
     def read(self) -> None:
-        self.collect_tokens()
         for node in self.nodes:
             overload = stream_operation(node)
             if overload is not None:
@@ -397,8 +288,7 @@ class RegionReader:
                     self.kernels.update(dict.fromkeys(node.get_buffer_names(), op.stream))
             self.index[node] = len(self.ops)
             self.ops.append(op)
-            origins = set(fx_origins(node))
-            self.origins.update((name, origins) for name in node.get_buffer_names())
+            self.tokens.note_origins(node)
         self.name_parts()
 
     def name_parts(self) -> None:

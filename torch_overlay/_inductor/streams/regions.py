@@ -32,14 +32,14 @@ from torch_overlay._inductor.streams.graph_facts import (
     stream_devices,
 )
 from torch_overlay._inductor.streams.planned_region import needs_plan, plan_region, Region
-from torch_overlay._inductor.streams.wrapper_lines import (
+from torch_overlay._inductor.streams.region_definition import (
     declare_runtime,
     define_region,
     Operation,
     record_stream_text,
     root_of,
-    StreamLine,
 )
+from torch_overlay._inductor.streams.wrapper_lines import StreamLine
 
 
 if TYPE_CHECKING:

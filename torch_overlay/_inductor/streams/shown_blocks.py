@@ -17,7 +17,7 @@ from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion
 
 
 if TYPE_CHECKING:
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
+    from torch_overlay._inductor.streams.wrapper_lines import Emitter
 
 RANGE_CALLS = ("torch.cuda.nvtx.", "push_range(", "pop_range(")  # those that `ranges.write` writes
 _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
@@ -27,7 +27,7 @@ _BOUNDARIES = (EndRegion, upstream.EnterSubgraphLine, upstream.ExitSubgraphLine)
 class _Place:
     """Where the lines of a region are."""
 
-    emitter: RegionEmitter
+    emitter: Emitter
     stream: int | None = None
     range: str = ""
     is_open: bool = False

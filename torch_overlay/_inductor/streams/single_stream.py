@@ -22,7 +22,6 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from torch_overlay import config
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import callers_device, is_copy_stream
@@ -61,10 +60,12 @@ def _hands_out(region: Region) -> bool:
     return False
 
 
-def follows_one_stream_when_idle(region: Region) -> bool:
-    """True for a region whose side streams can't pay on an idle device."""
-    limit, plan = config.fold_branches_below_us, region.plan
-    if not limit or region.enclosed or plan.boundary_waits:
+def follows_one_stream_when_idle(region: Region, limit_us: float) -> bool:
+    """True for a region whose side streams can't pay on an idle device, as each of its kernels takes less than
+    `limit_us`, what a launch costs. With 0 there is none.
+    """
+    plan = region.plan
+    if not limit_us or region.enclosed or plan.boundary_waits:
         return False
     placed = {op.stream for op in plan.ops if op.stream is not None}
     if all(callers_device(stream) is not None for stream in placed) or _hands_out(region):
@@ -80,7 +81,7 @@ def follows_one_stream_when_idle(region: Region) -> bool:
         if stream_operation(node) is not None:
             return False
         time = device_us(node)
-        if time is None or time >= limit:
+        if time is None or time >= limit_us:
             return False
         if stream is not None and callers_device(stream) is None and not _is_forked_and_joined(node):
             return False

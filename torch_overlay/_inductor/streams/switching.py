@@ -25,9 +25,7 @@ from torch_overlay._inductor.streams.wrapper_lines import (
 
 
 if TYPE_CHECKING:
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
-
-    pass
+    from torch_overlay._inductor.streams.wrapper_lines import Emitter
 
 
 # Lines that neither allocate device memory nor launch on the current stream.
@@ -51,7 +49,7 @@ _INDIFFERENT = (
 )
 
 
-def needs(line: Any, place: int | None, emitter: RegionEmitter) -> int | None:
+def needs(line: Any, place: int | None, emitter: Emitter) -> int | None:
     """Return the stream that must be current when this line runs; None if it doesn't matter."""
     if isinstance(line, IfMultiStream):
         line = line.line
@@ -76,8 +74,8 @@ def _allocates_on(line: Any) -> int | None:
 
 def share_memory(lines: list[Any]) -> list[Any]:
     """Replace lines so that calls that keep to one stream share memory between streams: see `streams.reuse`."""
-    regions: list[RegionEmitter] = []
-    inside: dict[RegionEmitter, list[Any]] = {}
+    regions: list[Emitter] = []
+    inside: dict[Emitter, list[Any]] = {}
     for line in lines:
         if isinstance(line, BeginRegion):
             regions.append(line.emitter)

@@ -1,23 +1,45 @@
-"""Define the lines of Inductor's wrapper that a planned region adds, and write the module's statements around them."""
+"""Define the lines of Inductor's wrapper that a planned region adds."""
 
 from __future__ import annotations
 
 import dataclasses
-import pprint
-import textwrap
-from typing import Any, TYPE_CHECKING
+from typing import Any, Protocol, TYPE_CHECKING
 
-import torch._inductor.config as inductor_config
 from torch._inductor.codegen import wrapper as upstream
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch._inductor.utils import IndentedBuffer
 
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
+    from torch_overlay._inductor.streams.plan import Plan
 
 
-RUNTIME = "from torch_overlay._inductor.streams.runtime import region, restore_stream, set_stream"
+class Emitter(Protocol):
+    """What the lines of a region, and the passes over them, ask of whoever writes the region's plan. Streams are those
+    of the plan; names are those of the generated code.
+    """
+
+    plan: Plan
+    idle_streams: list[int]
+    """The side streams of a region that keeps to one stream in calls that find the device idle; else none."""
+
+    @property
+    def multi_stream(self) -> str:
+        """The variable that says if a call uses the side streams."""
+
+    def prologue(self) -> Iterable[str]: ...
+
+    def epilogue(self) -> Iterable[str]: ...
+
+    def stream(self, stream: int) -> str: ...
+
+    def raw_stream(self, stream: int) -> str: ...
+
+    def if_multi_stream(self, text: str) -> str:
+        """Return a statement that only a call that uses the side streams runs."""
+        ...
 
 
 @dataclasses.dataclass
@@ -32,7 +54,7 @@ class StreamLine(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class BeginRegion(upstream.WrapperLine):
-    emitter: RegionEmitter
+    emitter: Emitter
 
     def codegen(self, code: IndentedBuffer) -> None:
         for line in self.emitter.prologue():
@@ -41,7 +63,7 @@ class BeginRegion(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class EndRegion(upstream.WrapperLine):
-    emitter: RegionEmitter
+    emitter: Emitter
 
     def codegen(self, code: IndentedBuffer) -> None:
         for line in self.emitter.epilogue():
@@ -53,7 +75,7 @@ class OnStream(upstream.WrapperLine):
     """A mark: the lines that follow belong to a node of this stream; None: to a node of the host. `range` is the name
     of the work there in profiles, if it has one."""
 
-    emitter: RegionEmitter
+    emitter: Emitter
     stream: int | None
     device_index: int | None
     range: str = ""
@@ -91,42 +113,8 @@ class PlacedKernelCall(upstream.WrapperLine):
 
     def codegen(self, code: IndentedBuffer) -> None:
         wrapper: Any = self.line.wrapper
-        wrapper._overlay_raw_stream = self.raw_stream
+        wrapper._region_raw_stream = self.raw_stream
         try:
             self.line.codegen(code)
         finally:
-            wrapper._overlay_raw_stream = None
-
-
-def root_of(wrapper: Any) -> Any:
-    while hasattr(wrapper, "parent_wrapper"):
-        wrapper = wrapper.parent_wrapper
-    return wrapper
-
-
-Operation = tuple[str, str, str]
-"""An operation on an event and a stream at a region's boundary: ("wait", "ev0", "stream1")."""
-
-
-def declare_runtime(root: Any) -> None:
-    if not root.imports.contains(RUNTIME):
-        root.imports.writeline(RUNTIME)
-
-
-def define_region(root: Any, name: str, **fields: Any) -> None:
-    """Write the statement that defines a region into the generated module's header; empty fields are left out."""
-    root.header.writeline(f"{name} = region(")
-    for key, value in fields.items():
-        if value or key in ("device", "streams") or value == () and key == "idle_streams":
-            text = pprint.pformat(value, width=100, compact=True, sort_dicts=False)
-            root.header.writelines(textwrap.indent(f"{key}={text},", "    ").splitlines())
-    root.header.writeline(")")
-
-
-def record_stream_text(name: str, stream: str) -> str:
-    """Return a `record_stream` statement, skipped while capturing: memory of a captured graph isn't reused by the
-    allocator.
-    """
-    text = f"{name}.record_stream({stream})"
-    captures = inductor_config.triton.cudagraphs
-    return f"if not torch.cuda.is_current_stream_capturing(): {text}" if captures else text
+            wrapper._region_raw_stream = None

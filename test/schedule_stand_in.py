@@ -1,0 +1,121 @@
+"""Schedules of FX graphs on GPUs that aren't there: Inductor's scheduler runs, and generates no kernel.
+
+    graph = Program()
+    x = graph.input(4)
+    graph.output(graph.call(aten.relu.default, x, stream=1))
+    with graph.scheduled() as scheduler: ...
+
+Inside, `V.graph` is the graph that was lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, map_arg
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.fx import Node
+
+PROPERTIES = SimpleNamespace(
+    type="cuda",
+    major=9,
+    minor=0,
+    multi_processor_count=100,
+    clock_rate=1_000_000,  # kHz
+    memory_clock_rate=1_000_000,  # kHz
+    memory_bus_width=4096,  # 1.024 TB/s
+)
+
+
+def _device_properties(device: torch.device) -> DeviceProperties:
+    return DeviceProperties(
+        type=device.type,
+        index=device.index or 0,
+        multi_processor_count=PROPERTIES.multi_processor_count,
+        cc=10 * PROPERTIES.major + PROPERTIES.minor,
+        major=PROPERTIES.major,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+    )
+
+
+@contextlib.contextmanager
+def device() -> Iterator[None]:
+    """Answer what Inductor asks a GPU while it makes a schedule. The current one has the index 0."""
+    answers = (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device=0: PROPERTIES),
+        mock.patch.object(DeviceProperties, "create", _device_properties),
+        mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
+        mock.patch("torch._inductor.scheduler.has_triton", lambda *args: True),
+    )
+    with contextlib.ExitStack() as stack:
+        for answer in answers:
+            stack.enter_context(answer)
+        yield
+
+
+class Program:
+    """An FX graph of ATen operators with fake values. Nodes are placed on streams by upstream's metadata."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        self.graph = Graph()
+        self.inputs: list[torch.Tensor] = []
+
+    def fake(self, size: Sequence[Any], device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def size(self, hint: int) -> Any:
+        """Return a size that code is compiled for without knowing it."""
+        environment: Any = self.mode.shape_env
+        return environment.create_unspecified_symint_and_symbol(hint, ConstantSource("size"), DimDynamic.DYNAMIC)
+
+    def input(self, *size: Any, device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> Node:
+        node = self.graph.placeholder(f"x{len(self.inputs)}")
+        node.meta["val"] = self.fake(size, device, dtype)
+        self.inputs.append(node.meta["val"])
+        return node
+
+    def call(self, target: Any, *args: Any, stream: int = 0, custom: Any = (), **kwargs: Any) -> Node:
+        """Add a node, with its value as fake tensors compute it."""
+        node = self.graph.call_function(target, args, kwargs)
+        values = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        node.meta["custom"] = {**({"stream": stream} if stream else {}), **dict(custom)}
+        return node
+
+    def output(self, *results: Node) -> Node:
+        return self.graph.output(results)
+
+    @contextlib.contextmanager
+    def scheduled(self, **options: Any) -> Iterator[Scheduler]:
+        """Lower the graph and schedule it. `options` are those of `GraphLowering`."""
+        module = GraphModule(torch.nn.Module(), self.graph)
+        options = {"is_inference": True, **options}
+        with device(), V.set_fake_mode(self.mode), V.set_debug_handler(DebugContext()):
+            lowered = GraphLowering(module, self.inputs, shape_env=self.mode.shape_env, **options)
+            with V.set_graph_handler(lowered):
+                lowered.run(*self.inputs)
+                lowered.init_wrapper_code()
+                lowered.scheduler = Scheduler(lowered.operations)
+                yield lowered.scheduler
