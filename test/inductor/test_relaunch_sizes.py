@@ -270,6 +270,7 @@ class TestSizesInTurn(Native, SizesTestCase):
             self.call(run, n)
         calls = [run.states[(n,)].relaunch.call for n in (4, 5)]
         self.assertEqual([(call.by_node, call.patched) for call in calls], [(3, 0), (3, 0)])
+        self.assertEqual([(graph.nodes, graph.one_by_one) for graph in run.graphs()], [(3, 0), (3, 6), (3, 6)])
 
     def test_backward_in_stages(self):
         self.cut_into_stages()

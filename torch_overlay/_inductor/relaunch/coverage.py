@@ -98,7 +98,9 @@ class Outside:
 class Region:
     """A region with a graph, or one that might get one. Counts are totals over all calls; `kernels` and `launches` are
     those of one call: kernels in generated code, and launches by the host once there is a graph. `nodes`: of all its
-    graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes."""
+    graphs; `scratch_mib`: what a launch allocates and frees; `sizes`: how it is captured, if it had several sizes;
+    `one_by_one`: further launches of the graphs that it has now, of which kernels were launched one by one, since most
+    nodes would have had to be set."""
 
     name: str
     line: str
@@ -110,6 +112,7 @@ class Region:
     nodes: int
     scratch_mib: float
     sizes: str = ""
+    one_by_one: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,9 @@ class Function:
 
     @property
     def host_launches(self) -> int:
-        """Launches by the host: of graphs, and of kernels outside."""
-        return sum(region.launches * region.graph_calls for region in self.regions) + self.kernels_outside
+        """Launches by the host: of graphs, of their kernels one by one, and of kernels outside."""
+        of_graphs = sum(region.launches * region.graph_calls + region.one_by_one for region in self.regions)
+        return of_graphs + self.kernels_outside
 
 
 @dataclass(frozen=True)
@@ -237,8 +241,8 @@ def _difference(after: Function, before: Function | None) -> Function:
         return after
     regions = []
     for region, old in zip(after.regions, before.regions):
-        calls, by_graph = region.calls - old.calls, region.graph_calls - old.graph_calls
-        regions.append(dataclasses.replace(region, calls=calls, graph_calls=by_graph))
+        counts = {name: getattr(region, name) - getattr(old, name) for name in ("calls", "graph_calls", "one_by_one")}
+        regions.append(dataclasses.replace(region, **counts))
     known = {each.cause: each for each in before.outside}
     outside = []
     for each in after.outside:
@@ -322,6 +326,7 @@ def _region(runner: Runner, kernels: int) -> Region:
         nodes=sum(graph.nodes for graph in graphs),
         scratch_mib=max([graph.scratch for graph in graphs], default=0) / (1 << 20),
         sizes=runner.describe_sizes(),
+        one_by_one=sum(graph.one_by_one for graph in graphs),
     )
 
 

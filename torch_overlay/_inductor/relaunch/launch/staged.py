@@ -102,11 +102,13 @@ class Split:
 
 
 class Graph(NamedTuple):
-    """Facts of a graph: launches by the host for one call, nodes, and bytes of scratch memory at a time."""
+    """Facts of a graph: launches by the host for one call, nodes, and bytes of scratch memory at a time. `one_by_one`:
+    launches that all its calls took beyond that, since kernels were launched one by one."""
 
     launches: int
     nodes: int
     scratch: int
+    one_by_one: int = 0
 
 
 def launches_of(relaunch: Any) -> int:
@@ -125,4 +127,5 @@ def stages_of(relaunch: Any) -> Sequence[Relaunch]:
 def graph_of(relaunch: Any) -> Graph:
     stages = stages_of(relaunch)
     nodes = sum(stage.launcher.nodes for stage in stages)
-    return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages))
+    more = sum(getattr(stage.call, "by_node", 0) * (stage.launcher.nodes - 1) for stage in stages)
+    return Graph(len(stages), nodes, max(stage.layout.scratch_size for stage in stages), more)
