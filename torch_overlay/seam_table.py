@@ -1081,6 +1081,15 @@ SEAMS: tuple[Seam, ...] = (
         ends="the patch is merged",
     ),
     Seam(
+        target="torch.cuda.memory:memory_stats_as_nested_dict",
+        impl="torch_overlay._inductor.relaunch.pool_stats:memory_stats",
+        kind="wrap",
+        patch="inductor-relaunch",
+        fingerprint="22faec6b2d444326",
+        why="The statistics of the allocator list each pool that captures ever used, and take longer with each.",
+        ends="the allocator forgets the statistics of pools that are deleted",
+    ),
+    Seam(
         target="torch._inductor.async_compile:AsyncCompile.wait",
         impl="torch_overlay._inductor.relaunch.prepare:wait",
         kind="wrap",

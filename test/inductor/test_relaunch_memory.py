@@ -21,6 +21,7 @@ import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward_hooks import donated_buffers
 from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch.capture import address_space
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.capture.recording import Recording
@@ -807,3 +808,25 @@ class TestWhatPoolsKeep(unittest.TestCase):
         self.assertEqual(self.kept([(0, 4), (0, 7), (0, 9), (0, 7)]), ([512, 512], 2))
         self.assertEqual(self.kept([(0, 4), (0, 8)]), ([], 0))
         self.assertEqual(self.kept([]), ([], 0))
+
+
+class TestStatisticsOfPools(unittest.TestCase):
+    def test_pools_of_captures_that_hold_nothing_are_left_out(self):
+        def pool(current):
+            return {"all": {"current": current, "peak": 7}}
+
+        stats = {"segment": 1, "reserved_bytes_by_private_pools": {(0, 1): pool(0), (0, 2): pool(0), (0, 3): pool(8)}}
+        with (
+            mock.patch.object(address_space, "pools_made", {(0, 2), (0, 3), (0, 4)}),
+            mock.patch.object(torch.cuda.memory, "is_initialized", lambda: True),
+            mock.patch.object(torch._C, "_cuda_memoryStats", lambda index: stats),
+        ):
+            found = torch.cuda.memory.memory_stats_as_nested_dict(0)
+            left = {name for name in torch.cuda.memory_stats(0) if name.startswith("reserved_bytes_by")}
+        self.assertEqual(found["segment"], 1)
+        self.assertEqual(list(found["reserved_bytes_by_private_pools"]), [(0, 1), (0, 3)])
+        self.assertEqual({name.split(".")[1] for name in left}, {"0_1", "0_3"})
+
+    def test_process_without_statistics(self):
+        with mock.patch.object(torch.cuda.memory, "is_initialized", lambda: False):
+            self.assertEqual(torch.cuda.memory_stats(), {})

@@ -33,6 +33,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
 SIZE = 1 << 40
 
+pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torch's statistics list them for ever
+
 
 def _functions() -> Any:
     """Return the functions of C. Raise `Refusal` if they can't be built: then there are no CUDA graphs."""
@@ -76,6 +78,7 @@ class AddressSpace:
         """Return a new pool that allocates in the space. `no_split`: each allocation has a segment of its own."""
         pool = torch.cuda.MemPool(_allocator(self._module), no_split=no_split)
         self._pools.append(pool)
+        pools_made.add(pool.id)
         return pool
 
     def allocate(self, bytes: int) -> int:
