@@ -153,7 +153,7 @@ class TestStages(TestCase):
             made.launch([torch.randn(4), torch.randn(4), 1])
         self.assertEqual(made.totals[0], 6)
         self.assertEqual((launches_of(made), launches_of(None)), (3, 0))
-        self.assertEqual(tuple(graph_of(made)), (2, 6, 1024))
+        self.assertEqual(tuple(graph_of(made)), (2, 6, 1024, 0))
         verified = SimpleNamespace(relaunch=made)
         self.assertEqual(stages_of(verified), made.stages)
 
