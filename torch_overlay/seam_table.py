@@ -1091,7 +1091,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.async_compile:AsyncCompile.wait",
-        impl="torch_overlay._inductor.relaunch.prepare:wait",
+        impl="torch_overlay._inductor.relaunch.prepare_hooks:wait",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="6c00a87786a87412",

@@ -113,9 +113,14 @@ class TestStack(TestCase):
         self.assertEqual(status, 0, said)
 
     def test_new_files_work_together(self):
-        """Those of all pull requests that edit nothing: each by itself runs with `--slow`."""
+        """Those of all pull requests that edit nothing, with what they need: each by itself runs with `--slow`."""
         pure = [request for request in EVERY if not request.edits]
-        self.replace({path: text for request in pure for path, text in request.files.items()})
+        wanted = {other.name for request in pure for other in (request, *export_upstream.needed(request, EVERY))}
+        texts: dict[str, str] = {}
+        for request in EVERY:
+            if request.name in wanted:
+                texts |= {**request.edited(texts), **request.files}
+        self.replace(texts)
         tests = {path: text for request in pure for path, text in request.tests.items()}
         status, said = self.run_tests(tests, at_once=True)
         self.assertEqual(status, 0, said)

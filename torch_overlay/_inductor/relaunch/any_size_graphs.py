@@ -8,7 +8,7 @@ shows another value of one, a new graph takes its place. A size that has a graph
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from typing import Any, Protocol, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch import keys, refusals
 from torch_overlay._inductor.relaunch.alignment import address_of, alignment_of, LEAST
@@ -26,13 +26,45 @@ from torch_overlay._inductor.relaunch.sizes.any_size import Seen
 
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.runner import Runner, State
+    from torch_overlay._inductor.relaunch.compiled_code import Code
+    from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
 MOST_SEEN = 4
 FAILURES = 3  # so many tries may fail
 ANY = object()  # in the key of a graph for any size
+
+
+class Runner(Protocol):
+    """The runner of a region, as far as it is asked here. A state has the graph of its key as `relaunch`, or None."""
+
+    model: Callable[[list[Any]], Any]
+    code: Code
+    device: Any
+    lock: Any
+    states: OrderedDict[Any, Any]
+    keyed: tuple[int, ...]  # positions of the inputs that are in a key
+    free: tuple[int, ...]  # positions of numbers that are in no key
+    scalars: frozenset[int]
+    seeds: frozenset[int]
+    plan: Plan | None
+    sizes: Sizes
+    any_size: AnySizeGraph
+
+    @property
+    def has_captured_enough(self) -> bool: ...
+
+    def align(self, inputs: list[Any], positions: Sequence[int]) -> Any: ...
+
+    def launch(self, relaunch: Any, inputs: list[Any], originals: Sequence[Any], clones: Any) -> tuple[Any, ...]: ...
+
+    def touch(self, key: Any) -> None: ...
+
+    def drop(self, key: Any) -> None: ...
+
+    def add_graph(self, key: Any, made: Relaunch, nodes: int) -> Any: ...
 
 
 class AnySizeGraph:
@@ -91,7 +123,7 @@ class AnySizeGraph:
                 inputs[:] = originals or inputs
         return None
 
-    def _state(self, runner: Runner, inputs: Sequence[Any]) -> State | None:
+    def _state(self, runner: Runner, inputs: Sequence[Any]) -> Any:
         key_of = self.key_of  # another thread may drop the graph
         if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
             runner.touch(key)
@@ -145,7 +177,7 @@ class AnySizeGraph:
                 best = seen, varied
         return best
 
-    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> State | None:
+    def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> Any:
         assert runner.plan is not None
         alignments = [LEAST] * len(inputs)
         for k in runner.code.static_inputs:

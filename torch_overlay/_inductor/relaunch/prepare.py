@@ -1,23 +1,17 @@
 """Loads in advance what the first capture needs: the C module, the driver's bindings, and the kernels that replace
 memset and memcpy nodes.
 
-This is done while Inductor waits for its workers to compile kernels, when this process has nothing else to do. If
-nothing is compiled, or the preparation fails then, it is a part of the first call.
+`prepare_early` is for the time while Inductor waits for its workers to compile kernels, when this process has nothing
+else to do. If nothing is compiled, or the preparation fails then, it is a part of the first call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +30,11 @@ def prepare(device: int) -> None:
         log.info("memset and memcpy nodes will stay in captured graphs: %s", error)
 
 
-def wait(original: Callable[[Any, dict[str, Any]], None], compiler: Any, scope: dict[str, Any]) -> None:
-    """Seam of AsyncCompile.wait: prepare for captures while the workers compile."""
-    import torch._inductor.config as inductor_config
-
-    if inductor_config.triton.cudagraphs and config.cudagraphs == "relaunch" and _may_load_modules():
+def prepare_early() -> None:
+    """Prepare for captures on the current device before there is one, if modules may be loaded there. What fails is
+    logged once."""
+    if _may_load_modules():
         _try(torch.cuda.current_device())
-    original(compiler, scope)
 
 
 def _may_load_modules() -> bool:

@@ -19,6 +19,7 @@ class TestOptions(TestCase):
         self.assertEqual(triton.cudagraph_executables, 64)
         self.assertIs(triton.cudagraph_verify, False)
         self.assertIs(triton.cudagraph_concurrency, True)
+        self.assertIs(triton.nvtx, False)
 
     def test_patch(self):
         with config.patch(VALUES):
@@ -37,8 +38,9 @@ class TestOptions(TestCase):
         with config.patch(VALUES):
             self.assertEqual(key()[1], before)
         self.assertEqual(names, set())
-        with config.patch({"triton.cudagraph_skip_dynamic_graphs": True}):
-            self.assertNotEqual(key()[1], before)
+        for other in ("triton.cudagraph_skip_dynamic_graphs", "triton.nvtx"):
+            with config.patch({other: True}):
+                self.assertNotEqual(key()[1], before)
 
 
 if __name__ == "__main__":

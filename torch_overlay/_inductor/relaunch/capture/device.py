@@ -252,8 +252,7 @@ class Cuda:
 
 
 def check_libraries(graph: CapturedGraph) -> None:
-    """Refuse a graph with a kernel of NCCL: an operator of the user's contains a collective. Note [Collectives] of
-    `policy`"""
+    """Refuse a graph with a kernel of NCCL: an operator of the user's contains a collective. Note [Collectives]"""
     for node in graph.nodes:
         if "nccl" in (name := getattr(node, "name", "")):
             message = f"an operator of the region calls NCCL (kernel {name}), which keeps addresses that no proof sees"
