@@ -62,8 +62,8 @@ class Operators:
         return result
 
     def _in_group(self, call: Callable[[], Any]) -> Any:
-        """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what they
-        allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
+        """Run an operator that returns nothing new, in a pool that it shares with others. They keep no memory: what
+        they allocate, mostly workspaces of matrix products, counts as freed when the last one has run."""
         if self.group.calls >= GROUP and self.group.addresses:
             self.end_group()
         if self.group.pool is None:
