@@ -7,6 +7,7 @@ The tests of the pull requests that set nodes in C share it.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any
 
@@ -45,6 +46,16 @@ int cuGraphExecMemcpyNodeSetParams(uint64_t exec, uint64_t node, void *params,
 """
 VALUES = 128  # where the arguments of a kernel begin in its block
 SHAPE = (7, 1, 2, 3, 4, 5, 6, 48)  # function, grid, block, shared memory
+
+
+def noted(library: ctypes.CDLL) -> list[tuple[int, ...]]:
+    """Return the rows that were noted since the last call."""
+    library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
+    count = ctypes.c_int()
+    rows = library.notes(ctypes.byref(count))
+    found = [tuple(rows[5 * i : 5 * i + 5]) for i in range(count.value)]
+    library.reset(0)
+    return found
 
 
 def kernel(handle: int, *values: int) -> tuple[Any, ...]:

@@ -37,6 +37,22 @@ def region(args):
 """
 
 
+# A backward whose saved tensors die in turn.
+SAVED = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((n,), (1,), torch.float64)
+        torch.mul(x, x, out=out)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
+
+
 def expected(x, w, n):
     b = torch.sin(x @ w)
     return b * b, b[n // 2 :], n
@@ -52,6 +68,15 @@ class SizesTestCase(RelaunchTestCase):
     def sized(self, source=SIZED, **options):
         run = self.runner(source, **options)
         self.w = torch.randn(4, 4)
+        return run
+
+    def backward(self, *sizes):
+        """A runner of SAVED, called with these sizes."""
+        run = self.runner(SAVED, is_backward=True)
+        for n in sizes:
+            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
+            want = [torch.full((n,), float(k * k), dtype=torch.float64) for k in reversed(range(6))]
+            self.assertEqual(list(made), want)
         return run
 
     def call(self, run, n):
@@ -179,24 +204,7 @@ class TestSizes(SizesTestCase):
 
     def test_backward_in_stages(self):
         self.cut_into_stages()
-        source = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((n,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
-        run = self.runner(source, is_backward=True)
-        for n in (512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700):
-            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
-            want = [torch.full((n,), float(k * k), dtype=torch.float64) for k in reversed(range(6))]
-            self.assertEqual(list(made), want)
+        self.backward(512, 512, 600, 600, 700, 700, 512, 600, 640, 640, 700)
         stages = len(self.device.arrangements[-1].stages)
         self.assertGreater(stages, 1)
         self.assertEqual(len(self.device.launchers), 2 * stages)
@@ -274,25 +282,7 @@ class TestSizesInTurn(Native, SizesTestCase):
 
     def test_backward_in_stages(self):
         self.cut_into_stages()
-        source = """
-def region(args):
-    *saved, n = args
-    args.clear()
-    made = []
-    while saved:
-        x = saved.pop()
-        out = empty_strided_cuda((n,), (1,), torch.float64)
-        torch.mul(x, x, out=out)
-        del x
-        made.append(out)
-    return tuple(made)
-"""
-        run = self.runner(source, is_backward=True)
-        for n in (512, 512, 600, 600, 700, 700, 600, 700, 600, 700):
-            made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
-            self.assertEqual(
-                list(made), [torch.full((n,), float(k * k), dtype=torch.float64) for k in range(5, -1, -1)]
-            )
+        run = self.backward(512, 512, 600, 600, 700, 700, 600, 700, 600, 700)
         stages = run.states[(600,)].relaunch.stages
         self.assertGreater(len(stages), 1)
         self.assertEqual({stage.call.by_node for stage in stages}, {3})

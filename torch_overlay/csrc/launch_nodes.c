@@ -1,11 +1,12 @@
 /* Launches the nodes of blocks: by the executable, or the kernels one by one.
 
    Note [Kernels one by one]
-   To set a node of an executable takes two to three times as long as to launch its kernel (on a machine with an H200
-   about 6 us and 2 us), and the device has to wait until all are set. So where the edges allow one order only, and most
-   nodes would have to be set, the kernels are launched in this order, and the executable stays as it is. That is so for
-   a graph for any size at a further size, and where graphs of several sizes take turns with one executable. If the next
-   launches are of the same graph with the same values, the nodes are set after all, for then the executable is faster:
+   To set nodes of an executable takes the host longer than to launch their kernels, and the device has to wait until
+   all are set. (From idle on a machine with an H200: a call of DistilBERT, 78 nodes, takes 1164 to 1293 us with the
+   nodes set, and 1012 to 1058 with its kernels launched.) So where the edges allow one order only, and most nodes would
+   have to be set, the kernels are launched in this order, and the executable stays as it is. That is so for a graph for
+   any size at a further size, and where graphs of several sizes take turns with one executable. If the next launches
+   are of the same graph with the same values, the nodes are set after all, for then the executable is faster:
    `patience` is the number of launches until that. */
 
 #include "launch_nodes.h"

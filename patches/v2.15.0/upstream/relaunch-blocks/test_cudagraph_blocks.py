@@ -16,7 +16,7 @@ from torch._inductor.cudagraph_relaunch.nodes import (
 )
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER
+from torch.testing._internal.cuda_node_stand_in import DRIVER, noted
 from torch.utils._triton import has_triton_package
 
 
@@ -45,7 +45,6 @@ class TestBlocks(TestCase):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         module, cls.library = cuda_driver_stand_in.build_module(DRIVER, folder)
         cls.module = module.relaunch
-        cls.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
 
     def setUp(self):
         super().setUp()
@@ -68,13 +67,10 @@ class TestBlocks(TestCase):
             driver.CUDA_MEMSET_NODE_PARAMS,
             driver.CUDA_MEMCPY3D,
         )
-        count, found = ctypes.c_int(), {}
-        rows = self.library.notes(ctypes.byref(count))
-        for i in range(count.value):
-            kind, executable, node, params, context = rows[5 * i : 5 * i + 5]
+        found = {}
+        for kind, executable, node, params, context in noted(self.library):
             self.assertEqual((executable, context), (EXECUTABLE, 0xC0))
             found[node] = kinds[kind](params)
-        self.library.reset(0)
         return found
 
     def arguments(self, params, *sizes):

@@ -1,12 +1,17 @@
 # Owner(s): ["module: inductor"]
 
-import ctypes
 import tempfile
 import unittest
 
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER, kernel, SHAPE, VALUES
+from torch.testing._internal.cuda_node_stand_in import (
+    DRIVER,
+    kernel,
+    noted,
+    SHAPE,
+    VALUES,
+)
 from torch.utils._triton import has_triton_package
 
 
@@ -66,22 +71,13 @@ class TestLaunchNodes(TestCase):
             DRIVER + LAUNCHES, folder, part=PART
         )
         cls.module, cls.launch = module.relaunch, staticmethod(module.test.launch)
-        cls.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
 
     def setUp(self):
         super().setUp()
         self.library.reset(0)
 
-    def noted(self):
-        """What the driver was told since the last look, as rows of its notes."""
-        count = ctypes.c_int()
-        rows = self.library.notes(ctypes.byref(count))
-        found = [tuple(rows[5 * i : 5 * i + 5]) for i in range(count.value)]
-        self.library.reset(0)
-        return found
-
     def kinds(self):
-        return [KINDS[row[0]] for row in self.noted()]
+        return [KINDS[row[0]] for row in noted(self.library)]
 
     def shared(self, *attributes):
         """Of an executable whose node 1 runs before node 0."""
@@ -99,7 +95,7 @@ class TestLaunchNodes(TestCase):
         cluster[64] = 2  # the second of the attributes
         blocks = self.blocks(self.shared(bytes(cluster), b""))
         self.assertEqual(self.launch(blocks, 0x7000, STREAM), (0, 1))
-        first, second = self.noted()
+        first, second = noted(self.library)
         self.assertEqual(first, (4, SHAPE[0], 0x7010, 0, STREAM))
         self.assertEqual(second, (4, SHAPE[0], 0x7020, 4, STREAM))
 
@@ -122,7 +118,7 @@ class TestLaunchNodes(TestCase):
                 self.assertEqual(self.kinds(), RUNS)
         for _ in range(4):
             self.launch(one, 0x7000, STREAM)
-        self.noted()
+        noted(self.library)
         self.launch(other, 0x7000, STREAM)
         self.assertEqual(self.kinds(), RUNS)
         self.launch(one, 0x7000, STREAM)
@@ -157,7 +153,7 @@ class TestLaunchNodes(TestCase):
             RuntimeError, r"cuLaunchKernelEx: refused \(1\), at node 10"
         ):
             self.launch(blocks, 0x7000, STREAM)
-        self.noted()
+        noted(self.library)
         self.launch(blocks, 0x7000, STREAM)
         self.assertEqual(self.kinds(), RUNS)
 

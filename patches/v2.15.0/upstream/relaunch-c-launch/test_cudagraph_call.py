@@ -1,6 +1,5 @@
 # Owner(s): ["module: inductor"]
 
-import ctypes
 import sys
 import tempfile
 import threading
@@ -9,7 +8,7 @@ import unittest
 import torch
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER, kernel, VALUES
+from torch.testing._internal.cuda_node_stand_in import DRIVER, kernel, noted, VALUES
 from torch.utils._triton import has_triton_package
 
 
@@ -39,7 +38,6 @@ class TestCall(TestCase):
             DRIVER + LAUNCHES, folder
         )
         cls.module, cls.launching = module.relaunch, module.relaunch.launching
-        cls.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
 
     def setUp(self):
         super().setUp()
@@ -50,12 +48,9 @@ class TestCall(TestCase):
 
     def noted(self):
         """What was set and launched since the last look: nodes, or a stream."""
-        count = ctypes.c_int()
-        rows = self.library.notes(ctypes.byref(count))
-        rows = [rows[5 * i : 5 * i + 5] for i in range(count.value)]
+        rows = noted(self.library)
         found = [f"stream {on}" if kind == 3 else node for kind, _, node, _, on in rows]
         self.assertTrue(all(row[1] == EXECUTABLE for row in rows))
-        self.library.reset(0)
         return found
 
     def empty(self, size, stride, dtype):

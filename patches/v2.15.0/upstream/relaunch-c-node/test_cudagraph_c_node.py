@@ -7,7 +7,13 @@ import unittest
 
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER, kernel, SHAPE, VALUES
+from torch.testing._internal.cuda_node_stand_in import (
+    DRIVER,
+    kernel,
+    noted,
+    SHAPE,
+    VALUES,
+)
 from torch.utils._triton import has_triton_package
 
 
@@ -53,7 +59,6 @@ class TestNode(TestCase):
             DRIVER, folder, part=PART
         )
         cls.c = module.node_test
-        cls.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
 
     def setUp(self):
         super().setUp()
@@ -61,10 +66,8 @@ class TestNode(TestCase):
 
     def noted(self):
         """What was set: (kind, executable, node, params, context)."""
-        count = ctypes.c_int()
-        rows = self.library.notes(ctypes.byref(count))
-        self.assertEqual(count.value, 1)
-        return tuple(rows[:5])
+        (row,) = noted(self.library)
+        return row
 
     def test_kernel(self):
         node = kernel(10, 0xAAAA, 0xBBBB)

@@ -7,7 +7,13 @@ import unittest
 
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER, kernel, SHAPE, VALUES
+from torch.testing._internal.cuda_node_stand_in import (
+    DRIVER,
+    kernel,
+    noted,
+    SHAPE,
+    VALUES,
+)
 from torch.utils._triton import has_triton_package
 
 
@@ -29,24 +35,15 @@ class TestPatch(TestCase):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory())
         module, cls.library = cuda_driver_stand_in.build_module(DRIVER, folder)
         cls.module = module.relaunch
-        cls.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
 
     def setUp(self):
         super().setUp()
         self.library.reset(0)
 
-    def noted(self):
-        """What was set since the last look: (kind, executable, node, params, context)."""
-        count = ctypes.c_int()
-        rows = self.library.notes(ctypes.byref(count))
-        found = [tuple(rows[5 * i : 5 * i + 5]) for i in range(count.value)]
-        self.library.reset(0)
-        return found
-
     def set(self):
         """{node: its arguments}, of kernel nodes that were set."""
         found = {}
-        for _, _, node, params, _ in self.noted():
+        for _, _, node, params, _ in noted(self.library):
             arguments = ctypes.c_void_p.from_address(params + 40).value
             count = 1 if node == 11 else 2
             places = (ctypes.c_void_p * count).from_address(arguments)
@@ -62,7 +59,7 @@ class TestPatch(TestCase):
     def test_what_the_driver_gets(self):
         blocks = self.pair()
         self.assertEqual((blocks.nodes, blocks.patch([0x7000, 0x9000])), (2, 2))
-        rows = self.noted()
+        rows = noted(self.library)
         self.assertEqual([row[:3] for row in rows], [(0, 0xE0, 10), (0, 0xE0, 11)])
         for _, _, _, params, _ in rows:
             head = struct.unpack("<Q7I4x4Q", ctypes.string_at(params, 72))
@@ -86,7 +83,7 @@ class TestPatch(TestCase):
         blocks = self.pair()
         with self.assertRaisesRegex(ValueError, "region 1 has no base yet"):
             blocks.patch([0x7000, None])
-        self.assertEqual(self.noted(), [])
+        self.assertEqual(noted(self.library), [])
 
     def test_after_an_error_every_node_is_set(self):
         blocks = self.pair()
@@ -120,7 +117,7 @@ class TestPatch(TestCase):
         blocks = self.pair()
         self.library.forget_context()
         blocks.patch([0x7000, 0x9000])
-        self.assertEqual({row[4] for row in self.noted()}, {0xC0})
+        self.assertEqual({row[4] for row in noted(self.library)}, {0xC0})
         self.assertEqual(self.module.context(), 0xC0)
 
     def test_bases_that_make_no_sense(self):

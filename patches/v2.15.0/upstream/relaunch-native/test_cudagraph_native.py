@@ -17,7 +17,7 @@ from torch._inductor.cudagraph_relaunch.nodes import (
 )
 from torch.testing._internal import cuda_driver_stand_in
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.cuda_node_stand_in import DRIVER
+from torch.testing._internal.cuda_node_stand_in import DRIVER, noted
 from torch.utils._triton import has_triton_package
 
 
@@ -61,10 +61,8 @@ class TestNative(TestCase):
         slots = [PointerSlot(1, 0, 0, 0, 8)]
         made = native.implementation().Exec(0xE0, [kernel(0), kernel(1)], slots, 1)
         self.assertEqual((made.nodes, made.patch([0x7000])), (1, 1))
-        count = ctypes.c_int()
-        self.library.notes.restype = ctypes.POINTER(ctypes.c_uint64)
-        row = self.library.notes(ctypes.byref(count))
-        self.assertEqual((count.value, row[1], row[2]), (1, 0xE0, 11))
+        (row,) = noted(self.library)
+        self.assertEqual(row[1:3], (0xE0, 11))
 
     def test_shared_executable(self):
         nodes = kernel(0), EmptyNode(1, 11), kernel(2)

@@ -191,7 +191,7 @@ class Cuda:
         that the launchers follow. `varies`: the graph, if most of its nodes may be set at a launch, for any size or
         since there may be other launchers `like` these."""
         graph = captured.recording.graph
-        shared = functools.partial(self._shared, captured, varies)
+        shared = self._sharing(captured, varies)
         _held = memcpy_nodes.settle(arrangement.template, self._bytes)  # must live until the executables are made
         if arrangement.stages:
             try:
@@ -234,11 +234,13 @@ class Cuda:
     def _bytes(self, count: int) -> torch.Tensor:
         return self.empty((count,), (1,), torch.uint8)
 
-    def _shared(self, captured: Captured, graph: CapturedGraph | None, template: Template) -> Any:
+    def _sharing(self, captured: Captured, graph: CapturedGraph | None) -> Callable[[Template], Any]:
+        """Return what makes the `Shared` of an executable of this graph, or None for it without a graph."""
         if graph is None:
-            return None
+            return lambda template: None
         draws = bool(captured.recording.fixed)  # then torch has to launch the graph
-        return native.shared(template, None if draws else only_order(len(graph.nodes), graph.edges))
+        order = None if draws else only_order(len(graph.nodes), graph.edges)
+        return lambda template: native.shared(template, order)
 
     def _parts(
         self, graph: torch.cuda.CUDAGraph, arrangement: Arrangement, shared: Callable[[Template], Any]
