@@ -106,6 +106,13 @@ def run(name: str, timeout: float, cache: str, *more: str) -> dict[str, Any]:
         return {"name": name, "errors": [f"status {done.returncode}: {done.stderr[-1500:]}"]}
 
 
+def report(one: dict[str, Any]) -> None:
+    print("failed" if one["errors"] else "ok", one["name"], one.get("body share", ""), one.get("fixed share", ""))
+    for line in (*one["errors"], *one.get("trials", ())):
+        print("    ", line)
+    sys.stdout.flush()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
@@ -124,7 +131,10 @@ def main() -> int:
     names = options.names or [program.name for program in PROGRAMS]
     with tempfile.TemporaryDirectory() as cache:
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            found = list(pool.map(lambda name: run(name, options.timeout, cache), names))
+            found = []
+            for one in pool.map(lambda name: run(name, options.timeout, cache), names):
+                found.append(one)
+                report(one)
         if options.doctor:
             (lock := Path(cache) / "lock").touch()
             most = options.timeout * len(names)  # most of it is waiting
@@ -135,10 +145,8 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "outside.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
-    for one in found:
-        print("failed" if one["errors"] else "ok", one["name"], one.get("body share", ""), one.get("fixed share", ""))
-        for line in (*one["errors"], *one.get("trials", ())):
-            print("    ", line)
+    for one in found if options.doctor else ():
+        report(one)
     failed = sum(bool(one["errors"]) for one in found)
     confirmed = sum(bool(one.get("confirmed")) for one in found)
     print(f"{len(found) - failed} of {len(found)} programs are right; the doctor confirmed a remedy of {confirmed}")
