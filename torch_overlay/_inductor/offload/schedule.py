@@ -31,7 +31,7 @@ from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._functorch.offload.kernel_times import known_us
 from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
-from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.offload.codegen import is_copy, is_load, is_store
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import device_us, user_stream
 
@@ -47,18 +47,6 @@ if TYPE_CHECKING:
 
 def overload_of(node: BaseSchedulerNode) -> Any:
     return getattr(node.node, "op_overload", None)
-
-
-def is_load(node: BaseSchedulerNode) -> bool:
-    return isinstance(node.node, LoadKernel)
-
-
-def is_store(node: BaseSchedulerNode) -> bool:
-    return isinstance(node.node, StoreKernel)
-
-
-def is_copy(node: BaseSchedulerNode) -> bool:
-    return is_load(node) or is_store(node)
 
 
 def _is_first(node: BaseSchedulerNode) -> bool:

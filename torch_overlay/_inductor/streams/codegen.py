@@ -14,7 +14,6 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
-from torch_overlay._inductor.offload import codegen as offload_codegen
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
@@ -85,7 +84,7 @@ def _is_pinned(buffer: Any) -> bool:
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
     emitter = active(V.graph.scheduler)
-    if offload_codegen.write(wrapper, node) or ranges.write(wrapper, root_of(wrapper), node):
+    if ranges.write(wrapper, root_of(wrapper), node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)

@@ -20,7 +20,7 @@ from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
 from torch_overlay._functorch.streams.tokens import CALLER, events_of, state, streams_of
-from torch_overlay._inductor.offload.schedule import is_copy
+from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
 from torch_overlay._inductor.streams.emitter import RegionEmitter
