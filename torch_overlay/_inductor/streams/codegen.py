@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor import ir
-from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
-from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.region_definition import root_of
+from torch_overlay._inductor.streams.regions import active_region, stream_of_memory
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
-from torch_overlay._inductor.streams.wrapper_lines import BeginRegion
+from torch_overlay._inductor.streams.wrapper_lines import has_streams
 
 
 if TYPE_CHECKING:
@@ -28,18 +26,9 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode
 
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
-
-
-# ---- seams
-
-
-def active(scheduler: Any) -> RegionEmitter | None:
-    return notes_of(scheduler).region if scheduler is not None else None
-
 
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
-    emitter = active(scheduler)
+    emitter = active_region(scheduler)
     if stream_operation(node) is not None:  # it has no device, whose change would have written the host's kernels out
         scheduler.flush()
     if emitter is not None:
@@ -49,7 +38,7 @@ def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSched
 
 def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
     """A planned region switches streams per line, not per node."""
-    if active(scheduler) is None:
+    if active_region(scheduler) is None:
         original(scheduler, node)
 
 
@@ -57,33 +46,22 @@ def codegen_device_guard_enter(
     original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any
 ) -> None:
     """A planned region looks its streams up at its entry; the guard only sets the device."""
-    if active(V.graph.scheduler) is None:
+    if active_region(V.graph.scheduler) is None:
         original(wrapper, device_idx, *args, **kwargs)
     else:
         original(wrapper, device_idx)
 
 
 def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> None:
-    emitter = active(V.graph.scheduler)
-    if emitter is not None:
-        emitter.aligned.write_back()
+    emitter = active_region(V.graph.scheduler)
     if emitter is None:
         original(wrapper, buffer)
-    elif _is_pinned(buffer) and wrapper.can_free(buffer):
-        # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
-        # next host operation, for which the wrapper would reuse the block, does not.
-        wrapper.freed.add(buffer.get_name())
-        wrapper.writeline(upstream.FreeLine(wrapper, buffer))
     else:
-        emitter.free(buffer.get_name(), lambda: original(wrapper, buffer))
-
-
-def _is_pinned(buffer: Any) -> bool:
-    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
+        emitter.free(buffer, lambda: original(wrapper, buffer))
 
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
-    emitter = active(V.graph.scheduler)
+    emitter = active_region(V.graph.scheduler)
     if ranges.write(wrapper, root_of(wrapper), node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
@@ -94,7 +72,7 @@ def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
     """Write a planned region's aligned copies: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
-    emitter = active(V.graph.scheduler)
+    emitter = active_region(V.graph.scheduler)
     if emitter is None or emitter.node is None:
         original(wrapper, input_names, stream)
     else:
@@ -103,7 +81,7 @@ def codegen_deferred_alignment_copies(
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
     """Leave a copy to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there."""
-    if active(V.graph.scheduler) is None:
+    if active_region(V.graph.scheduler) is None:
         original(wrapper, name)
 
 
@@ -114,24 +92,18 @@ def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx:
 
 def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:
     """Return the stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
-    memory = notes_of(scheduler).memory
-    if memory is None:
-        return original(scheduler, name)
-    return memory.get(scheduler.mutation_real_name.get(name, name), 0)
+    stream = stream_of_memory(scheduler, name)
+    return original(scheduler, name) if stream is None else stream
 
 
 def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name: str, node: BaseSchedulerNode) -> bool:
     """True if `node` must not write in place over a buffer: the buffer isn't its stream's, or another stream may still
     use it.
     """
-    emitter = active(scheduler)
+    emitter = active_region(scheduler)
     if emitter is None:
         return original(scheduler, name, node)
     return not emitter.may_write_in_place(scheduler.mutation_real_name.get(name, name), node)
-
-
-def has_streams(wrapper: Any) -> bool:
-    return any(isinstance(line, BeginRegion) for line in wrapper.lines)
 
 
 def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_inference: bool) -> None:
