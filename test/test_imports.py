@@ -30,6 +30,7 @@ LAYERS = (
     (
         "_inductor.scheduler_nodes",
         "_inductor.schedule_notes",
+        "_inductor.graph_results",
         "_inductor.profiler_ranges",
         "_inductor.user_lines",
         "_inductor.kernel_places",
