@@ -26,7 +26,7 @@ LAYERS = (
     ("_dynamo",),
     ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
-    ("upstream_fixes",),
+    ("_inductor.streams.pass_log", "upstream_fixes"),
     (
         "_inductor.scheduler_nodes",
         "_inductor.schedule_notes",

@@ -1,7 +1,9 @@
 """Generates wrapper code for copies of saved activations: direct calls of `offload.runtime`.
 
-All of it is registered where Inductor looks for lowerings and for the code of operators that have none (`register`), so
-that neither lowering nor code generation with streams knows these operators. A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: allocated
+All of it is registered where Inductor looks for lowerings, and for the code of operators that have none (`register`).
+So neither lowering nor code generation with streams knows these operators.
+
+A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: allocated
 from the caller's stream's memory, and freed to it. A store writes into the slab and reads a buffer in the layout that
 the backward's load will give it.
 """
