@@ -6,16 +6,18 @@ of the current stream.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
+from torch_overlay._inductor.schedule_notes import active_region
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
 from torch_overlay._inductor.streams.region_definition import root_of
-from torch_overlay._inductor.streams.regions import active_region, stream_of_memory
+from torch_overlay._inductor.streams.regions import stream_of_memory
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
@@ -76,7 +78,7 @@ def codegen_deferred_alignment_copies(
     if emitter is None or emitter.node is None:
         original(wrapper, input_names, stream)
     else:
-        emitter.aligned.copy(original, emitter.node, stream)
+        emitter.aligned.copy(functools.partial(original, wrapper), emitter.node, stream)
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:

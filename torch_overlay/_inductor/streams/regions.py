@@ -8,7 +8,7 @@ between partitions; `around_partitions` has the order around all of them.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 import torch._inductor.config as inductor_config
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.streams.tokens import Token
-
-
-def active_region(scheduler: Any) -> RegionEmitter | None:
-    """Return what writes the plan of the region whose lines are generated now; None outside of planned regions."""
-    return notes_of(scheduler).region if scheduler is not None else None
 
 
 @contextlib.contextmanager

@@ -9,13 +9,8 @@ from torch._functorch._streams.facts import note_fact
 from torch._functorch._streams.fx import place_on
 from torch._functorch._streams.tokens import CALLER, state
 from torch._inductor import config
-from torch._inductor.streams.regions import (
-    active_region,
-    nested_streams,
-    planned,
-    stream_of_memory,
-)
-from torch._inductor.streams.schedule_notes import notes_of
+from torch._inductor.streams.regions import nested_streams, planned, stream_of_memory
+from torch._inductor.streams.schedule_notes import active_region, notes_of
 from torch._inductor.streams.wrapper_lines import BeginRegion, EndRegion
 from torch._inductor.virtualized import V
 from torch.fx import symbolic_trace
