@@ -1,4 +1,4 @@
-"""Schedules of FX graphs on GPUs that aren't there: Inductor's scheduler runs, and generates no kernel.
+"""Schedules of FX graphs on GPUs that aren't there: Inductor's scheduler runs, and no kernel is compiled.
 
     graph = Program()
     x = graph.input(4)
@@ -65,6 +65,7 @@ def device() -> Iterator[None]:
         mock.patch.object(DeviceProperties, "create", _device_properties),
         mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args: True),
+        mock.patch("torch.utils._triton.triton_hash_with_backend", lambda: "stand-in"),
     )
     with contextlib.ExitStack() as stack:
         for answer in answers:
@@ -119,3 +120,8 @@ class Program:
                 lowered.init_wrapper_code()
                 lowered.scheduler = Scheduler(lowered.operations)
                 yield lowered.scheduler
+
+    def generated(self, **options: Any) -> str:
+        """Return the text of the module that is generated for the graph, whose kernels are not compiled."""
+        with self.scheduled(**options):
+            return V.graph.codegen()[0].value
