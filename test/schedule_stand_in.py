@@ -19,8 +19,10 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import Scheduler
+from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg
@@ -71,6 +73,28 @@ def device() -> Iterator[None]:
         for answer in answers:
             stack.enter_context(answer)
         yield
+
+
+def compiled_graph(**changes: Any) -> CompiledFxGraph:
+    """Return what Inductor makes of the graph that is lowered (`V.graph`), without code."""
+    arguments: dict[str, Any] = {
+        "current_callable": None,
+        "graph": V.graph,
+        "gm": V.graph.module,
+        "output_strides": [],
+        "disabled_cudagraphs_reason": None,
+        "metrics_deltas": SimpleNamespace(),
+        "counter_deltas": {},
+        "cudagraphs": BoxedBool(False),
+        "example_inputs": (),
+        "static_input_idxs": (),
+        "compile_region_name": None,
+        "fx_kwargs": {},
+        "inputs_to_check": (),
+        "runnable_graph_str": "",
+        "inductor_post_grad_graph_str": "",
+    }
+    return CompiledFxGraph(**arguments | changes)
 
 
 class Program:

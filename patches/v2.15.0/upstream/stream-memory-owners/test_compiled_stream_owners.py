@@ -1,17 +1,16 @@
 # Owner(s): ["module: inductor"]
 
 import pickle
-from types import SimpleNamespace
 
 import torch
 from torch._functorch._streams.facts import fact_of, note_fact
 from torch._guards import tracing, TracingContext
-from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.output_code import CompiledFxGraphConstants
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch.fx import Graph
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.inductor_schedules import Program
+from torch.testing._internal.inductor_schedules import compiled_graph, Program
 
 
 AS_GUESSED = [(1, False)] * 2
@@ -33,23 +32,7 @@ class TestCompiledGraph(TestCase):
         with program.scheduled(is_inference=False):
             if owners:
                 V.graph.stream_owners = owners
-            return CompiledFxGraph(
-                current_callable=None,
-                graph=V.graph,
-                gm=V.graph.module,
-                output_strides=[None],
-                disabled_cudagraphs_reason=None,
-                metrics_deltas=SimpleNamespace(),
-                counter_deltas={},
-                cudagraphs=BoxedBool(False),
-                example_inputs=(),
-                static_input_idxs=(),
-                compile_region_name=None,
-                fx_kwargs={},
-                inputs_to_check=(),
-                runnable_graph_str="",
-                inductor_post_grad_graph_str="",
-            )
+            return compiled_graph()
 
     def saved(self, compiled):
         """What is known of the memory of the backward's inputs afterwards."""
