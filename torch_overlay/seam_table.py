@@ -433,7 +433,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen",
-        impl="torch_overlay._inductor.streams.region_hooks:codegen",
+        impl="torch_overlay._inductor.streams.codegen:codegen",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="37b31c21e9fbd411",
@@ -442,7 +442,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen_partitions",
-        impl="torch_overlay._inductor.streams.region_hooks:codegen_partitions",
+        impl="torch_overlay._inductor.streams.codegen:codegen_partitions",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="3145d5590c394ee0",
@@ -586,7 +586,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.should_partition",
-        impl="torch_overlay._inductor.streams.region_hooks:should_partition",
+        impl="torch_overlay._inductor.streams.codegen:should_partition",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="5a6556d56a5fdab8",

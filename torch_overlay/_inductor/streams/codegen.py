@@ -1,7 +1,7 @@
-"""Replace functions of Inductor's wrapper code generation, for regions with a plan (seams).
+"""Replace functions of Inductor's scheduler and wrapper, for regions with a plan (seams).
 
-`emitter` writes the plan into the wrapper's lines, `wrapper_lines` defines the lines, `switching` inserts the switches
-of the current stream.
+`regions` plans them, `around_partitions` orders streams around several, `emitter` writes a plan into the wrapper's
+lines, `wrapper_lines` defines the lines, `switching` inserts the switches of the current stream.
 """
 
 from __future__ import annotations
@@ -13,20 +13,66 @@ from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
+from torch_overlay._inductor.offload.codegen import is_copy
 from torch_overlay._inductor.schedule_notes import active_region
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
+from torch_overlay._inductor.streams.planned_region import needs_plan
 from torch_overlay._inductor.streams.region_definition import root_of
-from torch_overlay._inductor.streams.regions import stream_of_memory
+from torch_overlay._inductor.streams.regions import planned, stream_of_memory
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
 from torch_overlay._inductor.streams.wrapper_lines import has_streams
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode
+
+
+_OTHER_WRAPPER = (
+    "torch_overlay: this graph uses CUDA streams or events, and the {} can't generate them yet. Compile it with the "
+    "Python wrapper (torch._inductor.config.{} = False), take the streams out of the {} function, or give upstream's "
+    "handling back with torch_overlay.config.streams = False."
+)
+CPP_WRAPPER = _OTHER_WRAPPER.format("C++ wrapper (cpp_wrapper, AOTInductor)", "cpp_wrapper", "exported")
+FX_WRAPPER = _OTHER_WRAPPER.format("FX wrapper (fx_wrapper)", "fx_wrapper", "compiled")
+
+CROSS_DEVICE = "cross-device ops"  # upstream's reason
+
+
+class UnsupportedStreams(RuntimeError):
+    """A graph with streams that no wrapper can be generated for."""
+
+
+def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
+    if not config.streams or not needs_plan(scheduler):
+        return original(scheduler, nodes)
+    if V.graph.cpp_wrapper:
+        raise UnsupportedStreams(CPP_WRAPPER)
+    if V.graph.fx_wrapper:
+        raise UnsupportedStreams(FX_WRAPPER)
+    with planned(scheduler, nodes):
+        return original(scheduler, nodes)
+
+
+def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
+    if not config.streams:
+        return original(scheduler)
+    with ordered_around(scheduler):
+        return original(scheduler)
+
+
+def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:
+    """Return why the graph is partitioned at a node, or None."""
+    reason = original(scheduler, node)
+    if reason == CROSS_DEVICE and is_copy(node) and config.cudagraphs == "relaunch":
+        return None  # the host's side is a slab, whose address doesn't change
+    if reason is None and config.streams:
+        return reason_to_cut(scheduler, node)
+    return reason
 
 
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
