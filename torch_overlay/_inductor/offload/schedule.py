@@ -41,12 +41,8 @@ if TYPE_CHECKING:
     from torch_overlay._functorch.offload.device_rates import Rates
 
 
-def overload_of(node: BaseSchedulerNode) -> Any:
-    return getattr(node.node, "op_overload", None)
-
-
 def _is_first(node: BaseSchedulerNode) -> bool:
-    return overload_of(node) in (ops.SLAB, ops.IN_USE)
+    return getattr(node.node, "op_overload", None) in (ops.SLAB, ops.IN_USE)
 
 
 class Schedule:
