@@ -15,7 +15,6 @@ from torch._functorch._activation_offloading.ops import (
 )
 from torch._inductor import config
 from torch._inductor.streams.schedule_notes import notes_of
-from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.inductor_schedules import Program
 
