@@ -119,6 +119,16 @@ class TestCopies(LoweringTestCase):
         self.assertNotIn(aten.copy.default, targets)
         self.assertTrue(back._erased)
 
+    def test_upload_of_memory_that_the_caller_gets(self):
+        """The caller may write there at once."""
+        for returned in (True, False):
+            self.setUp()
+            made = self.call(aten.sin.default, self.input(4, device="cpu"))
+            args = made, torch.device("cuda:0"), True
+            upload = self.call(prims.device_put.default, *args, stream=1)
+            self.lowered(*([made] if returned else []), upload)
+            self.assertEqual(upload.args[2], not returned)
+
     def test_copies_that_are_published(self):
         seen = []
         self.addCleanup(copy_log.subscribe(seen.append))
