@@ -2,8 +2,8 @@
 
 After fusion and reordering it is known which buffers there are, and when. Here stores are moved after the operation
 that makes their tensor, loads to where `offload.copy_placement` says, and operations get the stores that they wait
-for (`Op.order_after`), so that the planner (`streams.planner`) can free memory after them. The slab is taken, and its
-use noted, before everything else.
+for (`Op.order_after`), so that the planner of streams can free memory after them. The slab is taken, and its use noted,
+before everything else.
 """
 
 from __future__ import annotations
@@ -41,12 +41,8 @@ if TYPE_CHECKING:
     from torch_overlay._functorch.offload.device_rates import Rates
 
 
-def overload_of(node: BaseSchedulerNode) -> Any:
-    return getattr(node.node, "op_overload", None)
-
-
 def _is_first(node: BaseSchedulerNode) -> bool:
-    return overload_of(node) in (ops.SLAB, ops.IN_USE)
+    return getattr(node.node, "op_overload", None) in (ops.SLAB, ops.IN_USE)
 
 
 class Schedule:
