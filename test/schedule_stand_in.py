@@ -1,4 +1,4 @@
-"""Schedules of FX graphs on GPUs that aren't there: Inductor's scheduler runs, and generates no kernel.
+"""Schedules of FX graphs on GPUs that aren't there: Inductor's scheduler runs, and no kernel is compiled.
 
     graph = Program()
     x = graph.input(4)
@@ -19,8 +19,10 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import Scheduler
+from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, map_arg
@@ -65,11 +67,34 @@ def device() -> Iterator[None]:
         mock.patch.object(DeviceProperties, "create", _device_properties),
         mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args: True),
+        mock.patch("torch.utils._triton.triton_hash_with_backend", lambda: "stand-in"),
     )
     with contextlib.ExitStack() as stack:
         for answer in answers:
             stack.enter_context(answer)
         yield
+
+
+def compiled_graph(**changes: Any) -> CompiledFxGraph:
+    """Return what Inductor makes of the graph that is lowered (`V.graph`), without code."""
+    arguments: dict[str, Any] = {
+        "current_callable": None,
+        "graph": V.graph,
+        "gm": V.graph.module,
+        "output_strides": [],
+        "disabled_cudagraphs_reason": None,
+        "metrics_deltas": SimpleNamespace(),
+        "counter_deltas": {},
+        "cudagraphs": BoxedBool(False),
+        "example_inputs": (),
+        "static_input_idxs": (),
+        "compile_region_name": None,
+        "fx_kwargs": {},
+        "inputs_to_check": (),
+        "runnable_graph_str": "",
+        "inductor_post_grad_graph_str": "",
+    }
+    return CompiledFxGraph(**arguments | changes)
 
 
 class Program:
@@ -119,3 +144,8 @@ class Program:
                 lowered.init_wrapper_code()
                 lowered.scheduler = Scheduler(lowered.operations)
                 yield lowered.scheduler
+
+    def generated(self, **options: Any) -> str:
+        """Return the text of the module that is generated for the graph, whose kernels are not compiled."""
+        with self.scheduled(**options):
+            return V.graph.codegen()[0].value

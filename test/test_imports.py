@@ -26,10 +26,11 @@ LAYERS = (
     ("_dynamo",),
     ("_functorch.device_peaks", "_functorch.offload"),
     ("_functorch.streams",),
-    ("upstream_fixes",),
+    ("_inductor.streams.pass_log", "upstream_fixes"),
     (
         "_inductor.scheduler_nodes",
         "_inductor.schedule_notes",
+        "_inductor.graph_results",
         "_inductor.profiler_ranges",
         "_inductor.user_lines",
         "_inductor.kernel_places",

@@ -406,7 +406,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-stream-planner
     Seam(
         target="torch._inductor.graph:GraphLowering.run_node",
-        impl="torch_overlay._inductor.streams.lowering:run_node",
+        impl="torch_overlay._inductor.streams.lowering_hooks:run_node",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="052e4e829c394e0c",
@@ -415,7 +415,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.compute_dependencies",
-        impl="torch_overlay._inductor.streams.lowering:compute_dependencies",
+        impl="torch_overlay._inductor.streams.lowering_hooks:compute_dependencies",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="d1a3f9dd1c477080",
@@ -424,7 +424,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.compute_last_usage",
-        impl="torch_overlay._inductor.offload.schedule:compute_last_usage",
+        impl="torch_overlay._inductor.offload.hooks:compute_last_usage",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="fe76ef422ab52497",
@@ -433,7 +433,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen",
-        impl="torch_overlay._inductor.streams.regions:codegen",
+        impl="torch_overlay._inductor.streams.codegen:codegen",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="37b31c21e9fbd411",
@@ -442,7 +442,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._codegen_partitions",
-        impl="torch_overlay._inductor.streams.regions:codegen_partitions",
+        impl="torch_overlay._inductor.streams.codegen:codegen_partitions",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="3145d5590c394ee0",
@@ -545,7 +545,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__enter__",
-        impl="torch_overlay._inductor.streams.fx_passes:begin_pass",
+        impl="torch_overlay._inductor.streams.pass_hooks:begin_pass",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="8371187b58a2e8c2",
@@ -556,7 +556,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.fx.passes.graph_transform_observer:GraphTransformObserver.__exit__",
-        impl="torch_overlay._inductor.streams.fx_passes:end_pass",
+        impl="torch_overlay._inductor.streams.pass_hooks:end_pass",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="15b36134b1829cfe",
@@ -567,7 +567,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.pattern_matcher:_common_custom_context",
-        impl="torch_overlay._inductor.streams.fx_passes:common_custom_context",
+        impl="torch_overlay._inductor.streams.pass_hooks:common_custom_context",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="f4fb7e2be4df2ae7",
@@ -586,7 +586,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler.should_partition",
-        impl="torch_overlay._inductor.streams.regions:should_partition",
+        impl="torch_overlay._inductor.streams.codegen:should_partition",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="5a6556d56a5fdab8",
@@ -595,7 +595,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.graph:GraphLowering.__init__",
-        impl="torch_overlay._inductor.streams.lowering:graph_lowering_init",
+        impl="torch_overlay._inductor.streams.lowering_hooks:graph_lowering_init",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="5b86b47ce3259f9f",
@@ -614,7 +614,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops_core",
-        impl="torch_overlay._inductor.streams.partial_writes:reinplace_inplaceable_ops_core",
+        impl="torch_overlay._inductor.streams.pass_hooks:reinplace_inplaceable_ops_core",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="548d9ece0735accc",
@@ -623,7 +623,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:scatter_always_uses_mutation",
-        impl="torch_overlay._inductor.streams.partial_writes:scatter_always_uses_mutation",
+        impl="torch_overlay._inductor.streams.pass_hooks:scatter_always_uses_mutation",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="53ab4e22d2896777",
@@ -632,7 +632,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:reorder_for_locality",
-        impl="torch_overlay._inductor.streams.fx_passes:reorder_for_locality",
+        impl="torch_overlay._inductor.streams.pass_hooks:reorder_for_locality",
         kind="wrap",
         patch="inductor-stream-planner",
         fingerprint="844c4793e9981a26",

@@ -188,10 +188,27 @@ class TestDeclarations(TestCase):
         text = export_upstream._renamed("torch_overlay._inductor.relaunch.runner", names)
         self.assertIn("from torch._inductor.config import triton as config\n", text)
 
+    def test_all_edits_fit_one_tree(self):
+        """Those of one file that don't need each other, too."""
+        texts: dict[str, str] = {}
+        for request in EVERY:
+            texts |= {**request.edited(texts), **request.files}
+        for path, text in texts.items():
+            if path.endswith(".py"):
+                compile(text, path, "exec")
+
     def test_edit_that_does_not_fit_the_base(self):
         request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
             request.edited({path: "nothing\n" for path in request.edited({})})
+
+    def test_edit_of_lines_that_were_moved(self):
+        """By edits of the same file by what it needs, which the declaration doesn't count."""
+        request = named("wrapped-numbers")
+        ((path, edited),) = request.edited({}).items()
+        base = (installed_root() / path).read_text()
+        self.assertEqual(request.edited({path: f"# moved\n\n{base}"}), {path: f"# moved\n\n{edited}"})
+        self.assertEqual(request.edited({path: base.partition("\n")[2]}), {path: edited.partition("\n")[2]})
 
     def test_patch_that_is_too_long(self):
         request = named("wrapped-numbers")
@@ -221,11 +238,12 @@ class TestDeclarations(TestCase):
             text = (export_upstream.folder() / f"{request.name}.patch").read_text()
             body = text.partition("\n---\n\n")[2].removesuffix("--\n2.15.0\n")
             changes = {change.path: change for change in parse_patch(request.name, body, ("torch/", "test/")).changes}
-            for path, wanted in request.edited({}).items():
-                before = (installed_root() / path).read_text()
-                self.assertEqual(apply_change(changes[path], before), wanted)
-            new = request.tests.keys() | request.files.keys()
-            self.assertEqual(changes.keys(), request.edited({}).keys() | new)
+            before = export_upstream.with_needs(request, EVERY)
+            after = request.edited(before)
+            for path, wanted in after.items():
+                text = before.get(path) or (installed_root() / path).read_text()
+                self.assertEqual(apply_change(changes[path], text), wanted)
+            self.assertEqual(changes.keys(), after.keys() | request.tests.keys() | request.files.keys())
 
     def test_each_has_a_row_in_the_documents(self):
         text = (form.ROOT / "docs" / "upstreaming.md").read_text()

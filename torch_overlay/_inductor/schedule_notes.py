@@ -46,3 +46,8 @@ def notes_of(scheduler: Any) -> ScheduleNotes:
     if found is None:
         found = scheduler._stream_notes = ScheduleNotes()
     return found
+
+
+def active_region(scheduler: Any) -> Any:
+    """Return what writes the plan of the region whose lines are generated now; None outside of planned regions."""
+    return notes_of(scheduler).region if scheduler is not None else None

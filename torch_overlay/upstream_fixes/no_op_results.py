@@ -35,14 +35,13 @@ from torch.utils import _pytree as pytree
 from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import fact_of
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed, written_arguments
+from torch_overlay._inductor.streams.pass_log import COPY_OF
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, GraphModule, Node
-
-COPY_OF = "overlay_copy_of"  # in `meta`, of a copy that is kept: the name of the node that it stands for
 
 _aten = torch.ops.aten
 _SCATTERS = (
@@ -287,4 +286,4 @@ def _is_memory_of_its_own(what: Any) -> bool:
     return known.output_info[what.idx].output_type not in (OutputType.alias_of_input, OutputType.is_input)
 
 
-__all__ = ["COPY_OF", "reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]
+__all__ = ["reinplace_inplaceable_ops", "remove_no_ops", "remove_noop_ops"]

@@ -1,5 +1,8 @@
 """Generates wrapper code for copies of saved activations: direct calls of `offload.runtime`.
 
+All of it is registered where Inductor looks for lowerings, and for the code of operators that have none (`register`).
+So neither lowering nor code generation with streams knows these operators.
+
 A load is a kernel that writes a buffer which the wrapper allocates, so its memory is planned like any other: allocated
 from the caller's stream's memory, and freed to it. A store writes into the slab and reads a buffer in the layout that
 the backward's load will give it.
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor import ir
+from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
@@ -17,7 +21,9 @@ from torch_overlay._functorch.offload import ops
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode
 
 RUNTIME = "from torch_overlay._functorch.offload.runtime import copy_in, copy_out, note_use, take_slab"
 
@@ -74,8 +80,21 @@ def store(slab: Any, source: Any, offset: int) -> None:
 
 
 def register() -> None:
+    """Have Inductor lower and generate these operations. Called before a graph that has some is lowered."""
     lowerings[ops.LOAD] = load
     lowerings[ops.STORE] = store
+    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{ops.SLAB}"] = CustomCodegen(python=take_slab)
+    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{ops.IN_USE}"] = CustomCodegen(python=note_use)
+
+
+def take_slab(node: Any, writeline: Callable[[str], None]) -> None:
+    declare(V.graph.wrapper_code)
+    writeline(f"{node.get_name()} = take_slab({', '.join(node.codegen_args())})")
+
+
+def note_use(node: Any, writeline: Callable[[str], None]) -> None:
+    declare(V.graph.wrapper_code)
+    writeline(f"note_use({', '.join(node.codegen_args())})")
 
 
 def declare(wrapper: Any) -> None:
@@ -85,14 +104,16 @@ def declare(wrapper: Any) -> None:
         wrapper.imports.writeline(RUNTIME)
 
 
-def write(wrapper: Any, node: Any) -> bool:
-    """Write the line for a node that takes a slab or notes its use; return False for any other node."""
-    if node.op_overload is ops.SLAB:
-        declare(wrapper)
-        wrapper.writeline(f"{node.get_name()} = take_slab({', '.join(node.codegen_args())})")
-    elif node.op_overload is ops.IN_USE:
-        declare(wrapper)
-        wrapper.writeline(f"note_use({', '.join(node.codegen_args())})")
-    else:
-        return False
-    return True
+# ---- queries of a schedule
+
+
+def is_load(node: BaseSchedulerNode) -> bool:
+    return isinstance(node.node, LoadKernel)
+
+
+def is_store(node: BaseSchedulerNode) -> bool:
+    return isinstance(node.node, StoreKernel)
+
+
+def is_copy(node: BaseSchedulerNode) -> bool:
+    return is_load(node) or is_store(node)

@@ -2,8 +2,8 @@
 
 After fusion and reordering it is known which buffers there are, and when. Here stores are moved after the operation
 that makes their tensor, loads to where `offload.copy_placement` says, and operations get the stores that they wait
-for (`Op.order_after`), so that the planner (`streams.planner`) can free memory after them. The slab is taken, and its
-use noted, before everything else.
+for (`Op.order_after`), so that the planner of streams can free memory after them. The slab is taken, and its use noted,
+before everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch._inductor import ir
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
-from torch_overlay import config
 from torch_overlay._functorch.offload import log, ops
 from torch_overlay._functorch.offload.copy_placement import (
     held_from,
@@ -27,49 +26,33 @@ from torch_overlay._functorch.offload.copy_placement import (
     place_waits,
     Store,
 )
-from torch_overlay._functorch.offload.hooks import holds_memory_at_once
 from torch_overlay._functorch.offload.kernel_times import known_us
 from torch_overlay._functorch.offload.ops import BUDGET, OWNER, VALUE
 from torch_overlay._functorch.offload.reader import estimated_us, is_library_call
-from torch_overlay._inductor.offload.codegen import LoadKernel, StoreKernel
+from torch_overlay._inductor.offload.codegen import is_copy, is_load, is_store
 from torch_overlay._inductor.schedule_notes import notes_of
 from torch_overlay._inductor.scheduler_nodes import device_us, user_stream
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
     from torch_overlay._functorch.offload.cost_model import Link
     from torch_overlay._functorch.offload.device_rates import Rates
 
 
-def overload_of(node: BaseSchedulerNode) -> Any:
-    return getattr(node.node, "op_overload", None)
-
-
-def is_load(node: BaseSchedulerNode) -> bool:
-    return isinstance(node.node, LoadKernel)
-
-
-def is_store(node: BaseSchedulerNode) -> bool:
-    return isinstance(node.node, StoreKernel)
-
-
-def is_copy(node: BaseSchedulerNode) -> bool:
-    return is_load(node) or is_store(node)
-
-
 def _is_first(node: BaseSchedulerNode) -> bool:
-    return overload_of(node) in (ops.SLAB, ops.IN_USE)
+    return getattr(node.node, "op_overload", None) in (ops.SLAB, ops.IN_USE)
 
 
 class Schedule:
-    """A schedule: its steps without the copies, and the copies."""
+    """A schedule: its steps without the copies, and the copies. `at_once`: a call of the code holds the memory of all
+    its inputs and results until it has ended.
+    """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, at_once: bool) -> None:
         self.scheduler = scheduler
+        self.at_once = at_once
         nodes = scheduler.nodes
         self.first = [n for n in nodes if _is_first(n)]
         self.stores = [n for n in nodes if is_store(n)]
@@ -93,7 +76,6 @@ class Schedule:
             for origin in node.node.get_origins()  # type: ignore[union-attr]
             if BUDGET in (origin.meta.get("custom") or {})
         ]
-        self.at_once = holds_memory_at_once()
         self.placed: list[tuple[str, int, int]] = []
         self.budget: int = min(budgets, default=1 << 62)
 
@@ -276,11 +258,10 @@ def slabs_of(scheduler: Any) -> set[str]:
     return {d.name for n in scheduler.nodes if is_load(n) for d in n.read_writes.reads} & set(V.graph.graph_inputs)
 
 
-def compute_last_usage(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Seam: place the copies at the last moment at which the schedule may change."""
-    if config.streams and any(is_copy(n) for n in scheduler.nodes):
-        schedule = Schedule(scheduler)
+def place_copies(scheduler: Any, at_once: bool) -> None:
+    """Place the copies at the last moment at which the schedule may change."""
+    if any(is_copy(n) for n in scheduler.nodes):
+        schedule = Schedule(scheduler, at_once)
         scheduler.nodes, notes_of(scheduler).awaited_stores = schedule.place()
         log.publish(log.Copies(V.graph.is_backward, len(schedule.steps), tuple(schedule.placed)))
         notes_of(scheduler).slabs = slabs_of(scheduler)
-    original(scheduler)

@@ -100,9 +100,9 @@ class AlignedInputs:
         self.due: list[str] = []  # inputs that the last node has written
         self.stream = 0  # stream of the last node
 
-    def copy(self, original: Callable[..., None], node: BaseSchedulerNode, number: int) -> None:
+    def copy(self, copy_read: Callable[[Sequence[str], int], None], node: BaseSchedulerNode, number: int) -> None:
         """Write the copies of what a node reads and writes, before its lines. `number` is upstream's number of the
-        node's stream.
+        node's stream, and `copy_read` upstream's function, which copies inputs that are only read.
         """
         if stream_operation(node) is not None or _takes_layout(node):
             return
@@ -114,7 +114,7 @@ class AlignedInputs:
         # A copy must not replace the last reference to memory that another stream waits for, or that is named again.
         late = self.emitter.plan.release
         self.wrapper.mark_multistream_alignment([n for n in names if number or n in self.recorded or n in late])
-        original(self.wrapper, [name for name in names if name not in self.written], number)
+        copy_read([name for name in names if name not in self.written], number)
         op = self.emitter.plan.ops[self.emitter.region.index[node]]
         self.due = [name for name in writes if name in self.written]
         self.stream = op.stream if op.stream is not None else CALLERS_STREAM

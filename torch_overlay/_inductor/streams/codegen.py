@@ -1,46 +1,82 @@
-"""Replace functions of Inductor's wrapper code generation, for regions with a plan (seams).
+"""Replace functions of Inductor's scheduler and wrapper, for regions with a plan (seams).
 
-`emitter` writes the plan into the wrapper's lines, `wrapper_lines` defines the lines, `switching` inserts the switches
-of the current stream.
+`regions` plans them, `around_partitions` orders streams around several, `emitter` writes a plan into the wrapper's
+lines, `wrapper_lines` defines the lines, `switching` inserts the switches of the current stream.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor import ir
-from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
 from torch_overlay._inductor import kernel_places
-from torch_overlay._inductor.offload import codegen as offload_codegen
-from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.offload.codegen import is_copy
+from torch_overlay._inductor.schedule_notes import active_region
 from torch_overlay._inductor.scheduler_nodes import stream_operation
 from torch_overlay._inductor.streams import ranges
+from torch_overlay._inductor.streams.around_partitions import ordered_around, reason_to_cut
+from torch_overlay._inductor.streams.planned_region import needs_plan
 from torch_overlay._inductor.streams.region_definition import root_of
+from torch_overlay._inductor.streams.regions import planned, stream_of_memory
 from torch_overlay._inductor.streams.shown_blocks import show_blocks
 from torch_overlay._inductor.streams.switching import share_memory, switch_streams
-from torch_overlay._inductor.streams.wrapper_lines import BeginRegion
+from torch_overlay._inductor.streams.wrapper_lines import has_streams
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode
 
-    from torch_overlay._inductor.streams.emitter import RegionEmitter
+
+_OTHER_WRAPPER = (
+    "torch_overlay: this graph uses CUDA streams or events, and the {} can't generate them yet. Compile it with the "
+    "Python wrapper (torch._inductor.config.{} = False), take the streams out of the {} function, or give upstream's "
+    "handling back with torch_overlay.config.streams = False."
+)
+CPP_WRAPPER = _OTHER_WRAPPER.format("C++ wrapper (cpp_wrapper, AOTInductor)", "cpp_wrapper", "exported")
+FX_WRAPPER = _OTHER_WRAPPER.format("FX wrapper (fx_wrapper)", "fx_wrapper", "compiled")
+
+CROSS_DEVICE = "cross-device ops"  # upstream's reason
 
 
-# ---- seams
+class UnsupportedStreams(RuntimeError):
+    """A graph with streams that no wrapper can be generated for."""
 
 
-def active(scheduler: Any) -> RegionEmitter | None:
-    return notes_of(scheduler).region if scheduler is not None else None
+def codegen(original: Callable[..., None], scheduler: Any, nodes: Sequence[BaseSchedulerNode]) -> None:
+    if not config.streams or not needs_plan(scheduler):
+        return original(scheduler, nodes)
+    if V.graph.cpp_wrapper:
+        raise UnsupportedStreams(CPP_WRAPPER)
+    if V.graph.fx_wrapper:
+        raise UnsupportedStreams(FX_WRAPPER)
+    with planned(scheduler, nodes):
+        return original(scheduler, nodes)
+
+
+def codegen_partitions(original: Callable[..., None], scheduler: Any) -> None:
+    if not config.streams:
+        return original(scheduler)
+    with ordered_around(scheduler):
+        return original(scheduler)
+
+
+def should_partition(original: Callable[..., str | None], scheduler: Any, node: BaseSchedulerNode) -> str | None:
+    """Return why the graph is partitioned at a node, or None."""
+    reason = original(scheduler, node)
+    if reason == CROSS_DEVICE and is_copy(node) and config.cudagraphs == "relaunch":
+        return None  # the host's side is a slab, whose address doesn't change
+    if reason is None and config.streams:
+        return reason_to_cut(scheduler, node)
+    return reason
 
 
 def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
-    emitter = active(scheduler)
+    emitter = active_region(scheduler)
     if stream_operation(node) is not None:  # it has no device, whose change would have written the host's kernels out
         scheduler.flush()
     if emitter is not None:
@@ -50,7 +86,7 @@ def enter_context(original: Callable[..., None], scheduler: Any, node: BaseSched
 
 def generate_stream_ctx_switching(original: Callable[..., None], scheduler: Any, node: BaseSchedulerNode) -> None:
     """A planned region switches streams per line, not per node."""
-    if active(scheduler) is None:
+    if active_region(scheduler) is None:
         original(scheduler, node)
 
 
@@ -58,34 +94,23 @@ def codegen_device_guard_enter(
     original: Callable[..., None], wrapper: Any, device_idx: int, *args: Any, **kwargs: Any
 ) -> None:
     """A planned region looks its streams up at its entry; the guard only sets the device."""
-    if active(V.graph.scheduler) is None:
+    if active_region(V.graph.scheduler) is None:
         original(wrapper, device_idx, *args, **kwargs)
     else:
         original(wrapper, device_idx)
 
 
 def codegen_free(original: Callable[..., None], wrapper: Any, buffer: Any) -> None:
-    emitter = active(V.graph.scheduler)
-    if emitter is not None:
-        emitter.aligned.write_back()
+    emitter = active_region(V.graph.scheduler)
     if emitter is None:
         original(wrapper, buffer)
-    elif _is_pinned(buffer) and wrapper.can_free(buffer):
-        # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
-        # next host operation, for which the wrapper would reuse the block, does not.
-        wrapper.freed.add(buffer.get_name())
-        wrapper.writeline(upstream.FreeLine(wrapper, buffer))
     else:
-        emitter.free(buffer.get_name(), lambda: original(wrapper, buffer))
-
-
-def _is_pinned(buffer: Any) -> bool:
-    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
+        emitter.free(buffer, lambda: original(wrapper, buffer))
 
 
 def generate_fallback_kernel(original: Callable[..., None], wrapper: Any, node: Any) -> None:
-    emitter = active(V.graph.scheduler)
-    if offload_codegen.write(wrapper, node) or ranges.write(wrapper, root_of(wrapper), node):
+    emitter = active_region(V.graph.scheduler)
+    if ranges.write(wrapper, root_of(wrapper), node):
         return
     elif emitter is None or not emitter.write_stream_operation(node):
         original(wrapper, node)
@@ -95,16 +120,16 @@ def codegen_deferred_alignment_copies(
     original: Callable[..., None], wrapper: Any, input_names: Iterable[str], stream: int = 0
 ) -> None:
     """Write a planned region's aligned copies: Note [Aligned copies and the caller's memory] of `streams.alignment`."""
-    emitter = active(V.graph.scheduler)
+    emitter = active_region(V.graph.scheduler)
     if emitter is None or emitter.node is None:
         original(wrapper, input_names, stream)
     else:
-        emitter.aligned.copy(original, emitter.node, stream)
+        emitter.aligned.copy(functools.partial(original, wrapper), emitter.node, stream)
 
 
 def sync_d2h_copy(original: Callable[..., None], wrapper: Any, name: str) -> None:
     """Leave a copy to pinned memory asynchronous: the plan makes the host wait where the host reads it, only there."""
-    if active(V.graph.scheduler) is None:
+    if active_region(V.graph.scheduler) is None:
         original(wrapper, name)
 
 
@@ -115,24 +140,18 @@ def write_get_raw_stream(original: Callable[..., str], wrapper: Any, device_idx:
 
 def get_buf_stream(original: Callable[..., int], scheduler: Any, name: str) -> int:
     """Return the stream whose memory a buffer lives in. Upstream follows mutation renames and loses it."""
-    memory = notes_of(scheduler).memory
-    if memory is None:
-        return original(scheduler, name)
-    return memory.get(scheduler.mutation_real_name.get(name, name), 0)
+    stream = stream_of_memory(scheduler, name)
+    return original(scheduler, name) if stream is None else stream
 
 
 def has_cross_stream_hazard(original: Callable[..., bool], scheduler: Any, name: str, node: BaseSchedulerNode) -> bool:
     """True if `node` must not write in place over a buffer: the buffer isn't its stream's, or another stream may still
     use it.
     """
-    emitter = active(scheduler)
+    emitter = active_region(scheduler)
     if emitter is None:
         return original(scheduler, name, node)
     return not emitter.may_write_in_place(scheduler.mutation_real_name.get(name, name), node)
-
-
-def has_streams(wrapper: Any) -> bool:
-    return any(isinstance(line, BeginRegion) for line in wrapper.lines)
 
 
 def run_wrapper_ir_passes(original: Callable[..., None], wrapper: Any, is_inference: bool) -> None:

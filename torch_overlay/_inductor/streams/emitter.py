@@ -18,32 +18,22 @@ import os
 from typing import Any, TYPE_CHECKING
 
 import torch._inductor.config as inductor_config
-from torch._dynamo import compiled_autograd
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as upstream
 from torch._inductor.virtualized import V
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.ids import (
-    callers_device,
-    callers_stream_index,
-    copy_device,
-    CURRENT_DEVICE,
-    is_copy_stream,
-    written_index,
-)
+from torch_overlay._functorch.streams.ids import callers_device, copy_device, is_copy_stream
 from torch_overlay._inductor import profiler_ranges
+from torch_overlay._inductor.graph_results import results_are_in_pool
 from torch_overlay._inductor.schedule_notes import notes_of
-from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of, owner_of
+from torch_overlay._inductor.scheduler_nodes import fx_origins, kernel_of
 from torch_overlay._inductor.streams import plan_log
 from torch_overlay._inductor.streams.alignment import AlignedInputs
-from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results, stream_devices
 from torch_overlay._inductor.streams.plan import ENTRY, Event, HOST
-from torch_overlay._inductor.streams.region_definition import (
-    declare_runtime,
-    define_region,
-    Operation,
-    record_stream_text,
-    root_of,
-)
+from torch_overlay._inductor.streams.region_definition import Operation, record_stream_text, root_of
+from torch_overlay._inductor.streams.region_names import RegionNames
+from torch_overlay._inductor.streams.returned_memory import users_of_results
 from torch_overlay._inductor.streams.saved_memory import note_owners
 from torch_overlay._inductor.streams.single_stream import follows_one_stream_when_idle
 from torch_overlay._inductor.streams.wrapper_lines import BeginRegion, EndRegion, OnStream, StreamLine
@@ -58,85 +48,19 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.streams.planned_region import Region
 
 
-class RegionEmitter:
+class RegionEmitter(RegionNames):
     """Writes one plan into the lines of the wrapper that is being generated."""
 
     def __init__(self, scheduler: Scheduler, region: Region) -> None:
-        self.scheduler, self.region, self.plan = scheduler, region, region.plan
+        self.scheduler = scheduler
         self.wrapper: Any = V.graph.wrapper_code
-        self.root: Any = root_of(self.wrapper)
-        self.number: int = getattr(self.root, "_overlay_regions", 0)
-        self.root._overlay_regions = self.number + 1
-        declare_runtime(self.root)
-        self.suffix = f"_{self.number}" if self.number else ""
-        self.streams: dict[int, None] = {}  # in use, in order of first use
-        self.objects: dict[int, None] = {}  # events of the caller
-        self.returned: dict[str, None] = {}  # names that the lines of the region use
-        self.recorded: dict[tuple[str, str], None] = {}  # the caller's events that the region records, and where
-        self.entry: list[Operation] = []
-        self.exit: list[Operation] = []
-        devices = {*region.devices.values(), *(d for s in self.plan.streams if (d := callers_device(s)) is not None)}
-        known = stream_devices()
-        devices |= {known[s] for s in self.plan.streams if s in known and callers_device(s) is None}
-        # Events of one device take raw handles; what crosses devices goes through torch.Event and stream objects.
-        self.device: int | None = devices.pop() if len(devices) == 1 else None
-        if self.device is not None:
-            self.named(callers_stream_index(self.device))
-        self.may_alias: list[int] = []
-        self.idle_streams: list[int] = []  # side streams: Note [Streams can't pay on an idle device]
+        super().__init__(root_of(self.wrapper), region)
         if self.device is not None and follows_one_stream_when_idle(region, config.fold_branches_below_us):
-            self.idle_streams = [s for s in self.plan.streams if callers_device(s) is None]
-            self.use(self.multi_stream)
+            self.keep_to_one_stream_when_idle()
         self.done = ENTRY
         self.pending: list[tuple[int, Callable[[], None]]] = []
-        self.is_defined = False
         self.node: BaseSchedulerNode | None = None  # the node whose lines are being written
         self.aligned = AlignedInputs(self)
-
-    # -- names
-
-    def named(self, stream: int) -> str:
-        self.streams[stream] = None
-        device = callers_device(stream)
-        if is_copy_stream(stream):
-            index, is_in = copy_device(stream)
-            number = "" if index in (0, CURRENT_DEVICE) else index
-            return f"stream_{'in' if is_in else 'out'}{number}{self.suffix}"
-        if device is None:
-            return f"stream{stream}{self.suffix}"
-        return f"stream0{self.suffix}" if stream == 0 else f"stream0_cuda{device}{self.suffix}"
-
-    def use(self, name: str) -> str:
-        """Note, and return, a name that `enter` has to return because the region's lines use it."""
-        self.returned[name] = None
-        return name
-
-    def stream(self, stream: int) -> str:
-        return self.use(self.named(stream))
-
-    def raw_stream(self, stream: int) -> str:
-        return self.use(f"{self.named(stream)}_raw")
-
-    def handle(self, stream: int) -> str:
-        """Return the name that an event of this region takes for a stream: of the raw handle if there is one device,
-        else of the stream.
-        """
-        return self.stream(stream) if self.device is None else self.raw_stream(stream)
-
-    def event(self, index: int) -> str:
-        return f"ev{index}{self.suffix}"
-
-    @property
-    def multi_stream(self) -> str:
-        return f"multi_stream{self.suffix}"
-
-    def if_multi_stream(self, text: str) -> str:
-        """Return a statement that only a call that uses the side streams runs."""
-        return f"if {self.multi_stream}: {text}" if self.idle_streams else text
-
-    def object(self, index: int) -> str:
-        self.objects[index] = None
-        return f"event{index}{self.suffix}"
 
     # -- records and waits
 
@@ -253,46 +177,13 @@ class RegionEmitter:
         waits = [w for w in self.waits(last) if not self.is_wait_at_entry(w[1], w[2], last)]
         self.exit += map(self.at_boundary, [*self.records(max(self.done, 0), last), *waits])
         self.write_boundary_waits(last)
-        self.record_output_streams()
+        for name, stream in users_of_results(self.scheduler, self.region):
+            self.record_stream(name, stream)
         if not (self.region.enclosed or self.idle_streams):
             note_owners(self.plan, self.scheduler.mutation_real_name)
         self.may_alias = self.find_aliases()
         self.aligned.leave(goes_on=self.region.enclosed)
         self.wrapper.writeline(EndRegion(self))
-
-    def record_output_streams(self) -> None:
-        """Record on returned memory (`record_stream`) the streams, beside the one that it was allocated on, that may
-        still use it when it is freed.
-
-        A gradient in a side stream's memory is read by the caller's stream and freed by whoever holds it last, maybe
-        when the side stream has run far ahead. Autograd's engine records the reading stream where it moves a gradient
-        from stream to stream; here it does not see that the gradient moves. A result of a forward may be memory of
-        another stream than in eager, as that of an update in place is: whoever drops it counts on the stream that it
-        has in eager. Code that is to be captured also runs uncaptured: the first time, and whenever no graph can be
-        had.
-        """
-        if V.graph.name is not None:
-            return
-        if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
-            return self.record_gradient_streams()
-        for name, known in eager_memory_of_results().items():
-            stream = self.plan.memory.get(owner_of(name))
-            for other in sorted(known) if stream is not None else ():
-                other = self.region.numbers.get(other, other) or self.callers_stream_of(name)
-                if other != stream and other not in self.region.private:
-                    self.record_stream(name, other)
-
-    def record_gradient_streams(self) -> None:
-        real = self.scheduler.mutation_real_name
-        names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
-        for name in names:
-            stream = self.plan.memory.get(owner_of(name))
-            if stream is not None and name not in V.graph.graph_inputs and callers_device(stream) is None:
-                self.record_stream(name, self.callers_stream_of(name))
-
-    def callers_stream_of(self, name: str) -> int:
-        device: Any = V.graph.get_buffer(name).get_device()
-        return callers_stream_index(device.index or 0)
 
     def record_stream(self, name: str, stream: int) -> None:
         """Write a `record_stream`, so that the allocator knows that the stream uses a block."""
@@ -304,10 +195,18 @@ class RegionEmitter:
         for free in due:
             free()
 
-    def free(self, name: str, free: Callable[[], None]) -> None:
+    def free(self, buffer: Any, free: Callable[[], None]) -> None:
         """Free a buffer now, or as soon as the plan allows it. A buffer that may not be freed before the exit is freed
-        with the function's locals.
+        with the function's locals. `free` writes the lines of a buffer that the wrapper may reuse.
         """
+        self.aligned.write_back()
+        name = buffer.get_name()
+        if _is_pinned(buffer) and self.wrapper.can_free(buffer):
+            # A copy to or from the device may still be under way. The allocator of pinned memory knows of the copy; the
+            # next host operation, for which the wrapper would reuse the block, does not.
+            self.wrapper.freed.add(name)
+            self.wrapper.writeline(upstream.FreeLine(self.wrapper, buffer))
+            return
         if name in notes_of(self.scheduler).slabs:
             return
         at = self.plan.release.get(name, ENTRY)
@@ -315,57 +214,6 @@ class RegionEmitter:
             free()
         elif at < len(self.plan.ops):
             self.pending.append((at, free))
-
-    def find_aliases(self) -> list[int]:
-        """Return the streams that could turn out to be one in some call: the caller's current stream and the user's
-        streams.
-        """
-        if self.region.enclosed or self.device is None:
-            return []
-        theirs = [s for s in self.streams if callers_device(s) is None and s not in self.region.private]
-        theirs = [s for s in theirs if not is_copy_stream(s)]
-        return [callers_stream_index(self.device), *theirs] if theirs else []
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing is looked up, recorded or waited for."""
-        return not (self.returned or self.entry or self.exit or self.may_alias)
-
-    def define(self) -> None:
-        """Write the region's definition into the module's header. All lines of the region are known by now."""
-        self.is_defined = True
-        streams: dict[str, int | str] = {}
-        for stream in self.streams:
-            device = callers_device(stream)
-            streams[self.named(stream)] = stream if device is None else f"cuda:{written_index(device)}"
-        define_region(
-            self.root,
-            f"_region{self.number}",
-            device=None if self.device is None else written_index(self.device),
-            streams=streams,
-            events=max(len(self.plan.events), 1 if self.idle_streams else 0),
-            entry=tuple(self.entry),
-            exit=tuple(self.exit),
-            returns=tuple(self.returned),
-            objects={self.object(index): index for index in self.objects},
-            distinct=tuple(map(self.named, self.may_alias)),
-            waits_again=tuple(self.object(w.token.index) for w in self.plan.boundary_waits if self.may_alias),
-            records_again=tuple(self.recorded if self.may_alias else ()),
-            idle_streams=tuple(self.named(s) for s in self.idle_streams if s not in self.region.private)
-            if self.idle_streams
-            else None,
-        )
-
-    def prologue(self) -> list[str]:
-        if self.is_idle:
-            return []
-        if not self.is_defined:
-            self.define()
-        names = ", ".join([f"frame{self.number}", *self.returned])
-        return [f"{names}, = _region{self.number}.enter()"]
-
-    def epilogue(self) -> list[str]:
-        return [] if self.is_idle else [f"frame{self.number}.leave()"]
 
     # -- questions of the code generator
 
@@ -402,14 +250,18 @@ class RegionEmitter:
         elif kind == "record_stream":
             tensor = node.codegen_args()[0]
             is_input = tensor in V.graph.graph_inputs
-            if not is_input and inductor_config.triton.cudagraphs and config.cudagraphs == "trees":
-                return True  # memory of the trees' pool, which the allocator doesn't hand to others
+            if not is_input and inductor_config.triton.cudagraphs and results_are_in_pool():
+                return True  # the allocator doesn't hand it to others
             if tensor in self.wrapper._alignment_orig_saved:
                 tensor = f"{tensor}_orig"  # the caller's tensor, not the aligned copy of it
             self.record_stream(tensor, stream)
         else:
             return False
         return True
+
+
+def _is_pinned(buffer: Any) -> bool:
+    return isinstance(buffer, ir.Buffer) and getattr(buffer.get_output_spec(), "is_pinned", False)
 
 
 def stream_operation_kind(overload: Any) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from torch_overlay import config
 from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import (
     add_after,
@@ -28,29 +27,50 @@ from torch_overlay._functorch.streams.facts import (
 from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
 from torch_overlay._functorch.streams.tokens import state
 from torch_overlay._inductor.streams.new_node_placement import needs_streams, NewNodes
-from torch_overlay._inductor.streams.pass_log import PassLog, Placed
-from torch_overlay.upstream_fixes.no_op_results import COPY_OF
+from torch_overlay._inductor.streams.pass_log import COPY_OF, PassLog, Placed
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
+    from collections.abc import Iterator, Sequence
 
-    from torch.fx import Graph, Node
-    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+    from torch.fx import Graph, GraphModule, Node
 
     from torch_overlay._functorch.streams.tokens import Token
 
 
-def _placements(graph: Graph) -> dict[Node, Placed] | None:
-    """Return each node's placement; None for a graph in which nothing has a stream."""
-    found = {}
-    streams = False
-    for node in graph.nodes:
-        custom = node.meta.get("custom")
-        found[node] = Placed(custom, frozenset(node.all_input_nodes), frozenset(node.users))
-        streams = streams or needs_streams(custom)
-    return found if streams else None
+def has_streams(graph: Graph) -> bool:
+    return any(needs_streams(node.meta.get("custom")) for node in graph.nodes)
+
+
+def begin_pass(gm: GraphModule) -> PassLog | None:
+    """Begin to log a pass over a graph with streams; None for another graph, and within a pass that is logged."""
+    if PassLog.of(gm.graph) is not None or not has_streams(gm.graph):
+        return None
+    return PassLog(
+        gm,
+        {n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users)) for n in gm.graph.nodes},
+    )
+
+
+def end_pass(gm: GraphModule, log: PassLog, failed: bool) -> None:
+    """End the log of a pass, and place the nodes that the pass left and made."""
+    log.close()
+    if not failed:
+        _restore(gm.graph, log)
+
+
+def merge_facts(nodes: Sequence[Node]) -> dict[str, Any]:
+    """Return what a pattern's replacement has in `custom` beside its stream: the tokens of all nodes that it replaces.
+    It takes over the metadata of the last of them, so they all get the tokens; `end_pass` takes these back from nodes
+    that remain.
+    """
+    union = union_of_facts([fact_of(node) for node in nodes])
+    if not union:
+        return {}
+    for node in nodes:
+        if node.op == "call_function" and "custom" in node.meta:
+            note_fact(node, **union)
+    return {KEY: Fact(**union)}
 
 
 def _restore(graph: Graph, log: PassLog) -> None:
@@ -142,47 +162,3 @@ def _heirs(gone: Node, before: dict[Node, Placed], left: set[Node]) -> Iterator[
             elif not taken:
                 continue
         seen.add(user)
-
-
-def begin_pass(original: Callable[..., Any], observer: GraphTransformObserver) -> Any:
-    gm: Any = observer.gm
-    if config.streams and PassLog.of(gm.graph) is None and (before := _placements(gm.graph)) is not None:
-        observer._overlay_log = PassLog(gm, before)  # type: ignore[attr-defined]
-    return original(observer)
-
-
-def end_pass(
-    original: Callable[..., None],
-    observer: GraphTransformObserver,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    original(observer, kind, error, traceback)
-    log: PassLog | None = observer.__dict__.pop("_overlay_log", None)
-    if log is not None:
-        log.close()
-        if kind is None:
-            _restore(observer.gm.graph, log)
-
-
-def reorder_for_locality(original: Callable[[Graph], None], graph: Graph) -> None:
-    """Skip the pass in a graph with streams. Upstream moves producers to just before their consumer: for a side
-    stream's branch that is the latest moment at which it can be launched, after all the work that it was to run beside.
-    """
-    if not (config.streams and _placements(graph)):
-        original(graph)
-
-
-def common_custom_context(original: Callable[..., dict[str, Any]], nodes: Sequence[Node]) -> dict[str, Any]:
-    """Give a pattern's replacement the tokens of all nodes that it replaces. The replacement takes over the metadata of
-    the last of those nodes, so all of them get the tokens; `_restore` takes the tokens back from nodes that remain.
-    """
-    union = union_of_facts([fact_of(node) for node in nodes])
-    found = original(nodes)
-    if not union:
-        return found
-    for node in nodes:
-        if node.op == "call_function" and "custom" in node.meta:
-            note_fact(node, **union)
-    return {**found, KEY: Fact(**union)}

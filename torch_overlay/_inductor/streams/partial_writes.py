@@ -1,10 +1,6 @@
-"""Keep updates of parts of one tensor from several streams in place.
+"""Compute into parts of tensors that the program names, and leave the other parts alone.
 
-`torch.mm(x, w, out=out[:n])` on one stream and `out[n:].copy_(y)` on another are, after functionalization, two
-scatters: each makes a whole new tensor, and the second reads what the first made. Inductor turns scatters back into
-updates in place where it expects to lose no fusion. Across streams there is no fusion to lose, but for each part a
-whole tensor is copied, and another stream is waited for. So such parts are updated in place wherever that is safe. So
-are parts of an input in a graph with streams: the code around the graph may be using other parts of the input.
+`torch.mm(x, w, out=out[:n])` is a kernel and a copy of its result after functionalization, and one kernel again here.
 
 Note [No aligned copies of an input in parts] Kernels are compiled for inputs that are aligned; a misaligned one is
 copied at a call, as a whole, and back after it is written (Note [Aligned copies and the caller's memory]). Where a
@@ -18,40 +14,16 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
-from torch._inductor.fx_passes import reinplace
 from torch.utils._ordered_set import OrderedSet
 
-from torch_overlay import config
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import is_view, node_stream, viewed
 from torch_overlay._inductor.streams.host_copies import COPY_ASYNC
-from torch_overlay._inductor.streams.new_node_placement import NewNodes
-from torch_overlay._inductor.streams.pass_log import PassLog
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from torch.fx import Graph, Node
 
 _COPY = torch.ops.aten.copy_.default
-IN_PLACE = "stream_scatter_in_place"  # in `meta`, of a scatter, while upstream decides: make it an update in place
-
-
-def reinplace_inplaceable_ops_core(original: Callable[[Graph], None], graph: Graph) -> None:
-    marked: list[Node] = []
-    if config.streams and (log := PassLog.of(graph)) is not None:
-        _remove_writes_of_what_is_there(graph)
-        NewNodes(log.replaced(graph), log.before).place()  # the scatters are new in this pass
-        marked = list(_shared(graph))
-    for node in marked:
-        node.meta[IN_PLACE] = True
-    original(graph)
-    for node in marked:
-        del node.meta[IN_PLACE]
-
-
-def scatter_always_uses_mutation(original: Callable[[Node], bool], node: Node) -> bool:
-    return IN_PLACE in node.meta or original(node)
 
 
 def computed_in_place(graph: Any, node: Node) -> bool:
@@ -60,7 +32,7 @@ def computed_in_place(graph: Any, node: Node) -> bool:
     False, with nothing changed, where something else reads the result, the kernel can't write there, or an operation
     that was lowered after the kernel uses the target's memory.
     """
-    if node.target is not _COPY or not config.streams:
+    if node.target is not _COPY:
         return False
     args: Any = node.args
     part, result = args[:2]
@@ -108,45 +80,3 @@ def assume_unaligned(graph: Any, names: set[str]) -> None:
     graph.unaligned_buffers.update(inputs[i] for i in ours)
     graph.inputs_to_check = [i for i in graph.inputs_to_check or () if i not in ours]
     graph._region_unaligned_inputs = ours
-
-
-def _remove_writes_of_what_is_there(graph: Graph) -> None:
-    """Remove scatters that put a part into its own place, as `cache[i] += v` does after it has updated the part."""
-    for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
-        base, part, views = node.args
-        shown: list[tuple[Any, ...]] = []
-        while part is not base and isinstance(part, torch.fx.Node) and is_view(part):
-            shown.insert(0, (part.target, part.args[1:], part.kwargs))
-            part = part.args[0]
-        if part is base and shown == [(view.target, tuple(view.args), view.kwargs) for view in views]:
-            node.replace_all_uses_with(base)
-            graph.erase_node(node)
-
-
-def _shared(graph: Graph) -> Iterable[Node]:
-    """Yield the scatters of each chain (the base of one is the result of another) whose values several streams use, in
-    this graph or, if the base is an input, in the code around the graph.
-    """
-    has_streams = any(map(node_stream, graph.nodes))
-    chains: dict[Node, list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=reinplace._generalized_scatter):
-        if node.meta["val"].device.type == "cpu":
-            continue
-        base: Any = node.args[0]
-        chains[node] = chains.get(base, [])
-        chains[node].append(node)
-    for chain in {id(chain): chain for chain in chains.values()}.values():
-        is_input = chain[0].args[0].op == "placeholder"  # type: ignore[union-attr]
-        if has_streams and is_input or len({*map(node_stream, chain)}.union(*map(_streams_of_readers, chain))) > 1:
-            yield from chain
-
-
-def _streams_of_readers(node: Node) -> set[int]:
-    """Return the streams on which a value is read, also through views."""
-    found: set[int] = set()
-    for user in node.users:
-        if is_view(user):
-            found |= _streams_of_readers(user)
-        elif user.op == "call_function" and not is_stream_op(user):
-            found.add(node_stream(user))
-    return found

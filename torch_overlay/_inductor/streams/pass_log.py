@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph, GraphModule, Node
 
+COPY_OF = "stream_copy_of"  # in `meta`, of a copy that a pass keeps: the name of the node that it stands for
+
 _open: dict[GraphModule, PassLog] = {}
 
 
@@ -160,4 +162,4 @@ def is_write(node: Node) -> bool:
     return not node.users or (isinstance(schema, torch._C.FunctionSchema) and schema.is_mutable)
 
 
-__all__ = ["is_write", "PassLog", "Placed"]
+__all__ = ["COPY_OF", "is_write", "PassLog", "Placed"]

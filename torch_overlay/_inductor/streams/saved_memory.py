@@ -2,14 +2,14 @@
 
 Note [Memory of saved values]
 The backward frees saved values, and must know on which stream they were allocated. When the joint graph is partitioned,
-that is a guess: an operation on a side stream may be folded into the caller's stream later (`streams.folding`), a
-region may run on the caller's stream alone when the device is idle (`streams.single_stream`), and all memory of a
-captured region is the caller's stream's. A block that may belong to either of two streams is freed only when both are
-ordered after its last use; for the caller's stream that is often the exit of the backward, so that a branch's
-activations would all stay allocated to the end. The forward is generated before the backward is compiled. The streams
-that its plan gives for the memory of its results are kept with the forward's code, also in compile caches. When the
-code is ready, generated or from a cache, they are noted on the backward's inputs, in the graph, where they are part of
-the compile cache's key, too: a forward from a cache leads to the backward that was compiled for it.
+that is a guess: an operation on a side stream may be folded into the caller's stream later, a region may run on the
+caller's stream alone when the device is idle, and all memory of a captured region is the caller's stream's. A block
+that may belong to either of two streams is freed only when both are ordered after its last use; for the caller's stream
+that is often the exit of the backward, so that a branch's activations would all stay allocated to the end. The forward
+is generated before the backward is compiled. The streams that its plan gives for the memory of its results are kept
+with the forward's code, also in compile caches. When the code is ready, generated or from a cache, they are noted on
+the backward's inputs, in the graph, where they are part of the compile cache's key, too: a forward from a cache leads
+to the backward that was compiled for it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def note_owners(plan: Plan, real_names: dict[str, str]) -> None:
         return
     graph: Any = V.graph
     names = [output.maybe_get_name() for output in graph.graph_outputs]
-    graph._overlay_owners = tuple([plan.memory.get(real_names.get(name, name)) for name in names])
+    graph.stream_owners = tuple([plan.memory.get(real_names.get(name, name)) for name in names])
 
 
 def owners_of(graph: Any) -> tuple[int | None, ...]:
     """Return what was noted for a graph that code was generated for, for the cache; empty if nothing was."""
-    return getattr(graph, "_overlay_owners", ())
+    return getattr(graph, "stream_owners", ())
 
 
 def settle_owners(owners: Sequence[int | None]) -> None:

@@ -118,3 +118,8 @@ class PlacedKernelCall(upstream.WrapperLine):
             self.line.codegen(code)
         finally:
             wrapper._region_raw_stream = None
+
+
+def has_streams(wrapper: Any) -> bool:
+    """True if a planned region is in the lines of a wrapper."""
+    return any(isinstance(line, BeginRegion) for line in wrapper.lines)

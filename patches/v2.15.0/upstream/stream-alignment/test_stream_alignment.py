@@ -81,10 +81,10 @@ class AlignmentTestCase(TestCase):
     def node(self, index, number=0):
         """Write the copies of a node; `number` is upstream's, of its stream."""
 
-        def original(wrapper, names, number):
+        def copy_read(names, number):
             self.originals.append((set(names), number))
 
-        self.aligned.copy(original, self.scheduler.nodes[index], number)
+        self.aligned.copy(copy_read, self.scheduler.nodes[index], number)
         found = self.lines()
         self.aligned.write_back()
         return found, self.lines()

@@ -1,0 +1,179 @@
+"""Order the caller's streams around a graph's partitions, and say where streams cut it.
+
+The regions of a partition, and those between partitions, fork from the caller's stream and join it (`streams.regions`).
+The waits that order the caller's streams before and after the call are generated once around all of them, outside every
+captured graph: at the entry the caller's stream waits for the user's streams and events, and at the exit the user's
+streams wait for the caller's stream. Records that the caller can see, host synchronisations and queries happen at each
+call: never inside a captured graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.virtualized import V
+
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._functorch.streams.ids import callers_device, CALLERS_STREAM, is_copy_stream, written_index
+from torch_overlay._functorch.streams.tokens import events_of, state, streams_of
+from torch_overlay._inductor.graph_results import results_are_callers
+from torch_overlay._inductor.schedule_notes import notes_of
+from torch_overlay._inductor.scheduler_nodes import fx_origins, stream_operation, user_stream
+from torch_overlay._inductor.streams.graph_facts import (
+    eager_memory_of_results,
+    leaving,
+    private_streams,
+    saved_on_streams,
+    stream_devices,
+)
+from torch_overlay._inductor.streams.planned_region import needs_plan
+from torch_overlay._inductor.streams.region_definition import (
+    declare_runtime,
+    define_region,
+    Operation,
+    record_stream_text,
+    root_of,
+)
+from torch_overlay._inductor.streams.regions import nested_streams
+from torch_overlay._inductor.streams.wrapper_lines import StreamLine
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+
+HANDLE_IS_READ = (
+    "the raw handle of a stream is read (Stream.cuda_stream), and a capture runs on another stream than that handle's"
+)
+
+
+def _outside(scheduler: Scheduler) -> tuple[list[int], list[int]]:
+    """Return the user's streams in the graph, and the caller's events that some node waits for."""
+    streams: set[int] = set()
+    events: set[int] = set()
+    for node in scheduler.nodes:
+        streams.add(user_stream(scheduler, node))
+        overload = stream_operation(node)
+        if overload is not None and overload._schema.name.endswith(("record_event", "synchronize_stream")):
+            streams.add(node.node.constant_args[-1])  # type: ignore[union-attr]
+        for origin in fx_origins(node):
+            tokens = {*(fact_of(origin).after or ()), *fact_of(origin).promises}
+            streams |= streams_of(tokens)
+            events |= events_of(tokens)
+    for end in leaving():
+        streams |= streams_of(end.tokens) | ({end.stream} if not V.graph.is_backward else set())
+        events |= events_of(end.tokens)
+    streams |= {*nested_streams()}
+    theirs = {s for s in streams - private_streams() - {CALLERS_STREAM} if not is_copy_stream(s)}
+    return sorted(theirs), sorted(events)
+
+
+def _left_behind(streams: Collection[int]) -> list[int]:
+    """Return the other streams of the user that a backward orders at its exit, because it frees memory that the forward
+    saved on them, or because gradients passed through them.
+    """
+    engine = {end.stream for end in leaving()} - {CALLERS_STREAM} if V.graph.is_backward else set()
+    return sorted({*saved_on_streams().values(), *engine}.difference(streams))
+
+
+def _lent_results() -> dict[str, list[int]]:
+    """Return, for the results of a captured graph that are allocated on the current stream, the streams that their
+    memory waits for in eager.
+    """
+    if not results_are_callers() or V.graph.name is not None:
+        return {}
+    ours = private_streams() | {CALLERS_STREAM}
+    found = {name: known - ours for name, known in eager_memory_of_results().items()}
+    return {name: sorted(known) for name, known in found.items() if known}
+
+
+@contextlib.contextmanager
+def ordered_around(scheduler: Scheduler) -> Iterator[None]:
+    """Write the order around the partitions of a graph, whose lines are generated inside, if streams need any."""
+    if not inductor_config.triton.cudagraphs or not (needs_plan(scheduler) or nested_streams()):
+        yield
+        return
+    if registry.current().handle_is_read:
+        V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
+    streams, events = _outside(scheduler)
+    left = _left_behind(streams)
+    if not (streams or events or left):
+        yield
+        return
+    wrapper: Any = V.graph.wrapper_code
+    root: Any = root_of(wrapper)
+    declare_runtime(root)
+    # Copies between devices are ordered by the devices' current streams, which the program need not have named.
+    lent = _lent_results()
+    told = {s for owners in lent.values() for s in owners}.difference(streams, left)
+    used = (*streams, *left, *sorted(told))
+    current = {s: there for s in used if (there := callers_device(s)) is not None}
+    handles = {f"stream{s}_outer": f"cuda:{written_index(current[s])}" if s in current else s for s in used}
+    names = list(handles)[: len(streams)]
+    objects = {f"event{e}_outer": e for e in events}
+    caller = "stream0_outer"
+    returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
+    if objects:
+        returns = {caller: None, **returns, **dict.fromkeys(objects)}
+    device: int = torch.accelerator.current_device_index()
+    on_device = stream_devices() | current
+    is_one_device = all(on_device.get(s, device) == device for s in (*streams, *left))
+    # Across devices there are plain records and waits only: Note [Boundary events under the caller's capture].
+    record, wait, leave = ("record_entry", "wait_entry", "wait_exit") if is_one_device else ("record", "wait", "wait")
+    entry: list[Operation] = []
+    for event, stream in enumerate(names, start=1):
+        entry.append((record, f"ev{event}_outer", stream))
+        entry.append((wait, f"ev{event}_outer", caller))
+    notes = notes_of(scheduler)
+    notes.settled = frozenset()
+    here = [s for s in streams if callers_device(s) is None]
+    notes.known = {CALLERS_STREAM: frozenset(map(state, here)), **dict.fromkeys(here, frozenset())}
+    found = ", ".join(["frame_outer", *returns])
+    wrapper.writeline(StreamLine(f"{found}, = _outer.enter()"))
+    for event in objects:
+        wrapper.writeline(StreamLine(f"{event}.wait({caller})"))
+    yield
+    waiting = [f"stream{s}_outer" for s in (*streams, *left) if s not in notes.settled]
+    define_region(
+        root,
+        "_outer",
+        device=written_index(device) if is_one_device else None,
+        streams={caller: f"cuda:{written_index(device)}", **handles},
+        events=len(names) + 1 if waiting or names else 0,
+        entry=tuple(entry),
+        exit=(("record", "ev0_outer", caller), *((leave, "ev0_outer", s) for s in waiting)) if waiting else (),
+        returns=tuple(returns),
+        objects=objects,
+    )
+    wrapper.writeline(StreamLine("frame_outer.leave()"))
+    for name, owners in lent.items():
+        for stream in owners:
+            wrapper.writeline(StreamLine(record_stream_text(name, f"stream{stream}_outer")))
+
+
+def reason_to_cut(scheduler: Scheduler, node: BaseSchedulerNode) -> str | None:
+    """Return why the graph is partitioned at a node, if streams are the reason, or None."""
+    if (overload := stream_operation(node)) is not None:
+        return f"stream operation {overload}"
+    if needs_plan(scheduler) and _has_several_devices(scheduler):
+        return "streams on several devices"
+    return None
+
+
+def _has_several_devices(scheduler: Scheduler) -> bool:
+    """True if the nodes and the caller's current device make several devices. CUDA graphs are refused then, and a
+    partition that changes the device would be generated wrong: upstream exits the guard of the partition's device,
+    which stands around the call of the partition, inside of the partition. The caller's device counts, too: its stream
+    would be forked from and joined inside of a capture on the other device.
+    """
+    notes = notes_of(scheduler)
+    if notes.has_several_devices is None:
+        devices = {d.index for n in scheduler.nodes if (d := n.get_device()) is not None and d.type != "cpu"}
+        notes.has_several_devices = len(devices | {torch.accelerator.current_device_index()}) > 1
+    return notes.has_several_devices

@@ -1,0 +1,58 @@
+"""Find the streams that may still use what a region returns when its holder frees it.
+
+A gradient in a side stream's memory is read by the caller's stream and freed by whoever holds it last, maybe when the
+side stream has run far ahead. Autograd's engine records the reading stream where it moves a gradient from stream to
+stream; here it does not see that the gradient moves. A result of a forward may be memory of another stream than in
+eager, as that of an update in place is: whoever drops it counts on the stream that it has in eager. Code that is to be
+captured also runs uncaptured: the first time, and whenever no graph can be had.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._dynamo import compiled_autograd
+from torch._inductor.virtualized import V
+
+from torch_overlay._functorch.streams.ids import callers_device, callers_stream_index
+from torch_overlay._inductor.scheduler_nodes import owner_of
+from torch_overlay._inductor.streams.graph_facts import eager_memory_of_results
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._inductor.scheduler import Scheduler
+
+    from torch_overlay._inductor.streams.planned_region import Region
+
+
+def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+    """Yield buffers that the graph returns, each with a stream to be recorded on it (`record_stream`), beside the one
+    that it was allocated on.
+    """
+    if V.graph.name is not None:
+        return
+    if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
+        yield from _users_of_gradients(scheduler, region)
+        return
+    for name, known in eager_memory_of_results().items():
+        stream = region.plan.memory.get(owner_of(name))
+        for other in sorted(known) if stream is not None else ():
+            other = region.numbers.get(other, other) or _callers_stream_of(name)
+            if other != stream and other not in region.private:
+                yield name, other
+
+
+def _users_of_gradients(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+    real = scheduler.mutation_real_name
+    names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
+    for name in names:
+        stream = region.plan.memory.get(owner_of(name))
+        if stream is not None and name not in V.graph.graph_inputs and callers_device(stream) is None:
+            yield name, _callers_stream_of(name)
+
+
+def _callers_stream_of(name: str) -> int:
+    device: Any = V.graph.get_buffer(name).get_device()
+    return callers_stream_index(device.index or 0)
