@@ -868,7 +868,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:FxTracebackAnnotateVariable.reconstruct_type",
-        impl="torch_overlay._dynamo.contexts:reconstruct_type",
+        impl="torch_overlay._dynamo.graph_breaks:reconstruct_type",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="95a447579319651f",
@@ -878,7 +878,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph._get_stack_values_to_restore",
-        impl="torch_overlay._dynamo.contexts:stack_values_to_restore",
+        impl="torch_overlay._dynamo.graph_breaks:stack_values_to_restore",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="4900fe8506e54a81",
@@ -888,7 +888,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.compile_subgraph",
-        impl="torch_overlay._dynamo.contexts:compile_subgraph",
+        impl="torch_overlay._dynamo.graph_breaks:compile_subgraph",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="e7b73e91449c46c9",
