@@ -906,7 +906,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
-        impl="torch_overlay._dynamo.closures:bind_args",
+        impl="torch_overlay._dynamo.closure_hooks:bind_args",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="f75e14ba7e6bd01b",
