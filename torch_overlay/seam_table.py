@@ -906,7 +906,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
-        impl="torch_overlay._dynamo.closure_hooks:bind_args",
+        impl="torch_overlay._dynamo.variable_hooks:bind_args",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="f75e14ba7e6bd01b",
@@ -942,7 +942,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        impl="torch_overlay._dynamo.run_time_values:evaluate_expr",
+        impl="torch_overlay._dynamo.variable_hooks:evaluate_expr",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",

@@ -1,17 +1,21 @@
-"""Hook that gives a function without a source one, if its closure cells or default arguments hold streams."""
+"""Hooks of Dynamo's variables: functions whose closures hold streams, and branches on numbers that the run provides."""
 
 from __future__ import annotations
 
 import types
 from typing import Any, TYPE_CHECKING
 
+from torch._dynamo.exc import UserError
+
 from torch_overlay._dynamo.closures import holds_streams, weak_source
+from torch_overlay._dynamo.run_time_values import branch_error
 from torch_overlay._dynamo.state import handled
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
@@ -23,7 +27,7 @@ def bind_args(
     args: list[VariableTracker],
     kwargs: dict[str, VariableTracker],
 ) -> dict[str, VariableTracker]:
-    """Wrap the binding of arguments and cells of an inlined function."""
+    """Wrap the binding of arguments and cells of an inlined function: one that holds streams gets a source."""
     function = variable.fn
     if (
         isinstance(function, types.FunctionType)
@@ -33,3 +37,13 @@ def bind_args(
     ):
         variable.source = weak_source(tx, function)
     return original(variable, tx, args, kwargs)
+
+
+def evaluate_expr(original: Callable[..., Any], number: Any, output: OutputGraph | None = None) -> Any:
+    """Wrap the conversion of a symbolic number to a constant: for one of ours, the error says where it comes from."""
+    try:
+        return original(number, output)
+    except UserError as error:
+        if (text := branch_error(number, output)) is None:
+            raise
+        raise UserError(error.error_type, text) from error
