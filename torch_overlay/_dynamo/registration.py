@@ -104,8 +104,3 @@ def make_state(original: type) -> Callable[[], Any]:
         return state.StreamState() if state.applies() else original()
 
     return make
-
-
-def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Replace the function that tells OutputGraph whether to emit upstream's prologue; prologue.py emits ours."""
-    return lambda: False
