@@ -99,7 +99,7 @@ def enter(
         return original(context, tx, *args)
     stream = context.get_stream()
     state = tx.symbolic_stream_state
-    context.overlay_stream_now = stream
+    context.stream_now = stream
     context.overlay_device_context = None
     if stream.device.type == "cuda" and stream.device.index != state.device_index():
         context.overlay_device_context = CUDADeviceVariable.create(tx, stream.device.index)
@@ -122,7 +122,7 @@ def exit(
         context.overlay_device_context.exit(tx)
     if not tx.output.should_exit:
         # The block has ended. At a graph break it goes on, and entering it again needs the stream that set_stream set.
-        context.overlay_stream_now = None
+        context.stream_now = None
     return result if result is not None else ConstantVariable.create(None)
 
 
@@ -198,7 +198,7 @@ def reconstruct_type(original: Callable[..., None], context: VariableTracker, co
     """Push a callable that returns this context; see Note [Graph breaks in stream contexts]."""
     if not isinstance(context, StreamContextVariable) or not handled(codegen.tx):
         return original(context, codegen)
-    stream = context.__dict__.get("overlay_stream_now") or context.get_stream()
+    stream = context.__dict__.get("stream_now") or context.get_stream()
     codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
     codegen.load_import_from("torch.cuda", "StreamContext")
     codegen(stream)

@@ -99,8 +99,9 @@ def make_state(original: type) -> Callable[[], Any]:
     """Replace the class from which the translator makes its stream state."""
 
     def make() -> Any:
+        from torch_overlay import config
         from torch_overlay._dynamo import state
 
-        return state.StreamState() if state.applies() else original()
+        return state.StreamState() if config.streams and state.applies() else original()
 
     return make
