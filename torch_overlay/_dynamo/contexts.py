@@ -74,7 +74,7 @@ def enter(
         return original(context, tx, *args)
     stream = context.get_stream()
     state = tx.symbolic_stream_state
-    context.overlay_stream_now = stream
+    context.stream_now = stream
     context.overlay_device_context = None
     if stream.device.type == "cuda" and stream.device.index != state.device_index():
         context.overlay_device_context = CUDADeviceVariable.create(tx, stream.device.index)
@@ -97,5 +97,5 @@ def exit(
         context.overlay_device_context.exit(tx)
     if not tx.output.should_exit:
         # The block has ended. At a graph break it goes on, and entering it again needs the stream that set_stream set.
-        context.overlay_stream_now = None
+        context.stream_now = None
     return result if result is not None else ConstantVariable.create(None)

@@ -41,7 +41,7 @@ def reconstruct_type(original: Callable[..., None], context: VariableTracker, co
     """Push a callable that returns this context; see Note [Graph breaks in stream contexts]."""
     if not isinstance(context, StreamContextVariable) or not handled(codegen.tx):
         return original(context, codegen)
-    stream = context.__dict__.get("overlay_stream_now") or context.get_stream()
+    stream = context.__dict__.get("stream_now") or context.get_stream()
     codegen.add_push_null(lambda: codegen.load_import_from("functools", "partial"))
     codegen.load_import_from("torch.cuda", "StreamContext")
     codegen(stream)

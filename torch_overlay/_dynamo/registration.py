@@ -99,13 +99,9 @@ def make_state(original: type) -> Callable[[], Any]:
     """Replace the class from which the translator makes its stream state."""
 
     def make() -> Any:
+        from torch_overlay import config
         from torch_overlay._dynamo import state
 
-        return state.StreamState() if state.applies() else original()
+        return state.StreamState() if config.streams and state.applies() else original()
 
     return make
-
-
-def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Replace the function that tells OutputGraph whether to emit upstream's prologue; prologue.py emits ours."""
-    return lambda: False
