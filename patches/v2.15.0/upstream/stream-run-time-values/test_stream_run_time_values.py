@@ -4,7 +4,9 @@ from unittest import mock
 
 import torch
 import torch._dynamo.config
-from torch._dynamo._streams import objects, ops
+from torch._dynamo import symbolic_convert
+from torch._dynamo._streams import ops
+from torch._dynamo._streams.state import StreamState
 from torch._dynamo.exc import UserError
 from torch._dynamo.test_case import run_tests, TestCase
 from torch._dynamo.testing import CompileCounter
@@ -25,8 +27,8 @@ def elapsed_time(start, tx, args, kwargs):
     return runtime_scalar(tx, ops.elapsed_time, first, last)
 
 
-class Work:
-    """What the run finds for an event."""
+class Work(torch.Event):
+    """An event that happens when the test says so."""
 
     done, at = False, 0.0
 
@@ -41,12 +43,13 @@ class TestRunTimeValues(TestCase):
     def setUp(self):
         super().setUp()
         methods = {"query": Method(query), "elapsed_time": Method(elapsed_time)}
-        patch = mock.patch.dict(EventVariable.tp_methods, methods)
-        patch.start()
-        self.addCleanup(patch.stop)
-        self.start, self.end = torch.Event("cuda"), torch.Event("cuda")
-        self.works = Work(), Work()
-        self.addCleanup(objects.enter(*self.works))
+        for patch in (
+            mock.patch.dict(EventVariable.tp_methods, methods),
+            mock.patch.object(symbolic_convert, "SymbolicStreamState", StreamState),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.start, self.end = Work("cuda"), Work("cuda")
         self.x = torch.ones(3)
 
     def compiled(self, function, fullgraph=True):
@@ -57,7 +60,7 @@ class TestRunTimeValues(TestCase):
     def test_bool_of_each_run(self):
         call = self.compiled(lambda x, start, end: (x + 1, start.query()))
         found = []
-        for self.works[0].done in (False, True, False):
+        for self.start.done in (False, True, False):
             found.append(call()[1])
         self.assertEqual(found, [False, True, False])
         self.assertIs(type(found[0]), bool)
@@ -69,10 +72,10 @@ class TestRunTimeValues(TestCase):
             return x * ms, ms / 2
 
         call = self.compiled(f)
-        for self.works[1].at in (1.5, 4.0):
+        for self.end.at in (1.5, 4.0):
             product, half = call()
-            self.assertEqual(product, self.x * self.works[1].at)
-            self.assertEqual(half, self.works[1].at / 2)
+            self.assertEqual(product, self.x * self.end.at)
+            self.assertEqual(half, self.end.at / 2)
         self.assertEqual(self.counter.frame_count, 1)
 
     def test_branch_is_taken_when_the_code_runs(self):
@@ -83,7 +86,7 @@ class TestRunTimeValues(TestCase):
 
         call = self.compiled(f, fullgraph=False)
         self.assertEqual(call(), self.x - 1)
-        self.works[0].done = True
+        self.start.done = True
         self.assertEqual(call(), self.x + 1)
 
     def test_branch_in_one_graph_is_an_error(self):
