@@ -839,7 +839,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.tp_richcompare_impl",
-        impl="torch_overlay._dynamo.methods:stream_compare",
+        impl="torch_overlay._dynamo.variable_hooks:compare",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="579b1269a54bb9ec",
@@ -848,7 +848,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.reconstruct",
-        impl="torch_overlay._dynamo.methods:reconstruct",
+        impl="torch_overlay._dynamo.variable_hooks:reconstruct",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="fcf0901640841986",
@@ -858,7 +858,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:EventVariable.reconstruct",
-        impl="torch_overlay._dynamo.methods:reconstruct",
+        impl="torch_overlay._dynamo.variable_hooks:reconstruct",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="a0e530b7295be3b3",
@@ -897,7 +897,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
-        impl="torch_overlay._dynamo.functions:get_handlers",
+        impl="torch_overlay._dynamo.variable_hooks:get_handlers",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="eb40a01300b912a1",
@@ -915,7 +915,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.resolve_cls_descriptor",
-        impl="torch_overlay._dynamo.manual_contexts:resolve_cls_descriptor",
+        impl="torch_overlay._dynamo.variable_hooks:resolve_cls_descriptor",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="314ff0994c3ff9a4",
@@ -951,7 +951,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.create",
-        impl="torch_overlay._dynamo.ranges:create",
+        impl="torch_overlay._dynamo.range_hooks:create",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="d2e823e02d8a856c",
@@ -960,7 +960,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.enter",
-        impl="torch_overlay._dynamo.ranges:enter",
+        impl="torch_overlay._dynamo.range_hooks:enter",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="05b8add1b0dcc34d",
@@ -969,7 +969,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.exit",
-        impl="torch_overlay._dynamo.ranges:exit",
+        impl="torch_overlay._dynamo.range_hooks:exit",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="c480687effa3bad6",
@@ -978,7 +978,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.cleanup_graph",
-        impl="torch_overlay._dynamo.ranges:cleanup_graph",
+        impl="torch_overlay._dynamo.range_hooks:cleanup_graph",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="6e1eb4451e42136d",
@@ -987,7 +987,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
-        impl="torch_overlay._dynamo.construct:call_class",
+        impl="torch_overlay._dynamo.variable_hooks:call_class",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="27889f42dbd488f8",

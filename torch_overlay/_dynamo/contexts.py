@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-def make_context(tx: InstructionTranslatorBase, stream: VariableTracker, **kwargs: Any) -> VariableTracker:
-    """Trace torch.cuda.stream(s) and torch.cuda.StreamContext(s)."""
-    stream = stream.realize()
-    registry.note_streams()
-    if stream.is_constant_none():
-        return NullContextVariable()
-    if not isinstance(stream, StreamVariable):
-        unimplemented(
-            gb_type="stream context of something that is not a stream",
-            context=str(stream),
-            explanation="torch.cuda.stream takes a stream or None.",
-            hints=[*graph_break_hints.USER_ERROR],
-        )
-    return StreamContextVariable(stream, **kwargs)
-
-
 class _StreamBlock(StreamContextVariable):
     """Context of one `with s:` block. A stream may be entered again inside its own block."""
 
@@ -61,7 +45,21 @@ def setup_or_before_with(original: Callable[..., None], tx: InstructionTranslato
 def create(
     original: Callable[..., VariableTracker], tx: InstructionTranslatorBase, stream: VariableTracker, **kwargs: Any
 ) -> VariableTracker:
-    return make_context(tx, stream, **kwargs) if handled(tx) else original(tx, stream, **kwargs)
+    """Wrap the making of a context: trace torch.cuda.stream(s) and torch.cuda.StreamContext(s)."""
+    if not handled(tx):
+        return original(tx, stream, **kwargs)
+    stream = stream.realize()
+    registry.note_streams()
+    if stream.is_constant_none():
+        return NullContextVariable()
+    if not isinstance(stream, StreamVariable):
+        unimplemented(
+            gb_type="stream context of something that is not a stream",
+            context=str(stream),
+            explanation="torch.cuda.stream takes a stream or None.",
+            hints=[*graph_break_hints.USER_ERROR],
+        )
+    return StreamContextVariable(stream, **kwargs)
 
 
 def enter(
