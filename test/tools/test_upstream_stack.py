@@ -221,11 +221,11 @@ class TestDeclarations(TestCase):
             text = (export_upstream.folder() / f"{request.name}.patch").read_text()
             body = text.partition("\n---\n\n")[2].removesuffix("--\n2.15.0\n")
             changes = {change.path: change for change in parse_patch(request.name, body, ("torch/", "test/")).changes}
-            for path, wanted in request.edited({}).items():
-                before = (installed_root() / path).read_text()
-                self.assertEqual(apply_change(changes[path], before), wanted)
-            new = request.tests.keys() | request.files.keys()
-            self.assertEqual(changes.keys(), request.edited({}).keys() | new)
+            before = export_upstream.with_needs(request, EVERY)
+            edited = request.edited(before)
+            for path, wanted in edited.items():
+                self.assertEqual(apply_change(changes[path], export_upstream._text(path, before)), wanted)
+            self.assertEqual(changes.keys(), edited.keys() | request.tests.keys() | request.files.keys())
 
     def test_each_has_a_row_in_the_documents(self):
         text = (form.ROOT / "docs" / "upstreaming.md").read_text()
