@@ -6,9 +6,8 @@ from unittest import mock
 
 import torch
 import torch._dynamo.test_case
-from torch._dynamo import symbolic_convert
+from torch._dynamo import config
 from torch._dynamo._streams import objects
-from torch._dynamo._streams.state import StreamState
 from torch._dynamo.test_case import run_tests
 
 
@@ -19,7 +18,12 @@ def stream(stream_id):
 def in_thread(function):
     """Return what the function returns in a thread of its own."""
     results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
+
+    def run():
+        with config.patch(streams=True):  # a thread has options of its own
+            results.append(function())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return results[0]
@@ -44,9 +48,7 @@ class TestStreamFrames(torch._dynamo.test_case.TestCase):
         ):
             function = mock.Mock(return_value=value)
             stack.enter_context(mock.patch.object(owner, name, function))
-        # The state that frames have where streams are traced.
-        owner, name = symbolic_convert, "SymbolicStreamState"
-        stack.enter_context(mock.patch.object(owner, name, StreamState))
+        stack.enter_context(config.patch(streams=True))
 
     def compile(self, function, fullgraph=False):
         """Compile the function; its graphs run without what they do to streams."""
