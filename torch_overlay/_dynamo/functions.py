@@ -135,6 +135,7 @@ def is_current_stream_capturing(function: Any, tx: InstructionTranslatorBase) ->
 
 def handlers() -> dict[Callable[..., Any], Handler]:
     """Return the function that traces each function; it returns None to decline."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in builds without CUDA
     return {
         torch.cuda.current_stream: current_stream,
         torch.accelerator.current_stream: current_stream,
@@ -145,7 +146,7 @@ def handlers() -> dict[Callable[..., Any], Handler]:
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
         torch.cuda.is_current_stream_capturing: is_current_stream_capturing,
-        torch._C._cuda_getCurrentRawStream: raw_stream,
+        **({raw: raw_stream} if raw is not None else {}),
     }
 
 
