@@ -697,17 +697,17 @@ SEAMS: tuple[Seam, ...] = (
         ends="events are tracked as existing objects, as streams are",
     ),
     Seam(
-        target="torch._dynamo.output_graph:has_user_objects",
-        impl="torch_overlay._dynamo.registration:without_upstream_prologue",
-        kind="replace",
+        target="torch._dynamo.graph_bytecode_inputs:has_user_objects",
+        impl="torch_overlay._dynamo.object_hooks:has_user_objects",
+        kind="wrap",
         patch="dynamo-stream-objects",
-        fingerprint="14a77fbf51810994",
+        fingerprint="8d4a598fbd40695a",
         why="The overlay emits its own prologue, so upstream must not emit its own.",
         ends="upstream's prologue keeps and restores the previous table",
     ),
     Seam(
         target="torch._dynamo.codegen:PyCodegen.make_call_generated_code",
-        impl="torch_overlay._dynamo.prologue:make_call_generated_code",
+        impl="torch_overlay._dynamo.object_hooks:make_call_generated_code",
         kind="wrap",
         patch="dynamo-stream-objects",
         fingerprint="8d5cbea3f7fb5514",
@@ -839,7 +839,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.tp_richcompare_impl",
-        impl="torch_overlay._dynamo.methods:stream_compare",
+        impl="torch_overlay._dynamo.variable_hooks:compare",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="579b1269a54bb9ec",
@@ -848,7 +848,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:StreamVariable.reconstruct",
-        impl="torch_overlay._dynamo.methods:reconstruct",
+        impl="torch_overlay._dynamo.variable_hooks:reconstruct",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="fcf0901640841986",
@@ -858,7 +858,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.streams:EventVariable.reconstruct",
-        impl="torch_overlay._dynamo.methods:reconstruct",
+        impl="torch_overlay._dynamo.variable_hooks:reconstruct",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="a0e530b7295be3b3",
@@ -868,7 +868,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:FxTracebackAnnotateVariable.reconstruct_type",
-        impl="torch_overlay._dynamo.contexts:reconstruct_type",
+        impl="torch_overlay._dynamo.graph_breaks:reconstruct_type",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="95a447579319651f",
@@ -878,7 +878,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph._get_stack_values_to_restore",
-        impl="torch_overlay._dynamo.contexts:stack_values_to_restore",
+        impl="torch_overlay._dynamo.graph_breaks:stack_values_to_restore",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="4900fe8506e54a81",
@@ -888,7 +888,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.compile_subgraph",
-        impl="torch_overlay._dynamo.contexts:compile_subgraph",
+        impl="torch_overlay._dynamo.graph_breaks:compile_subgraph",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="e7b73e91449c46c9",
@@ -897,7 +897,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.torch:TorchInGraphFunctionVariable._get_handlers",
-        impl="torch_overlay._dynamo.functions:get_handlers",
+        impl="torch_overlay._dynamo.variable_hooks:get_handlers",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="eb40a01300b912a1",
@@ -906,7 +906,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.functions:UserFunctionVariable.bind_args",
-        impl="torch_overlay._dynamo.closures:bind_args",
+        impl="torch_overlay._dynamo.variable_hooks:bind_args",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="f75e14ba7e6bd01b",
@@ -915,7 +915,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.resolve_cls_descriptor",
-        impl="torch_overlay._dynamo.manual_contexts:resolve_cls_descriptor",
+        impl="torch_overlay._dynamo.variable_hooks:resolve_cls_descriptor",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="314ff0994c3ff9a4",
@@ -942,7 +942,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        impl="torch_overlay._dynamo.run_time_values:evaluate_expr",
+        impl="torch_overlay._dynamo.variable_hooks:evaluate_expr",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="9968bab4758c545c",
@@ -951,7 +951,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.create",
-        impl="torch_overlay._dynamo.ranges:create",
+        impl="torch_overlay._dynamo.range_hooks:create",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="d2e823e02d8a856c",
@@ -960,7 +960,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.enter",
-        impl="torch_overlay._dynamo.ranges:enter",
+        impl="torch_overlay._dynamo.range_hooks:enter",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="05b8add1b0dcc34d",
@@ -969,7 +969,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.ctx_manager:ProfilerRecordFunctionContextVariable.exit",
-        impl="torch_overlay._dynamo.ranges:exit",
+        impl="torch_overlay._dynamo.range_hooks:exit",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="c480687effa3bad6",
@@ -978,7 +978,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.output_graph:OutputGraph.cleanup_graph",
-        impl="torch_overlay._dynamo.ranges:cleanup_graph",
+        impl="torch_overlay._dynamo.range_hooks:cleanup_graph",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="6e1eb4451e42136d",
@@ -987,7 +987,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.variables.user_defined:UserDefinedClassVariable.call_function",
-        impl="torch_overlay._dynamo.construct:call_class",
+        impl="torch_overlay._dynamo.variable_hooks:call_class",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="27889f42dbd488f8",
@@ -1034,7 +1034,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._dynamo.source:CurrentStreamSource.reconstruct",
-        impl="torch_overlay._dynamo.prologue:reconstruct_current_stream",
+        impl="torch_overlay._dynamo.object_hooks:reconstruct_current_stream",
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="c8c0d7e3c55472b4",

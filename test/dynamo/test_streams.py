@@ -1467,7 +1467,7 @@ class TestLifetime(StreamTestCase):
     def test_backward_uses_the_objects_of_its_forward(self) -> None:
         """Two forwards before one backward; upstream gives it the objects of the first frame of the process."""
         leave = objects.enter(objects.callers_stream(), self.s)
-        snapshot = objects.snapshot()
+        snapshot = objects.Snapshot(objects.current())
         leave()
         leave = objects.enter(objects.callers_stream(), self.s2)
         running = objects.current()

@@ -24,7 +24,7 @@ from stream_programs import _program, by_name, gpu, Instance, Program, PROGRAMS
 from stream_programs._program import Kit
 from stream_programs.random_training import source
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, objects
+from torch_overlay._dynamo import backward_tables, compiled_backward, object_hooks, objects
 from torch_overlay._functorch.streams.facts import note_fact
 from torch_overlay._functorch.streams.tokens import CALLER
 from torch_overlay._inductor.streams.plan import Buffer, ENTRY, Op
@@ -640,7 +640,7 @@ class TestTable(TestCase):
         with failure, self.assertRaisesRegex(RuntimeError, "a kernel fails"):
             loss.backward()
         self.assertIsNone(objects.current())
-        self.assertIsNone(objects._thread.backward)
+        self.assertIsNone(object_hooks._thread.table)
 
     @simulated_gpu()
     def test_outer_table_is_back_after_a_backward_inside_of_a_call(self) -> None:
@@ -705,7 +705,7 @@ class TestTable(TestCase):
         calls: list[str] = []
         with torch.cuda.stream(forward):
             leave = objects.enter(objects.callers_stream())
-            snapshot = objects.snapshot()
+            snapshot = objects.Snapshot(objects.current())
             leave()
 
         def wait(self: Any, stream: Any) -> None:

@@ -1,26 +1,24 @@
-"""Traces functions without a source whose closure cells or default arguments hold streams or events.
+"""Finds functions whose closure cells or default arguments hold streams or events, and gives them a source.
 
-The methods of an object that the frame makes have no source: Dynamo takes the contents of their cells and defaults for
-constants, and can't make a constant of a stream. This module gives these functions a source, a weak reference in the
-globals of the compiled code. Dynamo then looks up and guards their cells as those of a function of the caller.
+The methods of an object that a frame makes have no source: Dynamo takes the contents of their cells and defaults for
+constants, and can't make a constant of a stream. With a source, a weak reference in the globals of the compiled code,
+it looks up and guards their cells as those of a function of the caller.
 """
 
 from __future__ import annotations
 
 import types
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.source import GlobalWeakRefSource
 
-from torch_overlay._dynamo.state import handled
-
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
+    from torch._dynamo.source import Source
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.base import VariableTracker
 
 _STREAM_TYPES = (torch.Stream, torch.Event, torch.cuda.StreamContext)
 _MOST_OBJECTS = 1000  # searched per function
@@ -65,22 +63,7 @@ def holds_streams(function: types.FunctionType) -> bool:
     return False
 
 
-def bind_args(
-    original: Callable[..., dict[str, VariableTracker]],
-    variable: Any,
-    tx: InstructionTranslatorBase,
-    args: list[VariableTracker],
-    kwargs: dict[str, VariableTracker],
-) -> dict[str, VariableTracker]:
-    """Wrap the binding of arguments and cells of an inlined function: give a function that holds streams a source."""
-    function = variable.fn
-    if (
-        variable.source is None
-        and isinstance(function, types.FunctionType)
-        and variable.get_source() is None
-        and handled(tx)
-        and holds_streams(function)
-    ):
-        tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
-        variable.source = GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))
-    return original(variable, tx, args, kwargs)
+def weak_source(tx: InstructionTranslatorBase, function: types.FunctionType) -> Source:
+    """Return a source of a function that has none: a weak reference in the globals of the compiled code."""
+    tx.output.bypass_package("the compiled code has a reference to a function that the frame reaches on its own")
+    return GlobalWeakRefSource(tx.store_global_weakref_by_id("__stream_function", function))

@@ -7,7 +7,6 @@ with the same class and arguments (registry.add_owned).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any, NoReturn, TYPE_CHECKING
 
@@ -17,13 +16,10 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable, NullContextVariable
-from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamVariable
+from torch._dynamo.variables.streams import CudaStreamVariable, EventVariable, StreamContextVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable, TensorVariable
 
 from torch_overlay._dynamo import registry
-from torch_overlay._dynamo.contexts import make_context
-from torch_overlay._dynamo.manual_contexts import bind
-from torch_overlay._dynamo.ranges import decorated
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
 
@@ -38,24 +34,16 @@ if TYPE_CHECKING:
 _placeholder_ids = itertools.count((1 << 40) + 1, 2)
 
 
-def call_class(
-    original: Callable[..., VariableTracker],
-    variable: VariableTracker,
-    tx: InstructionTranslatorBase,
-    args: Sequence[VariableTracker],
-    kwargs: dict[str, VariableTracker],
-) -> VariableTracker:
-    """Wrap the call of a class: trace the stream and event classes of CUDA and the device-agnostic ones."""
-    cls = variable.value  # type: ignore[attr-defined]
-    make = _MAKERS.get(cls) if isinstance(cls, type) else None
-    if make is make_device_context and not expects_streams(tx):
-        make = None
-    if make is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
-        found = bind(tx, cls, args)
-        if cls is contextlib._GeneratorContextManager and len(args) == 3 and handled(tx):
-            found = decorated(tx, *args)
-        return found or original(variable, tx, args, kwargs)
-    return make(tx, cls, args, kwargs)
+def make(
+    tx: InstructionTranslatorBase, cls: object, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+) -> VariableTracker | None:
+    """Trace the call of a stream, event or context class of CUDA, or of a device-agnostic one; None for others."""
+    maker = _MAKERS.get(cls) if isinstance(cls, type) else None
+    if maker is None or not handled(tx) or not tx.symbolic_stream_state.cuda:
+        return None
+    if maker is make_device_context and not expects_streams(tx):
+        return None
+    return maker(tx, cls, args, kwargs)
 
 
 def make_stream(
@@ -130,7 +118,7 @@ def make_stream_context(
     given = [*args, *(value for name, value in kwargs.items() if name == "stream")]
     if len(given) != 1 or len(args) + len(kwargs) != 1:
         _refuse(cls, f"arguments {args}, {kwargs}", "StreamContext takes one stream.")
-    return make_context(tx, given[0])
+    return StreamContextVariable.create(tx, given[0])  # type: ignore[arg-type]
 
 
 def make_device_context(

@@ -11,13 +11,11 @@ from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index, re
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.utils import guard_if_dyn, set_example_value
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.streams import CudaStreamVariable, StreamVariable
+from torch._dynamo.variables.streams import CudaStreamVariable, StreamContextVariable, StreamVariable
 from torch._dynamo.variables.tensor import CurrentDeviceVariable
 
 from torch_overlay._dynamo import ops, registry
-from torch_overlay._dynamo.contexts import make_context
 from torch_overlay._dynamo.methods import stream_handle
-from torch_overlay._dynamo.ranges import HANDLERS
 from torch_overlay._dynamo.run_time_values import runtime_bool
 from torch_overlay._dynamo.state import handled
 from torch_overlay._dynamo.stream_frames import expects_streams
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+
+    Handler = Callable[..., VariableTracker | None]
 
 
 def _device_index(
@@ -97,7 +97,7 @@ def set_stream(function: Any, tx: InstructionTranslatorBase, stream: Any) -> Var
 
 
 def stream_context(function: Any, tx: InstructionTranslatorBase, stream: Any) -> VariableTracker:
-    return make_context(tx, stream)
+    return StreamContextVariable.create(tx, stream)
 
 
 def synchronize(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker:
@@ -133,7 +133,9 @@ def is_current_stream_capturing(function: Any, tx: InstructionTranslatorBase) ->
     return runtime_bool(tx, ops.is_capturing, stream.user_object_index, caller.user_object_index)
 
 
-def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker | None]]:
+def handlers() -> dict[Callable[..., Any], Handler]:
+    """Return the function that traces each function; it returns None to decline."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in builds without CUDA
     return {
         torch.cuda.current_stream: current_stream,
         torch.accelerator.current_stream: current_stream,
@@ -144,31 +146,18 @@ def _ours() -> dict[Callable[..., Any], Callable[..., VariableTracker | None]]:
         torch.cuda.synchronize: synchronize,
         torch.accelerator.synchronize: synchronize,
         torch.cuda.is_current_stream_capturing: is_current_stream_capturing,
-        torch._C._cuda_getCurrentRawStream: raw_stream,
-        **HANDLERS,
+        **({raw: raw_stream} if raw is not None else {}),
     }
 
 
-_merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+def choose(ours: Handler, other: Callable[..., Any] | None) -> Handler:
+    """Return a handler: `ours` in frames with a StreamState of CUDA, `other` in the rest or if it declines."""
 
-
-def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-    """Wrap the cached function that builds Dynamo's table of special functions: add ours to the table."""
-    global _merged
-    table = original()
-    if _merged is None or _merged[0] is not table:
-        _merged = (table, {**table, **{fn: _choose(ours, table.get(fn)) for fn, ours in _ours().items()}})
-    return _merged[1]
-
-
-def _choose(
-    ours: Callable[..., VariableTracker | None], upstream: Callable[..., Any] | None
-) -> Callable[..., VariableTracker | None]:
     def handler(function: Any, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> VariableTracker | None:
         if handled(tx) and tx.symbolic_stream_state.cuda:
             found = ours(function, tx, *args, **kwargs)
             if found is not None:
                 return found
-        return None if upstream is None else upstream(function, tx, *args, **kwargs)
+        return None if other is None else other(function, tx, *args, **kwargs)
 
     return handler

@@ -29,8 +29,6 @@ from torch_overlay._dynamo.stream_frames import expects_streams
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 _METHODS = ("__enter__", "__exit__")
@@ -123,20 +121,12 @@ class _UnboundMethod(VariableTracker):
         return context.realize().call_method(tx, self.name, rest, kwargs)
 
 
-def resolve_cls_descriptor(
-    original: Callable[..., VariableTracker],
-    variable: Any,
-    tx: InstructionTranslatorBase,
-    name: str,
-    descriptor: object,
-    source: Any,
-) -> VariableTracker:
-    """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
-    if name in _METHODS and handled(tx) and tx.symbolic_stream_state.cuda:
-        cls = variable.value
-        if issubclass(cls, _STREAMS) or (issubclass(cls, _RANGES) and expects_streams(tx)):
-            return _UnboundMethod(descriptor, name)
-    return original(variable, tx, name, descriptor, source)
+def unbound_method(tx: InstructionTranslatorBase, cls: type, name: str, descriptor: object) -> VariableTracker | None:
+    """Return the variable of `__enter__` or `__exit__` as an attribute of the class of a context; None for others."""
+    if name not in _METHODS or not handled(tx) or not tx.symbolic_stream_state.cuda:
+        return None
+    is_context = issubclass(cls, _STREAMS) or (issubclass(cls, _RANGES) and expects_streams(tx))
+    return _UnboundMethod(descriptor, name) if is_context else None
 
 
 def bind(tx: InstructionTranslatorBase, cls: object, args: Any) -> VariableTracker | None:

@@ -25,13 +25,10 @@ from torch._dynamo.variables.streams import EventVariable, StreamVariable
 from torch_overlay._dynamo import ops, registry
 from torch_overlay._dynamo.construct import new_event
 from torch_overlay._dynamo.run_time_values import runtime_bool, runtime_scalar
-from torch_overlay._dynamo.state import CallersStreamVariable, handled
+from torch_overlay._dynamo.state import CallersStreamVariable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 Handler = (
@@ -207,14 +204,11 @@ def stream_hash(self: StreamVariable, tx: InstructionTranslatorBase) -> tuple[in
 
 
 def stream_compare(
-    original: Callable[..., VariableTracker],
-    self: StreamVariable,
-    tx: InstructionTranslatorBase,
-    other: VariableTracker,
-    op: str,
-) -> VariableTracker:
-    if not handled(tx) or op not in ("__eq__", "__ne__") or not isinstance(other, StreamVariable):
-        return original(self, tx, other, op)
+    self: StreamVariable, tx: InstructionTranslatorBase, other: VariableTracker, op: str
+) -> VariableTracker | None:
+    """Return whether a stream is equal to another one, or isn't; None for other comparisons."""
+    if op not in ("__eq__", "__ne__") or not isinstance(other, StreamVariable):
+        return None
     equal = _equal(self, other, tx)
     if isinstance(equal, VariableTracker):
         return equal if op == "__eq__" else _negation(tx, equal)
@@ -248,15 +242,6 @@ def _equal(left: StreamVariable, right: StreamVariable, tx: InstructionTranslato
         _guard_identity(left)
         _guard_identity(right)
     return value
-
-
-def reconstruct(original: Callable[..., None], self: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
-    """Push the same object, made by the frame, that the graph used."""
-    if not handled(codegen.tx) or self.user_object_index is None:
-        return original(self, codegen)
-    name = registry.local_of(codegen.tx.output, self.user_object_index)
-    codegen.append_output(codegen.create_load(name))
-    return None
 
 
 def stream_handle(self: StreamVariable, tx: InstructionTranslatorBase) -> VariableTracker:

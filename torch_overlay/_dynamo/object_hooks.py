@@ -1,20 +1,24 @@
 """Hooks that put the table of stream objects in place of the process-wide one, and the registry under the numbering.
 
-They wrap functions of `torch._dynamo.graph_bytecode_inputs`, `torch._dynamo.convert_frame` and
-`torch._functorch._aot_autograd.runtime_wrappers`.
+They wrap functions of `torch._dynamo.graph_bytecode_inputs`, of the modules of torch._dynamo that make the bytecode
+around a graph, and of `torch._functorch._aot_autograd.runtime_wrappers`.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._dynamo import objects, registry
+import torch
+
+from torch_overlay._dynamo import objects, prologue, registry
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from torch._dynamo.source import Source
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.source import CurrentStreamSource, Source
 
 
 def get_external_object_by_index(original: Callable[[int], object], index: int) -> object:
@@ -44,9 +48,49 @@ def register_user_object(original: Callable[[object, Source], int], value: objec
     return registry.add_callers_object(original, value, source)
 
 
+def has_user_objects(original: Callable[[], bool]) -> bool:
+    return False  # so that upstream's prologue isn't emitted beside ours
+
+
+def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
+    prologue.call_with_objects(codegen, lambda: original(codegen, fn_name))
+
+
+def reconstruct_current_stream(
+    original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
+) -> None:
+    if source.device.type == "cuda" and torch.cuda.is_available():
+        prologue.push_callers_stream(codegen, source.device)
+    else:
+        original(source, codegen)
+
+
 def compile_frame(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with registry.inner_frame():
         return original(*args, **kwargs)
+
+
+class _Thread(threading.local):
+    table: objects.Snapshot | None = None  # of the backward that is about to run
+
+
+_thread = _Thread()
+
+
+class _Announced(objects.Snapshot):
+    """Table with the interface of the dict that AOTAutograd expects."""
+
+    __slots__ = ()
+
+    def items(self) -> Iterator[tuple[int, object]]:
+        """Note the table for the backward: AOTAutograd calls this just before the compiled code."""
+        _thread.table = self
+        return iter(())
+
+
+def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:
+    table = objects.current()
+    ctx._external_objects = {} if table is None else _Announced(table)
 
 
 def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -56,7 +100,7 @@ def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any
         return compiled
 
     def run(*args: Any) -> Any:
-        table = objects.take_snapshot()
+        table, _thread.table = _thread.table, None
         return compiled(*args) if table is None else table.run(compiled, args)
 
     run.runs_with_table_of_forward = True  # type: ignore[attr-defined]
@@ -64,7 +108,3 @@ def backward_compiler(original: Callable[..., Callable[..., Any]], compiler: Any
         run._boxed_call = compiled._boxed_call  # type: ignore[attr-defined]
     compiler.compiled_bw = run
     return run
-
-
-def snapshot_external_objects(original: Callable[[Any], None], ctx: Any) -> None:
-    ctx._external_objects = objects.snapshot() or {}

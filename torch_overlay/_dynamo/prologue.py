@@ -1,17 +1,15 @@
 """Emits the bytecode around the call of a compiled graph that passes the graph its streams and events.
 
-Upstream rebuilds every object at each call, keeps all of them for ever, and stores them in a table of the process. This
-module emits one call that passes the objects, and one after the graph that restores the previous table, also if the
-graph raises (objects.py). Streams that the frame made current with `set_stream` become current right after the graph's
-call, before anything else runs.
+One call passes the objects, and one after the graph restores the previous table, also if the graph raises (objects.py).
+Streams that the frame made current with `set_stream` become current right after the graph's call, before anything else
+runs.
 """
 
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-import torch
-from torch._dynamo import graph_bytecode_inputs as upstream
+from torch._dynamo import graph_bytecode_inputs as numbering
 from torch._dynamo.bytecode_transformation import create_dup_top
 from torch._dynamo.resume_execution import _bytecode_from_template_with_split
 
@@ -21,8 +19,8 @@ from torch_overlay._dynamo import objects, registry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch._dynamo.codegen import PyCodegen
-    from torch._dynamo.source import CurrentStreamSource
 
 
 def _leave_in_any_case(leave: Any, dummy: Any) -> None:
@@ -33,10 +31,12 @@ def _leave_in_any_case(leave: Any, dummy: Any) -> None:
         leave()
 
 
-def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen: PyCodegen, fn_name: str) -> None:
-    constructors = list(upstream.index_to_bytecode_constructor)
+def call_with_objects(codegen: PyCodegen, emit_call: Callable[[], None]) -> None:
+    """Emit the call of a graph by `emit_call`, with what passes the graph its streams and events around it."""
+    constructors = list(numbering.index_to_bytecode_constructor)
     if not constructors:
-        return original(codegen, fn_name)
+        emit_call()
+        return
     output = codegen.tx.output
     frame = registry.current()
     for index in frame.set_streams.values():
@@ -54,24 +54,18 @@ def make_call_generated_code(original: Callable[[PyCodegen, str], None], codegen
     # Nothing is on the stack when Dynamo calls a graph, so an exception unwinds to depth 0.
     before, after = _bytecode_from_template_with_split(_leave_in_any_case, 0, {"leave": leave})
     codegen.extend_output(before)
-    original(codegen, fn_name)
+    emit_call()
     codegen.extend_output(after)
     for index in frame.set_streams.values():
         codegen.add_push_null(lambda: codegen.load_import_from("torch.accelerator", "set_stream"))
         codegen.append_output(codegen.create_load(frame.locals[index]))
         codegen.call_function(1, False)
         codegen.pop_top()
-    return None
 
 
-def reconstruct_current_stream(
-    original: Callable[[CurrentStreamSource, PyCodegen], None], source: CurrentStreamSource, codegen: PyCodegen
-) -> None:
-    """Push the current stream of a device as a torch.cuda.Stream if the device is a CUDA device."""
-    if source.device.type != "cuda" or not torch.cuda.is_available():
-        return original(source, codegen)
+def push_callers_stream(codegen: PyCodegen, device: torch.device) -> None:
+    """Emit what pushes the current stream of a CUDA device, as a torch.cuda.Stream."""
     codegen.add_push_null(lambda: codegen.load_import_from(objects.__name__, "callers_stream"))
-    index = -1 if source.device.index is None else source.device.index
+    index = -1 if device.index is None else device.index
     codegen.append_output(codegen.create_load_const(index))
     codegen.call_function(1, False)
-    return None

@@ -173,47 +173,27 @@ def decorated(tx: InstructionTranslatorBase, function: Any, args: Any, kwargs: A
     return nvtx_range(function, tx, *args.items, **kwargs.keys_as_python_constant())
 
 
-# ---- seams on the context of torch.profiler.record_function
+def name_of(args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """Return the name and the details that torch.profiler.record_function is given, if they are constants."""
+    given = {**dict(zip(("name", "args"), args)), **kwargs}
+    if not all(one.is_python_constant() for one in given.values()):
+        return None
+    return {key: one.as_python_constant() for key, one in given.items()}
 
 
-def create(original: Callable[..., Any], func: Any, record_args: Any, record_kwargs: Any, **kwargs: Any) -> Any:
-    context = original(func, record_args, record_kwargs, **kwargs)
-    given = {**dict(zip(("name", "args"), record_args)), **record_kwargs}
-    if all(one.is_python_constant() for one in given.values()):
-        context.overlay_name = {key: one.as_python_constant() for key, one in given.items()}
-    return context
+def _is_recorded(tx: InstructionTranslatorBase) -> bool:
+    """True if a range of record_function becomes operations of this module, and not those of Dynamo's option."""
+    return not torch._dynamo.config.capture_profiler_record_function and handled(tx) and wants(RECORD_FUNCTION)
 
 
-def _is_ours(context: Any, tx: InstructionTranslatorBase) -> bool:
-    return (
-        hasattr(context, "overlay_name")
-        and not torch._dynamo.config.capture_profiler_record_function
-        and handled(tx)
-        and wants(RECORD_FUNCTION)
-    )
-
-
-def enter(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase) -> Any:
-    if _is_ours(context, tx):
-        name = context.overlay_name
+def open_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
+    if name is not None and _is_recorded(tx):
         _push(tx, RECORD_FUNCTION, str(name.get("name", "unknown")), name.get("args"))
-    return original(context, tx)
 
 
-def exit(original: Callable[..., Any], context: Any, tx: InstructionTranslatorBase, *args: Any) -> Any:
-    if _is_ours(context, tx):
+def close_record(tx: InstructionTranslatorBase, name: dict[str, Any] | None) -> None:
+    if name is not None and _is_recorded(tx):
         _pop(tx, RECORD_FUNCTION)
-    return original(context, tx, *args)
-
-
-# ---- the end of a graph
-
-
-def cleanup_graph(original: Callable[[Any], None], output: Any) -> None:
-    """Wrap the cleanup of a graph: `finish` it after the contexts that a graph break leaves have ended."""
-    original(output)
-    if handled(output.root_tx):
-        finish(output.graph)
 
 
 def finish(graph: Graph) -> None:

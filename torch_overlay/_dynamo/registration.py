@@ -6,8 +6,9 @@ imported. So they register small functions, which import what they need when the
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, TYPE_CHECKING
+
+from torch_overlay._dynamo.handlers import handler
 
 
 if TYPE_CHECKING:
@@ -24,24 +25,6 @@ _STREAM_ATTRIBUTES = {
 _CUDA_STREAM_ATTRIBUTES = {"priority": "stream_priority", "cuda_stream": "stream_handle"}
 
 
-def _ours(
-    name: str, upstream: Callable[..., Any] | None, only_cuda: bool = False, module: str = "methods"
-) -> Callable[..., Any]:
-    """Return a handler that calls `name` of `module` if the overlay handles the frame, else upstream; None declines."""
-
-    def handler(variable: Any, tx: Any, *args: Any) -> Any:
-        import torch
-
-        from torch_overlay._dynamo.state import handled
-
-        if handled(tx) and (not only_cuda or issubclass(variable.python_type(), torch.cuda.Stream)):
-            found = importlib.import_module(f"torch_overlay._dynamo.{module}")
-            return getattr(found, name)(variable, tx, *args)
-        return None if upstream is None else upstream(variable, tx, *args)
-
-    return handler
-
-
 def register_variables(streams: ModuleType) -> Callable[[], None]:
     """Put our methods, attributes and hash into the tables of upstream's stream and event variables."""
     from torch._dynamo.variables import ctx_manager
@@ -55,14 +38,14 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
 
     def methods(table: dict[str, Any], kind: str, names: tuple[str, ...]) -> None:
         upstream = {name: getattr(table.get(name), "handler", None) for name in names}
-        update(table, {name: Method(_ours(f"{kind}_{name}", upstream[name])) for name in names})
+        update(table, {name: Method(handler(f"{kind}_{name}", upstream[name])) for name in names})
 
     def attributes(table: dict[str, Any], names: dict[str, str], only_cuda: bool) -> None:
         upstream = {name: getattr(table.get(name), "getter", None) for name in names}
         update(
             table,
             {
-                name: GetSet(_ours(function, upstream[name], only_cuda), readonly_setter)
+                name: GetSet(handler(function, upstream[name], only_cuda), readonly_setter)
                 for name, function in names.items()
             },
         )
@@ -72,18 +55,18 @@ def register_variables(streams: ModuleType) -> Callable[[], None]:
     attributes(streams.StreamVariable.tp_getset, _STREAM_ATTRIBUTES, only_cuda=False)
     attributes(streams.StreamVariable.tp_getset, _CUDA_STREAM_ATTRIBUTES, only_cuda=True)
     attributes(streams.CudaStreamVariable.tp_getset, {"cuda_stream": "stream_handle"}, only_cuda=True)
-    streams.EventVariable.tp_getset = {"device": GetSet(_ours("event_device", None), readonly_setter)}
-    streams.StreamVariable.tp_repr_impl = _ours("stream_repr", VariableTracker.tp_repr_impl)
+    streams.EventVariable.tp_getset = {"device": GetSet(handler("event_device", None), readonly_setter)}
+    streams.StreamVariable.tp_repr_impl = handler("stream_repr", VariableTracker.tp_repr_impl)
     profiled = ctx_manager.ProfilerRecordFunctionContextVariable
     profiled.tp_methods = {
-        "__enter__": Method(_ours("range_enter", None, module="manual_contexts")),
-        "__exit__": Method(_ours("range_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("range_enter", None, module="manual_contexts")),
+        "__exit__": Method(handler("range_exit", None, module="manual_contexts")),
     }
     streams.StreamContextVariable.tp_methods = {
-        "__enter__": Method(_ours("context_enter", None, module="manual_contexts")),
-        "__exit__": Method(_ours("context_exit", None, module="manual_contexts")),
+        "__enter__": Method(handler("context_enter", None, module="manual_contexts")),
+        "__exit__": Method(handler("context_exit", None, module="manual_contexts")),
     }
-    streams.StreamVariable.hash_impl = _ours("stream_hash", VariableTracker.hash_impl)
+    streams.StreamVariable.hash_impl = handler("stream_hash", VariableTracker.hash_impl)
 
     def undo() -> None:
         del streams.StreamVariable.hash_impl, streams.StreamVariable.tp_repr_impl
@@ -99,13 +82,9 @@ def make_state(original: type) -> Callable[[], Any]:
     """Replace the class from which the translator makes its stream state."""
 
     def make() -> Any:
+        from torch_overlay import config
         from torch_overlay._dynamo import state
 
-        return state.StreamState() if state.applies() else original()
+        return state.StreamState() if config.streams and state.applies() else original()
 
     return make
-
-
-def without_upstream_prologue(original: Callable[[], bool]) -> Callable[[], bool]:
-    """Replace the function that tells OutputGraph whether to emit upstream's prologue; prologue.py emits ours."""
-    return lambda: False

@@ -1,4 +1,4 @@
-"""Make Python numbers and bools of what operators read at run time (ops.py).
+"""Makes Python numbers and bools of what operators read at run time (ops.py).
 
 In the graph such a number is an unbacked symbol, so it can be returned, computed with, and passed to operators under
 fullgraph=True. A branch on it breaks the graph; under fullgraph=True the error says what was asked, and what to do.
@@ -14,8 +14,7 @@ from torch_overlay._dynamo.ops import is_capturing, query_event, query_stream, s
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
@@ -57,22 +56,16 @@ def runtime_bool(tx: InstructionTranslatorBase, op: Any, *indices: int) -> Varia
     return VariableTracker.build(tx, operator.ne).call_function(tx, [number, VariableTracker.build(tx, 0)], {})
 
 
-def evaluate_expr(original: Callable[..., Any], number: Any, output: Any = None) -> Any:
-    """Wrap the conversion of a symbolic number to a constant: for one of ours, the error says where it comes from."""
-    from torch._dynamo.exc import UserError
-
-    try:
-        return original(number, output)
-    except UserError as error:
-        state = getattr(getattr(output, "root_tx", None), "symbolic_stream_state", None)
-        known = getattr(state, "run_time_symbols", {})
-        asked = [known[s] for s in number.sym_num.node.expr.free_symbols if s in known]
-        if not asked:
-            raise
-        wait = "; or, if it is there to wait for work, call `synchronize()` instead" if "(`query`)" in asked[0] else ""
-        raise UserError(
-            error.error_type,
-            f"A branch on {asked[0]} can't be compiled into one graph: the answer is only known when the code runs. "
-            "Leave out fullgraph=True, and the graph breaks here, so that the branch is taken at run time; or return "
-            f"the answer and branch outside of the compiled function{wait}.",
-        ) from error
+def branch_error(number: Any, output: OutputGraph | None) -> str | None:
+    """Return what is wrong with a branch on a symbolic number, if it is one of ours, and what to do."""
+    state = getattr(getattr(output, "root_tx", None), "symbolic_stream_state", None)
+    known = getattr(state, "run_time_symbols", {})
+    asked = [known[s] for s in number.sym_num.node.expr.free_symbols if s in known]
+    if not asked:
+        return None
+    wait = "; or, if it is there to wait for work, call `synchronize()` instead" if "(`query`)" in asked[0] else ""
+    return (
+        f"A branch on {asked[0]} can't be compiled into one graph: the answer is only known when the code runs. "
+        "Leave out fullgraph=True, and the graph breaks here, so that the branch is taken at run time; or return "
+        f"the answer and branch outside of the compiled function{wait}."
+    )

@@ -1,7 +1,8 @@
 """Tracks which stream is current on each device while a frame is traced.
 
-Upstream keeps one stack of streams for all devices. Here every level of the stack (the frame, and each open stream
-context) knows the current stream of each device. Only symbols change: no call of this module changes a stream or event.
+SymbolicStreamState keeps one stack of streams for all devices. Here every level of the stack (the frame, and each open
+stream context) knows the current stream of each device. Only symbols change: no call of this module changes a stream or
+event.
 
 The *caller's stream* of a device is the stream that is current when the frame is entered at run time. It is current
 wherever the frame has set no stream. On the device of the frame its index is 0.
@@ -16,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._dynamo import graph_break_hints, graph_bytecode_inputs as upstream
+from torch._dynamo import graph_break_hints, graph_bytecode_inputs as numbering
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.graph_bytecode_inputs import get_external_object_by_index
 from torch._dynamo.source import CurrentStreamSource
@@ -28,7 +29,6 @@ from torch._dynamo.variables.streams import (
     SymbolicStreamState,
 )
 
-from torch_overlay import config
 from torch_overlay._dynamo import objects, registry
 
 
@@ -76,13 +76,13 @@ class _Level:
 
 
 class StreamState(SymbolicStreamState):
-    """Replaces upstream's SymbolicStreamState, except for other accelerators and for compile_on_one_rank."""
+    """State of a frame, except for other accelerators than CUDA devices and for compile_on_one_rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cuda = torch.accelerator.is_available()
         self.levels = [_Level({}, None)]
-        # Numbers that only the run knows -> where they come from (run_time_values.py).
+        # Numbers that only the run knows -> where they come from.
         self.run_time_symbols: dict[Any, str] = {}
         # Contexts entered by calls of `__enter__` and not left; each stream context with the previous current stream.
         self.manual: list[tuple[VariableTracker, StreamVariable | None]] = []
@@ -93,7 +93,7 @@ class StreamState(SymbolicStreamState):
         if self.cuda:
             # The graph keeps this object alive through its nodes: torch.export runs the graph when this state is gone.
             callers_stream: object = objects.callers_stream(self.entry_device)
-            upstream.index_to_external_object_weakref[registry.CALLERS_STREAM_INDEX] = weakref.ref(callers_stream)
+            numbering.index_to_external_object_weakref[registry.CALLERS_STREAM_INDEX] = weakref.ref(callers_stream)
 
     def device_index(self) -> int:
         """Return the current device at this point of the program; Dynamo executes device contexts while tracing."""
@@ -130,7 +130,7 @@ class StreamState(SymbolicStreamState):
         set_example_value(proxy.node, value)
         return CallersStreamVariable(proxy, value, index, callers_source=source, base=base)
 
-    # Upstream's interface.
+    # The interface of SymbolicStreamState.
 
     def enter_stream(self, stream: StreamVariable) -> None:
         self.push(stream, None)
@@ -139,7 +139,7 @@ class StreamState(SymbolicStreamState):
         self.pop()
 
     def cur_stream(self, device: torch.device | None = None) -> StreamVariable:
-        raise NotImplementedError("the overlay asks current(), which needs the translator")
+        raise NotImplementedError("ask current(), which takes the translator")
 
     def cur_stream_id(self) -> int:
         return -1
@@ -167,7 +167,7 @@ class StreamState(SymbolicStreamState):
         level = self.levels[-1]
         level.streams = {**level.streams, device.index: stream}
         if level.context is not None:
-            level.context.overlay_stream_now = stream  # type: ignore[attr-defined]
+            level.context.stream_now = stream  # type: ignore[attr-defined]
         else:
             assert stream.user_object_index is not None
             frame = registry.current()
@@ -198,13 +198,13 @@ class StreamState(SymbolicStreamState):
 
 
 def applies() -> bool:
-    """True if the overlay handles streams of the frame whose tracing begins."""
+    """True if this state can be that of the frame whose tracing begins."""
     from torch.fx.experimental.proxy_tensor import _coor_enabled
 
     accelerator = torch.accelerator.current_accelerator()
-    return config.streams and (accelerator is None or accelerator.type == "cuda") and not _coor_enabled()
+    return (accelerator is None or accelerator.type == "cuda") and not _coor_enabled()
 
 
 def handled(tx: InstructionTranslatorBase) -> bool:
-    """True if the overlay handles the streams of the frame that is being traced."""
+    """True if the frame that is being traced has this state."""
     return isinstance(tx.symbolic_stream_state, StreamState)

@@ -24,7 +24,7 @@ def expects_streams(tx: InstructionTranslatorBase) -> bool:
     if not handled(tx) or not tx.symbolic_stream_state.cuda:
         return False
     # All attempts at a frame share one log.
-    if getattr(tx.speculation_log, "overlay_found_no_streams", False):
+    if getattr(tx.speculation_log, "found_no_streams", False):
         return False
     registry.current().expects_streams = True
     return True
@@ -36,5 +36,5 @@ def restart_without_streams(tx: InstructionTranslatorBase) -> None:
     if not frame.expects_streams or frame.has_streams or tx.one_graph or tx.error_on_graph_break:
         return
     tx.speculation_log.clear()
-    tx.speculation_log.overlay_found_no_streams = True  # type: ignore[attr-defined]
+    tx.speculation_log.found_no_streams = True  # type: ignore[attr-defined]
     raise RestartAnalysis(restart_reason="the frame has no streams")

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo._streams import objects
-from torch._dynamo._streams.objects import enter, get, Owned, put, snapshot
+from torch._dynamo._streams.objects import enter, get, Owned, put, Snapshot
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -46,7 +46,6 @@ class TestStreamObjects(TestCase):
         objects._stream_objects.clear()
         self.addCleanup(objects._stream_objects.clear)
         self.addCleanup(objects.install, None)
-        self.addCleanup(objects.take_snapshot)
 
     def test_calls_nest(self):
         leave = enter("a", "b")
@@ -122,10 +121,9 @@ class TestStreamObjects(TestCase):
         leave()
 
     def test_snapshot_has_objects_of_this_thread(self):
-        self.assertIsNone(snapshot())
         owned = Owned(Thing, (), {})
         leave = enter("a", owned)
-        taken = snapshot()
+        taken = Snapshot(objects.current())
         leave()
         self.assertEqual(taken.objects, ["a", owned.resolve()])
 
@@ -134,20 +132,9 @@ class TestStreamObjects(TestCase):
 
         self.assertIs(in_thread(other), owned.resolve())
 
-    def test_backward_takes_its_table_once(self):
-        enter("a")()
-        self.assertIsNone(objects.take_snapshot())
-        leave = enter("a", "b")
-        taken = snapshot()
-        leave()
-        self.assertEqual(dict(taken.items()), {})
-        self.assertIsNone(in_thread(objects.take_snapshot))
-        self.assertIs(objects.take_snapshot(), taken)
-        self.assertIsNone(objects.take_snapshot())
-
     def test_backward_has_its_table_while_it_runs(self):
         enter("a", "b")
-        taken = snapshot()
+        taken = Snapshot(objects.current())
         enter("c")
         self.assertEqual(taken.run(lambda x: (x, get(0), get(1)), (1,)), (1, "a", "b"))
         self.assertEqual(get(0), "c")
@@ -163,7 +150,7 @@ class TestStreamObjects(TestCase):
     def test_backward_on_another_stream_is_joined_with_its_forward(self):
         forward, same, other, side = map(Stream, ("f", "f", "g", "s"))
         enter(forward, side)
-        taken = snapshot()
+        taken = Snapshot(objects.current())
 
         def found():
             Stream.log.append(("run", get(0).name))

@@ -1,0 +1,154 @@
+# Owner(s): ["module: dynamo"]
+
+import torch
+import torch._dynamo.config
+from torch._dynamo._streams import registry
+from torch._dynamo.test_case import run_tests, TestCase
+from torch._functorch._streams.facts import fact_of, NOTHING
+
+
+def stream(stream_id):
+    return torch.Stream(stream_id=stream_id, device_index=0, device_type=1)
+
+
+class TestGraphNotes(TestCase):
+    """Streams are numbered as a frame enters them. Number 0 is the caller's, for which
+    `current` stands: each program enters it first."""
+
+    def setUp(self):
+        super().setUp()
+        self.streams = [stream(i) for i in (0, 7, 9)]
+
+    def notes(self, function, *args):
+        """Compile and call; return for each graph the facts of its nodes, whether its
+        frame was resumed and goes on, and the stream of each input's first reader."""
+        found = []
+
+        def backend(gm, inputs):
+            frame = registry.current()
+            facts = {node.name: fact_of(node) for node in gm.graph.nodes}
+            readers = {node.name: i for node, i in frame.first_readers.items()}
+            found.append((facts, (frame.is_resumed, frame.goes_on), readers))
+            return gm.forward
+
+        with torch._dynamo.config.patch(canonicalize_output_graph_node_order=False):
+            torch.compile(function, backend=backend)(*args, *self.streams)
+        return found
+
+    def one(self, function, *args):
+        (found,) = self.notes(function, *args)
+        return found
+
+    def test_stream_of_an_out_tensor(self):
+        def f(x, given, current, side, other):
+            with current:
+                pass
+            with side:
+                y = torch.empty_like(x)
+            with other:
+                into_own = torch.add(x, 1, out=y)
+                into_given = torch.mul(x, 2, out=given)
+            return into_own, into_given
+
+        facts, *_ = self.one(f, torch.ones(3), torch.ones(3))
+        targets = {
+            name: fact.eager_target
+            for name, fact in facts.items()
+            if fact.eager_target is not None
+        }
+        self.assertEqual(targets, {"into_own": 1, "into_given": -1})
+
+    def test_storage_that_is_updated(self):
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                base = x + 1
+                view = base[1:]
+            with other:
+                base.zero_()
+                apart = x * 2
+            return view.neg(), apart
+
+        facts, *_ = self.one(f, torch.ones(3))
+        storages = {
+            name: fact.eager_storage
+            for name, fact in facts.items()
+            if fact.eager_storage
+        }
+        self.assertEqual(
+            storages, dict.fromkeys(("base", "view", "zero_"), (("base", 1),))
+        )
+
+    def test_storage_of_an_input(self):
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                x.add_(1)
+            return x * 2
+
+        facts, *_ = self.one(f, torch.ones(3))
+        self.assertEqual(facts["add_"].eager_storage, (("l_x_", None),))
+        self.assertEqual(facts["mul"].eager_storage, ())
+
+    def test_storages_of_a_list(self):
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                a = x + 1
+            with other:
+                b = x + 2
+                torch._foreach_mul_([a, b], 2)
+            return a, b
+
+        facts, *_ = self.one(f, torch.ones(3))
+        (update,) = [fact for name, fact in facts.items() if "foreach" in name]
+        self.assertEqual(update.eager_storage, (("a", 1), ("b", 2)))
+
+    def test_first_readers(self):
+        def f(x, y, current, side, other):
+            with current:
+                pass
+            with side:
+                x.view(-1)  # nobody uses it
+            with other:
+                z = x + 1
+            return z + y
+
+        _, _, readers = self.one(f, torch.ones(3), torch.ones(3))
+        self.assertEqual(readers, {"l_x_": 1, "l_y_": 0})
+
+    def test_graph_break(self):
+        @torch._dynamo.disable
+        def break_graph():
+            pass
+
+        def f(x, current, side, other):
+            with current:
+                x = x + 1
+            with side:
+                x = x * 2
+            break_graph()
+            with current:
+                x = x - 3
+            with side:
+                return x / 4
+
+        first, second = self.notes(f, torch.ones(3))
+        self.assertEqual(first[1], (False, True))
+        self.assertEqual(second[1], (True, False))
+
+    def test_graph_without_streams(self):
+        def f(x, *streams):
+            y = x + 1
+            torch.mul(x, 2, out=y)
+            return y.zero_()
+
+        facts, *_ = self.one(f, torch.ones(3))
+        self.assertEqual(set(facts.values()), {NOTHING})
+
+
+if __name__ == "__main__":
+    run_tests()

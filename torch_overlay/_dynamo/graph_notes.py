@@ -1,0 +1,87 @@
+"""Notes what later layers need to know of a complete graph with streams, and what functionalization drops from it.
+
+A functional graph shows neither the `out` tensor of an operator nor that the result of an update is in the memory of
+the updated tensor, and an unused view, which may be the first reader of an input, isn't in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+from torch_overlay._dynamo import registry
+from torch_overlay._functorch.streams.facts import note_fact
+from torch_overlay._functorch.streams.fx import first_readers, is_stream_op, node_stream, updates_in_place
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._dynamo.output_graph import OutputGraph
+    from torch.fx import Node
+
+
+def note_graph(output: OutputGraph) -> None:
+    """Note facts on the nodes of a complete graph and on its frame (registry.py), before code is made for it."""
+    nodes = output.graph.nodes
+    registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    if any(node_stream(node) or is_stream_op(node) for node in nodes):
+        _note_targets(nodes)
+        _note_storages(nodes)
+        registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))
+        registry.current().goes_on = output.compile_subgraph_reason.graph_break
+
+
+def _note_targets(nodes: Iterable[Node]) -> None:
+    """Note on each operator with an `out` tensor the stream whose memory it writes (`eager_target`)."""
+    for node in nodes:
+        target = node.kwargs.get("out")
+        if isinstance(target, torch.fx.Node):
+            made = target.op in ("call_function", "call_method")
+            note_fact(node, eager_target=node_stream(target) if made else -1)
+
+
+def _note_storages(nodes: Iterable[Node]) -> None:
+    """Note on each value in a storage that is updated in place which storage that is (`eager_storage`).
+
+    A functional update may read nothing of the updated tensor, as that of `zero_` or of an `out` tensor does; and of
+    several operators that stand for the update, the first may read a mask. An update of a list of tensors
+    (`torch._foreach_add_`) gets one storage per result, by position, unless all are in one storage.
+    """
+    values: dict[int | None, list[Node]] = {}
+    updated: set[int | None] = set()
+    lists: dict[Node, list[int | None]] = {}
+    for node in nodes:
+        storage = _storage(node)
+        if node.op in ("call_function", "call_method"):
+            given = node.kwargs.get("out")
+            if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
+                first: Any = given or next(iter(node.args), None)
+                storage = _storage(first)
+                listed = [*map(_storage, first)] if isinstance(first, (list, tuple)) else [storage]
+                updated.update(listed)
+                if getattr(node.target, "__name__", "").startswith("_foreach_"):  # others may update several lists
+                    lists[node] = listed if len({*listed}) > 1 else listed[:1]
+        values.setdefault(storage, []).append(node)
+    noted: dict[int | None, tuple[str, int | None] | None] = {None: None}
+    for storage in updated - {None}:
+        first = values[storage][0]
+        noted[storage] = first.name, None if first.op == "placeholder" else node_stream(first)
+        for node in values[storage]:
+            if node.op != "placeholder":
+                note_fact(node, eager_storage=(noted[storage],))
+    for node, listed in lists.items():
+        note_fact(node, eager_storage=tuple(noted[storage] for storage in listed))
+
+
+def _storage(node: Any) -> int | None:
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and functorch tensors have none
+        return None

@@ -1,0 +1,116 @@
+"""Hooks on Dynamo's variables of functions, classes, streams and numbers: each asks a module of this folder first."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any, TYPE_CHECKING
+
+from torch._dynamo.exc import UserError
+
+from torch_overlay._dynamo import construct, functions, ranges, registry
+from torch_overlay._dynamo.closures import holds_streams, weak_source
+from torch_overlay._dynamo.manual_contexts import bind, unbound_method
+from torch_overlay._dynamo.methods import stream_compare
+from torch_overlay._dynamo.run_time_values import branch_error
+from torch_overlay._dynamo.state import handled
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.streams import EventVariable, StreamVariable
+
+
+def bind_args(
+    original: Callable[..., dict[str, VariableTracker]],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: list[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> dict[str, VariableTracker]:
+    """Wrap the binding of arguments and cells of an inlined function: one that holds streams gets a source."""
+    function = variable.fn
+    if (
+        isinstance(function, types.FunctionType)
+        and variable.get_source() is None
+        and handled(tx)
+        and holds_streams(function)
+    ):
+        variable.source = weak_source(tx, function)
+    return original(variable, tx, args, kwargs)
+
+
+def call_class(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    args: Sequence[VariableTracker],
+    kwargs: dict[str, VariableTracker],
+) -> VariableTracker:
+    """Wrap the call of a class: streams, events and contexts, and what binds and makes contexts."""
+    cls = variable.value
+    found = construct.make(tx, cls, args, kwargs) or bind(tx, cls, args)
+    if found is None and cls is contextlib._GeneratorContextManager and len(args) == 3 and handled(tx):
+        found = ranges.decorated(tx, *args)
+    return found or original(variable, tx, args, kwargs)
+
+
+def resolve_cls_descriptor(
+    original: Callable[..., VariableTracker],
+    variable: Any,
+    tx: InstructionTranslatorBase,
+    name: str,
+    descriptor: object,
+    source: Any,
+) -> VariableTracker:
+    """Wrap the look-up of a class attribute that is a descriptor: `__enter__` and `__exit__` of contexts."""
+    found = unbound_method(tx, variable.value, name, descriptor)
+    return found or original(variable, tx, name, descriptor, source)
+
+
+def compare(
+    original: Callable[..., VariableTracker],
+    stream: StreamVariable,
+    tx: InstructionTranslatorBase,
+    other: VariableTracker,
+    op: str,
+) -> VariableTracker:
+    found = stream_compare(stream, tx, other, op) if handled(tx) else None
+    return found or original(stream, tx, other, op)
+
+
+def reconstruct(original: Callable[..., None], variable: StreamVariable | EventVariable, codegen: PyCodegen) -> None:
+    """Push the same object, made by the frame, that the graph used."""
+    if not handled(codegen.tx) or variable.user_object_index is None:
+        return original(variable, codegen)
+    name = registry.local_of(codegen.tx.output, variable.user_object_index)
+    codegen.append_output(codegen.create_load(name))
+    return None
+
+
+_merged: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+
+
+def get_handlers(original: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    """Wrap the cached function that builds Dynamo's table of special functions: add ours to the table."""
+    global _merged
+    table = original()
+    if _merged is None or _merged[0] is not table:
+        ours = {**functions.handlers(), **ranges.HANDLERS}
+        _merged = (table, {**table, **{fn: functions.choose(ours[fn], table.get(fn)) for fn in ours}})
+    return _merged[1]
+
+
+def evaluate_expr(original: Callable[..., Any], number: Any, output: OutputGraph | None = None) -> Any:
+    """Wrap the conversion of a symbolic number to a constant: for one of ours, the error says where it comes from."""
+    try:
+        return original(number, output)
+    except UserError as error:
+        if (text := branch_error(number, output)) is None:
+            raise
+        raise UserError(error.error_type, text) from error
