@@ -187,7 +187,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-partition-concat
     Seam(
         target="torch._inductor.scheduler:Scheduler.get_graph_partition_signature",
-        impl="torch_overlay.upstream_fixes.partition_concat:get_graph_partition_signature",
+        impl="torch_overlay.upstream_fixes.partition_concat_hook:get_graph_partition_signature",
         kind="wrap",
         patch="inductor-partition-concat",
         fingerprint="fa352ca23af9e8e8",

@@ -36,6 +36,12 @@ def queued() -> list[objects.Snapshot]:
     return _thread.queue
 
 
+def table_of(ctx: Any) -> objects.Snapshot | None:
+    """Return the table that the forward of a compiled function saved with its autograd node; None for other nodes."""
+    table = getattr(ctx, "_external_objects", None)
+    return table if isinstance(table, objects.Snapshot) else None
+
+
 def add(table: objects.Snapshot) -> None:
     """Queue a table; one that is queued already moves to the end."""
     queue = queued()

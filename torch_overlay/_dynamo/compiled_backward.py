@@ -26,6 +26,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from torch_overlay._dynamo import backward_tables
 from torch_overlay._functorch.streams.facts import fact_of, NOTHING, replace_fact
 from torch_overlay._functorch.streams.fx import BACKWARD, is_stream_op, is_view, node_stream, place_on
 from torch_overlay._functorch.streams.ids import CALLERS_STREAM
@@ -33,9 +34,11 @@ from torch_overlay._functorch.streams.tokens import events_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch.fx import GraphModule, Node
+    from torch.fx import Graph, GraphModule, Node
+
+    from torch_overlay._dynamo import objects
 
 # Keys of `meta`. Of a copied operation: a `StreamObject`, the stream that it runs on.
 KEY = "compiled_backward_stream"
@@ -77,6 +80,19 @@ def mark(copies: Sequence[Node], from_end: int) -> None:
 def mark_saved(value: Node, stream: int, from_end: int) -> None:
     """Save in `meta` the stream whose memory may hold a saved value."""
     value.meta[SAVED] = StreamObject(from_end, stream)
+
+
+def mark_backward(
+    graph: Graph, copies: Sequence[Node], copy_of: Callable[[Node], Node], table: objects.Snapshot
+) -> None:
+    """Mark what was copied from a backward graph. `copies` are its operations, `copy_of` returns the copy of an input,
+    and `table` has the objects of the forward, and is queued.
+    """
+    from_end = backward_tables.from_end(table)
+    mark(copies, from_end)
+    for value in graph.find_nodes(op="placeholder"):
+        if stream := fact_of(value).memory:
+            mark_saved(copy_of(value), stream, from_end)
 
 
 def _readers(value: Node) -> list[Node]:

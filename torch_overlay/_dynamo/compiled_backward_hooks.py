@@ -9,8 +9,7 @@ import torch.fx.traceback
 from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
 
 from torch_overlay import config
-from torch_overlay._dynamo import backward_tables, compiled_backward, objects
-from torch_overlay._functorch.streams.facts import fact_of
+from torch_overlay._dynamo import backward_tables, compiled_backward
 from torch_overlay._functorch.streams.fx import node_stream
 
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def autograd_key(original: Callable[[Any], tuple[int, ...]], node: Any) -> tuple[int, ...]:
-    table = getattr(node, "_external_objects", None)
-    if isinstance(table, objects.Snapshot):
+    if (table := backward_tables.table_of(node)) is not None:
         backward_tables.add(table)
     return original(node)
 
@@ -31,24 +29,22 @@ def copy_backward(
     original: Callable[..., Any], compiler: Any, inputs: Any, saved: Any, tensors: Any, pctx: Any, ctx: Any, *rest: Any
 ) -> Any:
     """Wrap the copying of one backward graph into compiled autograd's graph: mark the streams of the copied nodes."""
-    table = getattr(ctx, "_external_objects", None)
     graph: Graph = compiler.fx_tracer.graph
     before = len(graph.nodes)
     result = original(compiler, inputs, saved, tensors, pctx, ctx, *rest)
-    if not (config.streams and isinstance(table, objects.Snapshot)):
+    table = backward_tables.table_of(ctx)
+    if not config.streams or table is None:
         return result
     from torch._dynamo.compiled_autograd import extract_bw_module
 
-    from_end = backward_tables.from_end(table)
     function = ctx._forward_cls
     copies = {n.name: n for n in list(graph.nodes)[before:]}
-    compiled_backward.mark(list(copies.values()), from_end)
     times = compiler.aot_id_counter[function._aot_id] - 1
     prefix = f"aot{function._aot_id}" + (f"_{times}" if times else "")
-    for value in extract_bw_module(function).graph.find_nodes(op="placeholder"):
-        stream = fact_of(value).memory
-        if stream:
-            compiled_backward.mark_saved(copies[f"{prefix}_{value.name}"], stream, from_end)
+    backward = extract_bw_module(function).graph
+    compiled_backward.mark_backward(
+        backward, list(copies.values()), lambda value: copies[f"{prefix}_{value.name}"], table
+    )
     return result
 
 

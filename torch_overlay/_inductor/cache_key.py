@@ -16,30 +16,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any, TYPE_CHECKING
 
-from torch_overlay._functorch.streams.placed import placement
+from torch_overlay._functorch.streams.placed import placement, stream_objects
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-
-def stream_objects() -> tuple[object, ...]:
-    """Return what Dynamo knows of the streams and events of the frame, and of the streams that first read its inputs.
-    If the frame uses the caller's stream alone, return whether the program has other streams: that matters to a copy
-    that blocks the host.
-    """
-    from torch_overlay._dynamo import registry
-    from torch_overlay._functorch.streams.autograd_nodes import first_readers_in_dynamo
-
-    objects, frame = tuple(map(repr, registry.describe())), registry.current()
-    if len(objects) <= 1:
-        objects = ("streams",) * registry.program_has_streams()
-    if not objects:
-        return ()
-    readers = sorted(first_readers_in_dynamo().items())
-    return (*objects, *readers, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed)
 
 
 def config_digest() -> str:

@@ -19,13 +19,13 @@ from torch._inductor.virtualized import V
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
-def get_graph_partition_signature(
-    original: Callable[..., list[Any]], scheduler: Any, partitions: Sequence[Any], skip_cudagraphs: list[bool]
-) -> list[Any]:
-    signatures = original(scheduler, partitions, skip_cudagraphs)
+def hand_on_concatenations(scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """Change the signatures of partitions so that each concatenation is allocated in the first partition that computes
+    a part of it, and passed on to the others.
+    """
     made: dict[str, dict[str, int]] = defaultdict(dict)  # a result -> its parts and itself -> the partition of each
     for number, partition in enumerate(partitions):
         for whole, part in _concatenated(scheduler, partition):
@@ -36,7 +36,6 @@ def get_graph_partition_signature(
             _hand_on(scheduler.name_to_buf[whole], numbers, partitions, signatures)
             for part in parts.keys() - {whole}:
                 _drop(part, scheduler.mutation_real_name, partitions, signatures)
-    return signatures
 
 
 def _concatenated(scheduler: Any, partition: Sequence[Any]) -> Iterator[tuple[str, str]]:
@@ -88,4 +87,4 @@ def _drop(part: str, real: Mapping[str, str], partitions: Sequence[Any], signatu
             node.last_usage.discard(part)
 
 
-__all__ = ["get_graph_partition_signature"]
+__all__ = ["hand_on_concatenations"]

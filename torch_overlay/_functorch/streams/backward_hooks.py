@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -10,14 +9,10 @@ import torch
 from torch_overlay import config
 from torch_overlay._functorch.offload.checkpoint_policies import is_slab, note_offload_policies
 from torch_overlay._functorch.offload.hooks import offload_saved
-from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums, place_parts
+from torch_overlay._functorch.streams.backward import assign_second_nodes, assign_sums
 from torch_overlay._functorch.streams.duplicates import merge_duplicates
-from torch_overlay._functorch.streams.eager_memory import saved_in_eager
-from torch_overlay._functorch.streams.engine_order import engine_streams, order_after_gradients
-from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.fx import node_stream
-from torch_overlay._functorch.streams.ids import CALLERS_STREAM
-from torch_overlay._functorch.streams.saved_values import read_unordered
+from torch_overlay._functorch.streams.partition import prepare_parts
+from torch_overlay._functorch.streams.saved_values import may_be_donated
 from torch_overlay._functorch.streams.written_inputs import keep_unsaved
 
 
@@ -37,7 +32,7 @@ def assign_backward_streams(original: Callable[..., None], gm: GraphModule) -> N
 def common_subexpressions(original: Callable[..., Graph], graph: Graph, *args: Any, **kwargs: Any) -> Graph:
     """Eliminate common subexpressions for the partitioner, which is the only caller that passes a key of its own."""
     key = kwargs.get("extra_node_key")
-    if not config.streams or key is None or not any(node_stream(n) for n in graph.nodes):
+    if not config.streams or key is None:
         return original(graph, *args, **kwargs)
     return merge_duplicates(graph, lambda of: original(of, *args, **kwargs), key)
 
@@ -60,16 +55,10 @@ def partition(
     note_offload_policies(joint.graph)
     inputs_of_forward = _inputs(joint.graph, inner_meta, fw_metadata)
     keep_unsaved(inputs_of_forward)
-    leaves = [node for node, info in inputs_of_forward.items() if info.is_leaf]
-    streams = engine_streams(joint.graph, leaves) if config.streams else {}
-    order_after_gradients(joint.graph, streams)
-    saved = saved_in_eager(joint.graph)
-    unread = {
-        node.name: info.is_leaf and info.requires_grad for node, info in inputs_of_forward.items() if node not in saved
-    }
+    place = prepare_parts(joint.graph, inputs_of_forward) if config.streams else None
     forward, backward, count = original(joint, inputs, inner_meta, fw_metadata, *args)
-    if config.streams:
-        place_parts(forward, backward, {*streams.values()} - {CALLERS_STREAM}, unread)
+    if place is not None:
+        place(forward, backward)
     offload_saved(forward, backward, count)
     return forward, backward, count
 
@@ -77,10 +66,9 @@ def partition(
 def donated_buffers(
     original: Callable[..., list[int]], forward: GraphModule, backward: GraphModule, metadata: Any
 ) -> list[int]:
-    """Return the saved tensors that the backward may write over: none that shares its memory with another one, none
-    whose memory may belong to a side stream, and none that a side stream may still read. A relaunched forward puts what
-    it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So a relaunched
-    forward donates nothing, and its stages free the memory instead (`relaunch.memory.arrange`).
+    """Return the saved tensors that the backward may write over (`saved_values.may_be_donated`). A relaunched forward
+    puts what it saves into few allocations, and a gradient in one of them would keep the whole allocation alive. So a
+    relaunched forward donates nothing, and its stages free the memory instead (`relaunch.memory.arrange`).
     """
     if config.cudagraphs == "relaunch" and torch._inductor.config.triton.cudagraphs:
         return []
@@ -88,12 +76,4 @@ def donated_buffers(
     if not config.streams:
         return donated
     inputs = backward.graph.find_nodes(op="placeholder")
-    unordered = read_unordered(forward.graph)
-    donated = [i for i in donated if not is_slab(inputs[i]) and inputs[i].name not in unordered]
-    memory = [fact_of(n).memory for n in inputs]
-    if not any(memory):
-        return donated
-    values = [n.meta.get("val") for n in inputs]
-    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
-    count = Counter(storages)
-    return [i for i in donated if not memory[i] and count[storages[i]] == 1]
+    return [i for i in may_be_donated(forward.graph, backward.graph, donated) if not is_slab(inputs[i])]

@@ -84,6 +84,8 @@ def merge_duplicates(graph: Graph, eliminate: Callable[[Graph], Graph], key: Cal
     """Return what `eliminate`, a pass that merges equal operations, makes of the graph without its streams. Operations
     with another `key` are not equal to the pass. The result has the streams of the operations that are left.
     """
+    if not any(map(node_stream, graph.nodes)):
+        return eliminate(graph)
     for node in graph.nodes:
         node.meta[_CUSTOM] = node.meta.get("custom")
         place_on(node, CALLERS_STREAM)

@@ -1,4 +1,4 @@
-"""Describes where the nodes of FX graphs are placed, in the words of their metadata."""
+"""Describes for keys of caches where the nodes of FX graphs are placed, and what numbers of streams stand for."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def placement(gm: torch.fx.GraphModule) -> Placement:
                 if notes := stream_notes(node):
                     found.append((name, position, notes))
     return tuple(found)
+
+
+def stream_objects() -> tuple[object, ...]:
+    """Return what Dynamo knows of the streams and events of the frame, and of the streams that first read its inputs.
+    If the frame uses the caller's stream alone, return whether the program has other streams: that matters to a copy
+    that blocks the host.
+    """
+    from torch_overlay._dynamo import registry
+    from torch_overlay._functorch.streams.autograd_nodes import first_readers_in_dynamo
+
+    objects, frame = tuple(map(repr, registry.describe())), registry.current()
+    if len(objects) <= 1:
+        objects = ("streams",) * registry.program_has_streams()
+    if not objects:
+        return ()
+    readers = sorted(first_readers_in_dynamo().items())
+    return (*objects, *readers, *("goes on",) * frame.goes_on, *("resumed",) * frame.is_resumed)

@@ -1,4 +1,4 @@
-"""Has AOTAutograd place streams (placement.py), and keep what was noted for the code around the graph."""
+"""Has AOTAutograd place streams (placement.py), and its epilogue keep what was noted for it (epilogue.py)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import dataclasses
 import functools
 from typing import Any, TYPE_CHECKING
 
-from torch._functorch._aot_autograd.schemas import OutputType, SubclassCreationMeta
-from torch.utils import _pytree as pytree
-
 from torch_overlay import config
 from torch_overlay._dynamo import registry
 from torch_overlay._functorch.streams import autograd_nodes
-from torch_overlay._functorch.streams.facts import note_fact
-from torch_overlay._functorch.streams.fx import is_view, node_stream
-from torch_overlay._functorch.streams.input_mutations import Promises, promises_of
+from torch_overlay._functorch.streams.epilogue import note_epilogue
+from torch_overlay._functorch.streams.fx import node_stream
 from torch_overlay._functorch.streams.placement import place_streams
 
 
@@ -23,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch.fx import GraphModule, Node
+
+    from torch_overlay._functorch.streams.input_mutations import Promises
 
 
 def wrap_all_sync_nodes(original: Callable[..., Any], gm: GraphModule) -> None:
@@ -48,42 +46,13 @@ def stream_or_callers(original: Callable[..., Any], node: Node) -> int:
     return node_stream(node)
 
 
-def _note_dropped_outputs(gm: GraphModule, fw_metadata: Any) -> None:
-    """Note the outputs that are an input, or a view of one: they are made anew from the caller's tensor. The value that
-    the graph returns in their place, the last one that was written there, is dropped when the graph's code has
-    returned.
-    """
-    first = fw_metadata.num_mutated_inp_runtime_indices
-    nodes = pytree.tree_leaves(gm.graph.output_node().args[0])
-    for node, info in zip(nodes[first:], fw_metadata.output_info):
-        if info.output_type in (OutputType.alias_of_input, OutputType.is_input) and node.op == "call_function":
-            note_fact(node, is_dropped=True)
-            while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] not in nodes:
-                node = node.all_input_nodes[0]  # passes may remove the view
-                note_fact(node, is_dropped=True)
-
-
-def _keep_view_streams(gm: GraphModule, fw_metadata: Any) -> None:
-    """Pass the streams of views that need a gradient to `make_output_handler`."""
-    found = autograd_nodes.view_streams(gm.graph)[fw_metadata.num_mutated_inp_runtime_indices :]
-    streams = [of if info.requires_grad else () for info, of in zip(fw_metadata.output_info, found)]
-    if any(streams):
-        fw_metadata.overlay_view_streams = streams
-
-
 def populate_stream_indices(original: Callable[..., Any], gm: GraphModule, fw_metadata: Any) -> None:
-    """Clear upstream's stream indices of inputs that the caller's epilogue mutates: those inputs are joined into the
-    caller's stream, so they need no index.
+    """Note what the epilogue has to know, in place of the streams of inputs that it updates: the graph joins those into
+    the caller's stream.
     """
-    original(gm, fw_metadata)
-    has_streams = config.streams and any(node_stream(n) for n in gm.graph.nodes)
-    # A result that is a subclass is several values of the graph.
-    if has_streams and not any(isinstance(m, SubclassCreationMeta) for m in fw_metadata.subclass_fw_graph_out_meta):
-        _note_dropped_outputs(gm, fw_metadata)
-        _keep_view_streams(gm, fw_metadata)
-    if config.streams and fw_metadata.mutated_inp_stream_indices:
-        fw_metadata.overlay_promises = promises_of(gm, len(fw_metadata.mutated_inp_stream_indices))
-        fw_metadata.mutated_inp_stream_indices = [None] * len(fw_metadata.mutated_inp_stream_indices)
+    if not config.streams:
+        return original(gm, fw_metadata)
+    return note_epilogue(gm, fw_metadata)
 
 
 def create_runtime_wrapper(
@@ -91,7 +60,7 @@ def create_runtime_wrapper(
 ) -> Callable[..., Any]:
     """Keep the promises of updates that the epilogue writes back, after the epilogue."""
     wrapper = original(compiled_fn, runtime_metadata=runtime_metadata, **kwargs)
-    promises: Promises | None = getattr(runtime_metadata, "overlay_promises", None)
+    promises: Promises | None = getattr(runtime_metadata, "stream_promises", None)
     if promises is None:
         return wrapper
 
@@ -116,7 +85,7 @@ class _PlacedViews:
 
 def make_output_handler(original: Callable[..., Any], info: Any, runtime_metadata: Any, *args: Any) -> Any:
     handler = original(info, runtime_metadata, *args)
-    streams = getattr(runtime_metadata, "overlay_view_streams", ())
+    streams = getattr(runtime_metadata, "output_view_streams", ())
     of_this = next((of for other, of in zip(runtime_metadata.output_info, streams) if other is info), ())
     if of_this and hasattr(handler, "view_meta_sequence"):
         handler.view_meta_sequence = _PlacedViews(of_this, handler.view_meta_sequence)

@@ -6,6 +6,7 @@ Note [A backward is a region of its own] says why.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -113,3 +114,20 @@ def read_unordered(forward: Graph) -> set[str]:
     late = [n for n in readers if CALLER not in fact_of(n).promises]
     read = {memory_writer(value) for node in late for value in node.all_input_nodes}
     return {value.name for value in forward.output_node().all_input_nodes if memory_writer(value) in read}
+
+
+def may_be_donated(forward: Graph, backward: Graph, donated: list[int]) -> list[int]:
+    """Return those of the backward's inputs that it may write over: of `donated`, saved values that nobody else has,
+    none that shares its memory with another one, none whose memory may belong to a side stream, and none that a side
+    stream may still read.
+    """
+    inputs = backward.find_nodes(op="placeholder")
+    unordered = read_unordered(forward)
+    donated = [i for i in donated if inputs[i].name not in unordered]
+    memory = [fact_of(n).memory for n in inputs]
+    if not any(memory):
+        return donated
+    values = [n.meta.get("val") for n in inputs]
+    storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
+    count = Counter(storages)
+    return [i for i in donated if not memory[i] and count[storages[i]] == 1]

@@ -13,10 +13,8 @@ from torch._functorch._streams.saved_values import (
     record_saved_gradients,
 )
 from torch._functorch._streams.tokens import caller_event, CALLER, state
-from torch._functorch._streams.written_inputs import keep_unsaved
 from torch.fx import Graph
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.utils.checkpoint import CheckpointPolicy
 
 
 aten = torch.ops.aten
@@ -190,33 +188,6 @@ class TestUnorderedReads(PairCase):
         self.made(1)
         self.finish(results=[self.x])
         self.assertEqual(read_unordered(self.forward), {"x"})
-
-
-class TestWrittenInputs(PairCase):
-    def is_kept(self, node):
-        return not node.meta.get("aot_runtime_epilogue_input_mutation")
-
-    def test_inputs_that_are_written(self):
-        y = self.forward.placeholder("y")
-        views = [self.view(self.view(node)) for node in (self.x, y)]
-        scatter = self.call(self.forward, aten.add.Tensor, y, self.view(self.x))
-        inputs = {
-            self.x: SimpleNamespace(mutates_data=True),
-            y: SimpleNamespace(mutates_data=False),
-        }
-        keep_unsaved(inputs)
-        written = (self.x, views[0], views[0].args[0])
-        self.assertFalse(any(self.is_kept(node) for node in written))
-        for node in (y, views[1], scatter):
-            self.assertTrue(self.is_kept(node))
-
-    def test_what_is_computed_from_a_written_input(self):
-        asked = self.made(of=self.view(self.x))
-        other = self.made()
-        asked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        keep_unsaved({self.x: SimpleNamespace(mutates_data=True)})
-        self.assertEqual(asked.meta["recompute"], CheckpointPolicy.MUST_SAVE)
-        self.assertNotIn("recompute", other.meta)
 
 
 if __name__ == "__main__":
