@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import compiled_region, hooks, keys, live, policy, refusals
+from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
@@ -1424,10 +1424,10 @@ class TestPolicy(TestCase):
 
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
-        graph = SimpleNamespace(_overlay_visible_outputs=(0,))
+        graph = SimpleNamespace(relaunch_visible_outputs=(0,))
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
-            code = policy.describe(graph, (), stack_traces=[""] * 3, **known)
+            code = describe.describe(graph, (), stack_traces=[""] * 3, **known)
             self.assertEqual(code.saved_outputs, frozenset(saved))
 
     def test_off_is_off_for_inductor(self):
@@ -1476,13 +1476,13 @@ class TestPolicy(TestCase):
     def test_source_line(self):
         trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n'
         trace += '  File "/a/b.py", line 9, in f\n    return x.sin()\n'
-        self.assertEqual(policy.source_line(trace), "/a/b.py:9: return x.sin()")
-        self.assertEqual(policy.source_line("nothing"), "")
+        self.assertEqual(describe.source_line(trace), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line("nothing"), "")
         inside = [f'  File "{torch.__file__}", line {n}, in f\n    g({n})\n' for n in (3, 9)]
-        self.assertEqual(policy.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
-        self.assertEqual(policy.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
+        self.assertEqual(describe.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
         entered = f'  File "{contextlib.__file__}", line 137, in __enter__\n    return next(self.gen)\n'
-        self.assertEqual(policy.source_line(trace + entered), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line(trace + entered), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
         refusals._refused.clear()

@@ -433,7 +433,7 @@ class TestNeeds(Compiling):
         def model(inputs):
             return inputs
 
-        graph = SimpleNamespace() if ALONE else SimpleNamespace(_overlay_partitions=())
+        graph = SimpleNamespace() if ALONE else SimpleNamespace(relaunch_partitions=())
         known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)

@@ -82,9 +82,7 @@ class RunnerTestCase(TestCase):
             )
         )
         self.enterContext(mock.patch.object(refusals, "_refused", []))
-        self.enterContext(
-            mock.patch.object(region_graphs.split_off, "failed", lambda: {})
-        )
+        self.enterContext(mock.patch.object(region_graphs.split_off, "failed", dict))
         self.copies = self.enterContext(
             mock.patch.object(memcpy_nodes, "moving", return_value=[])
         )
