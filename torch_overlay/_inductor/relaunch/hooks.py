@@ -18,7 +18,7 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attachments, notes, partitions
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.describe import compiled_frame, describe_whole
-from torch_overlay._inductor.relaunch.policy import forget, is_of_others, RelaunchPolicy, rewritten
+from torch_overlay._inductor.relaunch.policy import forget, RelaunchPolicy, rewritten
 from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
@@ -33,6 +33,17 @@ if TYPE_CHECKING:
 
 RELAUNCH = RelaunchPolicy()
 attachments.attach()
+
+
+def is_of_others() -> bool:
+    """True if the user has set a policy that isn't ours."""
+    policy = inductor_config.cudagraph_policy
+    return policy is not None and not isinstance(policy, RelaunchPolicy)
+
+
+def are_ours() -> bool:
+    """True if code that is compiled now gets our graphs where it asks for graphs."""
+    return config.cudagraphs == "relaunch" and not is_of_others()
 
 
 def chosen_mode(device_box: Any) -> str:
@@ -59,9 +70,8 @@ def _is_rewritten(cudagraphs: Any) -> bool:
     from torch._inductor.virtualized import V
 
     asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
-    ours = config.cudagraphs == "relaunch" and not is_of_others()
     allowed = config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation
-    return bool(asked and ours and allowed)
+    return bool(asked and are_ours() and allowed)
 
 
 def _donated() -> Sequence[int]:
@@ -142,8 +152,7 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
     """Seam: True for what we split off, too."""
-    ours = config.cudagraphs == "relaunch" and not is_of_others()
-    return original(node) or (ours and partitions.is_unsafe(node))
+    return original(node) or (are_ours() and partitions.is_unsafe(node))
 
 
 def log_graph_partitions(
@@ -185,8 +194,7 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
 
     from torch_overlay._inductor.streams.codegen import has_streams
 
-    ours = config.cudagraphs == "relaunch" and not is_of_others()
-    asked = inductor_config.triton.cudagraphs and ours and config.cudagraph_concurrency
+    asked = inductor_config.triton.cudagraphs and are_ours() and config.cudagraph_concurrency
     if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
         with inductor_config.patch(allow_buffer_reuse=False):
             return original(wrapper)

@@ -158,14 +158,6 @@ def forget() -> None:
     _thread.graph = _thread.record = None
 
 
-def is_of_others() -> bool:
-    """True if the user has set a policy that isn't ours."""
-    import torch._inductor.config as inductor_config
-
-    policy = inductor_config.cudagraph_policy
-    return policy is not None and not isinstance(policy, RelaunchPolicy)
-
-
 @contextlib.contextmanager
 def rewritten(made: Sequence[tuple[str, str]], residents: Copies) -> Iterator[None]:
     """Code that is wrapped inside asked for graphs, and was rewritten so."""
