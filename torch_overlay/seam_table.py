@@ -1082,7 +1082,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.cuda.memory:memory_stats_as_nested_dict",
-        impl="torch_overlay._inductor.relaunch.pool_stats:memory_stats",
+        impl="torch_overlay._inductor.relaunch.pool_stats_hooks:memory_stats",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="22faec6b2d444326",

@@ -16,10 +16,8 @@ import torch._inductor.config as inductor_config
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attachments, notes, partitions
-from torch_overlay._inductor.relaunch.compiled_code import Code
-from torch_overlay._inductor.relaunch.describe import compiled_frame, describe_whole
-from torch_overlay._inductor.relaunch.policy import forget, RelaunchPolicy, rewritten
-from torch_overlay._inductor.relaunch.refusals import refuse, Refused
+from torch_overlay._inductor.relaunch.describe import describe_whole
+from torch_overlay._inductor.relaunch.policy import forget, is_set, refuse_cpp_wrapper, RelaunchPolicy, rewritten
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
@@ -37,8 +35,7 @@ attachments.attach()
 
 def is_of_others() -> bool:
     """True if the user has set a policy that isn't ours."""
-    policy = inductor_config.cudagraph_policy
-    return policy is not None and not isinstance(policy, RelaunchPolicy)
+    return inductor_config.cudagraph_policy is not None and not is_set()
 
 
 def are_ours() -> bool:
@@ -129,7 +126,7 @@ def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Resident
 
 def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
     """Seam: call the original for trees alone, since only trees have generations."""
-    if not isinstance(inductor_config.cudagraph_policy, RelaunchPolicy):
+    if not is_set():
         original(compiled_graph, device_box)
 
 
@@ -182,8 +179,7 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
     asked = inductor_config.triton.cudagraphs and log_cudagraph_skip and not V.aot_compilation
     changed = original(log_cudagraph_skip)
     if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
-        message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-        refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
+        refuse_cpp_wrapper()
     return changed
 
 

@@ -53,8 +53,10 @@ from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
+from torch_overlay._inductor.relaunch.capture.streams import exchanges
 from torch_overlay._inductor.relaunch.causes import Cause, CAUSES
-from torch_overlay._inductor.relaunch.describe import describe, describe_partition, describe_whole
+from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
 from torch_overlay._inductor.relaunch.on_reset import on_reset
 from torch_overlay._inductor.relaunch.refusals import refuse, Refused
 
@@ -64,7 +66,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.output_code import CompiledFxGraph
 
-    from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.coverage import Copies
 
 SPLIT_ATTENTION = (
@@ -158,6 +159,13 @@ def forget() -> None:
     _thread.graph = _thread.record = None
 
 
+def is_set() -> bool:
+    """True if code that asks for CUDA graphs gets relaunched ones."""
+    import torch._inductor.config as inductor_config
+
+    return isinstance(inductor_config.cudagraph_policy, RelaunchPolicy)
+
+
 @contextlib.contextmanager
 def rewritten(made: Sequence[tuple[str, str]], residents: Copies) -> Iterator[None]:
     """Code that is wrapped inside asked for graphs, and was rewritten so."""
@@ -210,6 +218,12 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
     return None
 
 
+def refuse_cpp_wrapper() -> None:
+    """Report that code with a C++ wrapper gets no graph, since Inductor turns graphs off before there is any code."""
+    message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
+    refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
+
+
 def _launches(compiled: Any) -> bool:
     """True if the code may launch kernels."""
     from torch._inductor.utils import is_gpu
@@ -229,7 +243,7 @@ def _wrap(
     from torch_overlay._inductor.relaunch.runner import Runner
 
     record = _thread.record
-    if (why := _needs_hooks(model, is_inference)) is not None:
+    if (why := _is_alone(model, is_inference)) is not None:
         found = "policy-alone", f"with a policy alone {why}"
         refuse(Refused(code, *found))
         if record is not None:
@@ -241,13 +255,13 @@ def _wrap(
     return made
 
 
-def _needs_hooks(model: Callable[..., Any], is_inference: bool) -> str | None:
-    """Return what would go wrong in a graph of generated code, if it was compiled without our hooks."""
+def _is_alone(model: Callable[..., Any], is_inference: bool) -> str | None:
+    """Return what would go wrong in a graph of generated code, if it was compiled without notes, or if captures don't
+    know of the caller's streams."""
     names = getattr(getattr(model, "__code__", None), "co_names", ())
-    if notes.are_there(_thread.graph):
-        return None
-    if not STREAMS.isdisjoint(names):
+    is_noted = notes.are_there(_thread.graph)
+    if not STREAMS.isdisjoint(names) and not (is_noted and exchanges):
         return "work on streams of the caller's would not be captured"
-    if not is_inference and not ATTENTION.isdisjoint(names):
+    if not is_inference and not ATTENTION.isdisjoint(names) and not is_noted:
         return "seeds of attention would be where the operators don't expect them"
     return None

@@ -143,6 +143,11 @@ class TestWrapping(PolicyTestCase):
         self.assertIs(other.current_callable, model)
         self.assertIsNone(policy._thread.graph)
 
+    def test_whose_policy_is_set(self):
+        for made, expected in ((self.policy, True), (None, False)):
+            with inductor_config.patch(cudagraph_policy=made):
+                self.assertIs(policy.is_set(), expected)
+
     def test_rewrites(self):
         copies = SimpleNamespace(copies=2)
         with policy.rewritten([("resident", "model.py:3")], copies):
@@ -218,20 +223,29 @@ class TestRefusals(PolicyTestCase):
             aten = torch.ops.aten
             return aten._scaled_dot_product_efficient_attention_backward(*inputs)
 
-        for model, is_inference, refused in (
-            (streams, True, True),
-            (attention, True, False),
-            (attention, False, True),
+        for model, is_inference, is_noted, exchanges, refused in (
+            (streams, True, False, [len], True),
+            (streams, True, True, [], True),
+            (streams, True, True, [len], False),  # captures know of streams
+            (attention, True, False, [], False),
+            (attention, False, False, [], True),
+            (attention, False, True, [], False),
         ):
-            for is_noted in (False, True):
-                graph = compiled_graph(current_callable=model)
-                if is_noted:  # it was compiled for relaunch
-                    graph.relaunch_partitions = ()
-                refusals._refused.clear()
+            graph = compiled_graph(current_callable=model)
+            if is_noted:  # it was compiled for relaunch
+                graph.relaunch_partitions = ()
+            refusals._refused.clear()
+            with mock.patch.object(policy, "exchanges", exchanges):
                 run = self.wrap(graph, is_inference=is_inference)
-                self.assertIs(isinstance(run, Runner), is_noted or not refused)
-                said = [reason for reason, _ in self.said()]
-                self.assertEqual(said, ["policy-alone"] * (refused and not is_noted))
+            self.assertIs(isinstance(run, Runner), not refused)
+            said = [reason for reason, _ in self.said()]
+            self.assertEqual(said, ["policy-alone"] * refused)
+
+    def test_cpp_wrapper(self):
+        policy.refuse_cpp_wrapper()
+        ((reason, message),) = self.said()
+        self.assertEqual(reason, "cpp-wrapper")
+        self.assertIn("torch._inductor.config.cpp_wrapper is on", message)
 
 
 class TestPrograms(PolicyTestCase):

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.cudagraph_relaunch import (
+    alignment,
     attention_seeds,
     capture as captures,
     memcpy_nodes,
@@ -82,6 +83,8 @@ class RunnerTestCase(TestCase):
             )
         )
         self.enterContext(mock.patch.object(refusals, "_refused", []))
+        # Memory of the host is aligned in any way.
+        self.enterContext(mock.patch.object(alignment, "FULL", alignment.LEAST))
         self.enterContext(mock.patch.object(region_graphs.split_off, "failed", dict))
         self.copies = self.enterContext(
             mock.patch.object(memcpy_nodes, "moving", return_value=[])
