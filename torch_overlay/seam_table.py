@@ -1082,7 +1082,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch.cuda.memory:memory_stats_as_nested_dict",
-        impl="torch_overlay._inductor.relaunch.pool_stats:memory_stats",
+        impl="torch_overlay._inductor.relaunch.pool_stats_hooks:memory_stats",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="22faec6b2d444326",
@@ -1100,7 +1100,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.scheduler:Scheduler._log_graph_partitions",
-        impl="torch_overlay._inductor.relaunch.partitions:log_graph_partitions",
+        impl="torch_overlay._inductor.relaunch.hooks:log_graph_partitions",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="f162f5e6ed14cf5a",
@@ -1118,7 +1118,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.ir:Switch.create",
-        impl="torch_overlay._inductor.relaunch.partitions:create_switch",
+        impl="torch_overlay._inductor.relaunch.hooks:create_switch",
         kind="wrap",
         patch="inductor-relaunch",
         fingerprint="b4b8981ee09e364e",

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch import first_runs, live, refusals
 from torch_overlay._inductor.relaunch.capture import make_graph
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.memory import arrange, chunks
@@ -51,7 +51,7 @@ class RelaunchTestCase(TestCase):
         self.device = self.enterContext(fake_device(self.native_module()))
 
     def tearDown(self):
-        runner.forget_all()  # what an exception still holds is not the next test's
+        live.forget_all()  # what an exception still holds is not the next test's
         self.assertEqual(self.device.open, 0, "a recording was left open")
         self.assertFalse(make_graph.capturing.locked())
         super().tearDown()
@@ -71,7 +71,7 @@ class RelaunchTestCase(TestCase):
     def cut_into_stages(self, least=1):
         """Let stages pay where one frees as few as `least` bytes."""
         limits = ((arrange, "GAIN", least), (arrange, "STEP", least), (arrange, "SMALL", 0))
-        for module, name, value in (*limits, (runner, "LARGE", 1), (chunks, "LITTLE", 0)):
+        for module, name, value in (*limits, (first_runs, "LARGE", 1), (chunks, "LITTLE", 0)):
             self.enterContext(mock.patch.object(module, name, value))
 
     def counted(self, name):
@@ -90,7 +90,7 @@ class GpuTestCase(TestCase):
     def tearDown(self):
         torch._dynamo.reset()
         gc.collect()
-        self.assertEqual(runner.live(), dict.fromkeys(runner.live(), 0))
+        self.assertEqual(live.counts(), dict.fromkeys(live.counts(), 0))
         super().tearDown()
 
 

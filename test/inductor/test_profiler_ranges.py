@@ -149,7 +149,7 @@ class TestLaunchesInC(TestLaunches, Native):
             with config.patch(nvtx=value):
                 run = self.runner(ADD)
             self.calls(run, 3)
-            ((state,), attempt) = run.states.values(), run.attempt
+            ((state,), attempt) = run.states.values(), run.states.attempt
             self.assertEqual(attempt != state.relaunch.call.attempt, is_named)
 
 

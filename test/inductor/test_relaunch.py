@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 import form
 from torch_overlay import config
-from torch_overlay._inductor.relaunch import hooks, keys, policy, refusals, runner
+from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
 from torch_overlay._inductor.relaunch.capture import allocations, capture
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
@@ -156,11 +156,11 @@ class TestLifeOfARegion(RelaunchTestCase):
 
     def test_finalizer_while_a_lock_is_held(self):
         run = self.runner(ADD)
-        for lock in (run.lock, allocations._hooks_lock):
+        for lock in (run.states.lock, allocations._hooks_lock):
             with lock:
                 self.assertTrue(lock.acquire(blocking=False))
                 lock.release()
-        with run.lock, allocations._hooks_lock:
+        with run.states.lock, allocations._hooks_lock:
             for _ in range(3):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([x, w])[0], x * w + x)
@@ -174,39 +174,39 @@ class TestLifeOfARegion(RelaunchTestCase):
         (state,) = run.states.values()
         weakref.finalize(state, lambda: called.append(run([torch.randn(4, 4), torch.randn(4, 4)])))
         del state
-        runner.forget_all()
+        live.forget_all()
         self.assertEqual((len(called), len(run.states)), (1, 1))
 
     def test_all_is_gone_with_the_runner(self):
         gc.collect()
-        before = runner.live()
+        before = live.counts()
         run = self.runner(ADD)
         for _ in range(3):
             run([torch.randn(4, 4), torch.randn(4, 4)])
-        self.assertEqual(runner.live()["templates"], before["templates"] + 1)
+        self.assertEqual(live.counts()["templates"], before["templates"] + 1)
         del run
         gc.collect()
-        self.assertEqual(runner.live(), before)
+        self.assertEqual(live.counts(), before)
 
     def test_reset_gives_up_the_graphs_of_code_that_lives_on(self):
         gc.collect()
-        before = runner.live()
+        before = live.counts()
         run = self.runner(ADD)
         for _rounds in range(2):
             for _ in range(3):
                 x, w = torch.randn(4, 4), torch.randn(4, 4)
                 self.assertEqual(run([x, w])[0], x * w + x)
-            self.assertEqual(runner.live()["templates"], before["templates"] + 1)
+            self.assertEqual(live.counts()["templates"], before["templates"] + 1)
             torch._dynamo.reset()
             gc.collect()
-            self.assertEqual(runner.live(), before)
+            self.assertEqual(live.counts(), before)
         self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
 
     def test_module_gets_its_allocator_back(self):
         run = self.runner(ADD)
         for _ in range(3):
             run([torch.randn(4, 4), torch.randn(4, 4)])
-        self.assertEqual(run.model.__globals__["empty_strided_cuda"], self.device.empty)
+        self.assertEqual(run.region.model.__globals__["empty_strided_cuda"], self.device.empty)
 
 
 class TestClosure(RelaunchTestCase):
@@ -807,7 +807,7 @@ def region(args):
 """
         run = self.runner(source, static=[1], mutated=[1])
         w = self.at(4)
-        with mock.patch.object(runner, "clone_flat", side_effect=AssertionError("it is copied")):
+        with mock.patch.object(compiled_region, "clone_flat", side_effect=AssertionError("it is copied")):
             for _ in range(4):
                 x = torch.randn(4, 4)
                 wanted = w + x
@@ -847,7 +847,7 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
             x = torch.randn(4, 4)
             self.assertEqual(run([x, w])[0], x * w + x)
         (state,) = run.states.values()
-        self.assertEqual(run.attempt, state.relaunch.call.attempt)
+        self.assertEqual(run.states.attempt, state.relaunch.call.attempt)
         self.assertEqual(state.relaunch.totals[0], 3)
 
     def test_finalizer_in_a_launch_by_torch(self):
@@ -880,9 +880,9 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
         for moves in (False, False, False, True, False):
             if moves:
                 w = torch.randn(4, 4)
-            before = runner.stats()["nodes_patched"]
+            before = live.stats()["nodes_patched"]
             held.append(run([x, w]))  # a new output each time, by the second node; scratch is where it was, or not
-            patched.append(runner.stats()["nodes_patched"] - before)
+            patched.append(live.stats()["nodes_patched"] - before)
             self.assertEqual(held[-1][0], x * w + x)
         self.assertEqual(patched[1], 2, "the first launch sets all nodes")
         self.assertLessEqual(max(patched), 2)
@@ -973,11 +973,11 @@ class TestLifeOfARegionInC(Native, TestLifeOfARegion):
         x, w = torch.randn(4, 4), torch.randn(4, 4)
         for _ in range(3):
             run([x, w])
-        attempt = run.attempt
+        attempt = run.states.attempt
         self.device.launchers.clear()
         run.forget()
         gc.collect()
-        self.assertIsNone(run.attempt)
+        self.assertIsNone(run.states.attempt)
         self.assertEqual(attempt([x, w])[0], x * w + x)
 
     def test_wrong_arguments(self):
@@ -1229,15 +1229,15 @@ class TestFailures(RelaunchTestCase):
             ADD.replace("    buf1 =", "    if fail:\n        raise ValueError('no')\n    buf1 =", 1), fail=[]
         )
         x, w = torch.randn(4, 4), torch.randn(4, 4)
-        run.model.__globals__["fail"].append(1)
+        run.region.model.__globals__["fail"].append(1)
         with self.assertRaisesRegex(ValueError, "no"):
             run([x, w])
-        run.model.__globals__["fail"].clear()
+        run.region.model.__globals__["fail"].clear()
         run([x, w])
-        run.model.__globals__["fail"].append(1)
+        run.region.model.__globals__["fail"].append(1)
         with self.assertRaisesRegex(ValueError, "no"):  # the capture fails, and then the compiled code
             run([x, w])
-        run.model.__globals__["fail"].clear()
+        run.region.model.__globals__["fail"].clear()
         for _ in range(3):
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual(self.counted("captures"), 1)
@@ -1424,10 +1424,10 @@ class TestPolicy(TestCase):
 
     def test_outputs_are_saved_by_a_forward(self):
         """Gradients after those that somebody looks at, and bases of views, are not."""
-        graph = SimpleNamespace(_overlay_visible_outputs=(0,))
+        graph = SimpleNamespace(relaunch_visible_outputs=(0,))
         for backward, inference, saved in ((False, False, {1, 2}), (True, False, ()), (False, True, ())):
             known = {"device_index": 0, "is_backward": backward, "is_inference": inference}
-            code = policy.describe(graph, (), stack_traces=[""] * 3, **known)
+            code = describe.describe(graph, (), stack_traces=[""] * 3, **known)
             self.assertEqual(code.saved_outputs, frozenset(saved))
 
     def test_off_is_off_for_inductor(self):
@@ -1476,13 +1476,13 @@ class TestPolicy(TestCase):
     def test_source_line(self):
         trace = '  File "/a/model.py", line 3, in forward\n    y = f(x)\n'
         trace += '  File "/a/b.py", line 9, in f\n    return x.sin()\n'
-        self.assertEqual(policy.source_line(trace), "/a/b.py:9: return x.sin()")
-        self.assertEqual(policy.source_line("nothing"), "")
+        self.assertEqual(describe.source_line(trace), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line("nothing"), "")
         inside = [f'  File "{torch.__file__}", line {n}, in f\n    g({n})\n' for n in (3, 9)]
-        self.assertEqual(policy.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
-        self.assertEqual(policy.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line("".join(inside)), f"{torch.__file__}:9: g(9)", "nothing is the user's")
+        self.assertEqual(describe.source_line(trace + inside[0]), "/a/b.py:9: return x.sin()")
         entered = f'  File "{contextlib.__file__}", line 137, in __enter__\n    return next(self.gen)\n'
-        self.assertEqual(policy.source_line(trace + entered), "/a/b.py:9: return x.sin()")
+        self.assertEqual(describe.source_line(trace + entered), "/a/b.py:9: return x.sin()")
 
     def test_refusal_is_logged_once(self):
         refusals._refused.clear()

@@ -294,10 +294,10 @@ def region(args):
 
     def test_globals_are_back_after_a_capture(self):
         run = self.region()
-        before = dict(run.model.__globals__)
+        before = dict(run.region.model.__globals__)
         for n, m in ((3, 5), (7, 2)):
             self.call(run, n, m)
-        self.assertEqual({k: v for k, v in run.model.__globals__.items() if before.get(k) is not v}, {})
+        self.assertEqual({k: v for k, v in run.region.model.__globals__.items() if before.get(k) is not v}, {})
 
     def test_without_shared_executables_each_size_has_its_own(self):
         with config.patch(cudagraph_executables=0):
@@ -500,7 +500,7 @@ def region(args):
 
     def test_no_more_than_the_bound_are_captured(self):
         run = self.region()
-        run.captures = run._most_captures
+        run.states.captures = run.states.most_captures
         for n, m in ((3, 5), (4, 6), (5, 5)):
             self.call(run, n, m)
         self.assertEqual(self.captures(), 0)
@@ -559,7 +559,7 @@ class TestDrawnRegions(AnySizeTestCase, RelaunchTestCase):
         for n, m in [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(6)]:
             skew = draw.choice((0, 0, 1, 2))
             x, y = (torch.randn(size + skew, dtype=DOUBLE)[skew:] for size in (n * m, n + m))
-            want = run.model([x.clone(), y.clone(), n, m])
+            want = run.region.model([x.clone(), y.clone(), n, m])
             self.assertEqual(list(run([x, y, n, m])), list(want), f"{n} x {m} of\n{source}")
         self.assertEqual(run.any_size.why_not, "", source)
         run.forget()

@@ -7,7 +7,7 @@ import unittest
 from typing import TYPE_CHECKING
 
 import form
-from torch_overlay._inductor.relaunch import causes, policy  # noqa: F401  # the policy adds a cause
+from torch_overlay._inductor.relaunch import causes, hooks  # noqa: F401  # with the policy's cause
 
 
 if TYPE_CHECKING:

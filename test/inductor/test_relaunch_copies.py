@@ -16,11 +16,13 @@ from torch._dynamo.utils import counters
 from torch._inductor.test_case import TestCase
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch import refusals, region_graphs
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.graph import driver as cu
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes, native_call
 from torch_overlay._inductor.relaunch.proof.nodes import CopyNode, FillNode, PointerSlot, Template
+from torch_overlay._inductor.relaunch.runner import Runner
+from torch_overlay._inductor.relaunch.states import State
 
 
 SLAB, ALIASED = 0x7F00_0000_0000, 0x2B75_A600_0000
@@ -188,10 +190,10 @@ class TestPatcher(TestCase):
 
     def test_region_whose_graph_is_made_anew_again_and_again_runs_without_one(self) -> None:
         patcher = self.make()
-        owner = runner.Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
-        state = runner.State()
+        owner = Runner(lambda inputs: None, Code("a region", 0), FakeDevice())
+        state = State()
         state.relaunch = SimpleNamespace(totals=(3, 0))  # type: ignore[assignment]
-        patcher.given_up = lambda why: runner._give_up(weakref.ref(owner), weakref.ref(state), why)
+        patcher.given_up = lambda why: region_graphs._give_up(weakref.ref(owner.region_graphs), weakref.ref(state), why)
         with mock.patch.object(Exec, "refuses", {100}), mock.patch.object(refusals, "refuse") as refuse:
             for i in range(memcpy_nodes.MOST_REBUILDS - 1):
                 patcher.patch([0x1000 * (i + 1), 0x2000])

@@ -76,7 +76,7 @@ class TestCounts(RelaunchTestCase):
         ((function,), total) = coverage.coverage().functions, coverage.coverage().kernels_outside
         causes = [(o.code, o.calls) for o in function.outside]
         self.assertEqual((total, causes), (60, [("warm-up", 8), ("first-calls", 12)]))
-        self.assertEqual(len(run.seen), 8)
+        self.assertEqual(len(run.states.seen), 8)
 
     def test_number_that_comes_again_after_many_that_did_not(self):
         with config.patch(cudagraph_templates=2):
@@ -85,11 +85,11 @@ class TestCounts(RelaunchTestCase):
             self.calls(run, 1, n)
         kept = list(run.states)
         self.calls(run, 3, 100)  # remembered, warmed up for, captured
-        self.assertEqual(run.captures, 1)
+        self.assertEqual(run.states.captures, 1)
         self.assertEqual(len(run.states), 2)
         self.assertIn(kept[-1], run.states)
         self.calls(run, 2, 101)  # the capture has begun a new count
-        self.assertEqual(run.captures, 2)
+        self.assertEqual(run.states.captures, 2)
 
     def test_graphs_that_were_dropped_are_counted(self):
         with config.patch(cudagraph_templates=1):
@@ -134,7 +134,7 @@ class TestCounts(RelaunchTestCase):
     def test_code_without_a_graph_is_counted(self):
         run = self.runner(ADD)
         made = coverage.CompiledCode(run.code, Partitions(((4, ""),)))
-        model = made.without_graph(run.model, "inductor", "it says so")
+        model = made.without_graph(run.region.model, "inductor", "it says so")
         for _ in range(3):
             model([torch.randn(4, 32)])
         seen = coverage.coverage()

@@ -20,8 +20,8 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._inductor.cache_key import overlay_key
-from torch_overlay._inductor.relaunch import coverage, refusals, runner, split_off
-from torch_overlay._inductor.relaunch.capture import culprit
+from torch_overlay._inductor.relaunch import coverage, refusals, split_off
+from torch_overlay._inductor.relaunch.capture import blame, culprit
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay.testing import simulated_gpu
 
@@ -188,7 +188,7 @@ def region(args):
 
     def test_operator_whose_kernel_the_proof_refuses(self):
         made = culprit.Culprit("culprits::waits.default", "f.py:3", "launches what it likes")
-        with mock.patch.object(runner, "find_launcher", return_value=made):
+        with mock.patch.object(blame, "find_launcher", return_value=made):
             (found,) = self.refused_by_the_proof("1 (kernel)")
         self.assertEqual((found.reason, found.operator, found.line), ("operator", made.operator, "f.py:3"))
         self.assertEqual(dict(split_off.failed()), {"culprits::waits.default": "launches what it likes"})

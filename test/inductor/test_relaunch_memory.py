@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 import form  # noqa: F401
 from torch_overlay import config
 from torch_overlay._functorch.streams.backward_hooks import donated_buffers
-from torch_overlay._inductor.relaunch import refusals, runner
+from torch_overlay._inductor.relaunch import first_runs, refusals
 from torch_overlay._inductor.relaunch.capture import address_space
 from torch_overlay._inductor.relaunch.capture.allocations import Lives
 from torch_overlay._inductor.relaunch.capture.device import Cuda
@@ -318,7 +318,7 @@ class TestStages(RelaunchTestCase):
         """Others are too little to cut a graph for, and to look for their ends takes time."""
         source = "def region(args):\n    x, y = args\n    args.clear()\n    z = x.sum() + y.sum()\n    return (z,)\n"
         for size, held, dying in ((2, False, {0}), (2, True, ()), (1, False, ())):
-            with mock.patch.object(runner, "LARGE", 8), self.subTest(size=size, held=held):
+            with mock.patch.object(first_runs, "LARGE", 8), self.subTest(size=size, held=held):
                 run, x = self.backward(source, mutated=()), [torch.randn(size)]
                 inputs = [x[0], torch.randn(1)]
                 if not held:
@@ -329,7 +329,10 @@ class TestStages(RelaunchTestCase):
 
     def test_each_size_shows_which_inputs_it_frees(self):
         source = "def region(args):\n    x, n = args\n    args.clear()\n    return (x.sum() + n,)\n"
-        with mock.patch.object(runner, "LARGE", 64), mock.patch.object(runner, "Watch", wraps=runner.Watch) as watched:
+        with (
+            mock.patch.object(first_runs, "LARGE", 64),
+            mock.patch.object(first_runs, "Watch", wraps=first_runs.Watch) as watched,
+        ):
             run = self.backward(source, mutated=())
             held = torch.randn(20)
             for n, inputs in ((4, [torch.randn(4)]), (16, [torch.randn(16)]), (20, [held])):

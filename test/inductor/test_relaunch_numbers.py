@@ -59,7 +59,7 @@ class TestNumbers(NumbersTestCase):
     def test_region_without_a_key_is_launched_at_once(self):
         fn = self.region()
         self.check(fn, range(3))
-        self.assertTrue(fn.attempt is not None or self.native_module() is None)
+        self.assertTrue(fn.states.attempt is not None or self.native_module() is None)
 
     def test_computed_in_python(self):
         self.check(
@@ -176,8 +176,8 @@ class TestNumbersInTheKey(NumbersTestCase):
     def in_key(self, fn, values, expected=lambda n: n):
         captures = len(set(values))
         self.check(fn, [n for n in values for _ in range(3)], expected, captures)
-        self.assertEqual(list(fn.kept), [1])
-        return fn.kept[1]
+        self.assertEqual(list(fn.keys.kept), [1])
+        return fn.keys.kept[1]
 
     def source(self, body):
         return f"""
@@ -203,7 +203,7 @@ def region(args):
 
     def test_reason_is_told_where_no_number_comes_again(self):
         fn = self.runner(self.source("torch.mul(x, n, out=out)"), numbers=[1])
-        fn.bound = 1
+        fn.states.bound = 1
         for n in range(2, 20):
             fn([torch.ones(4, dtype=torch.float64), n])
         self.assertIn("the number at input 1 is no parameter: TypeError", fn.refusals["first-calls"].message)
@@ -253,7 +253,7 @@ def region(args):
         x = torch.arange(4, dtype=torch.float64)
         for n, m in ((1, 1), (2, 1), (3, 1), (4, 0), (5, 0), (6, 0), (7, 1), (8, 0)):
             self.assertEqual(fn([x, n, m])[0], x * (n if m else 2 * n))
-        self.assertEqual((list(fn.kept), self.counted("captures")), ([2], 2))
+        self.assertEqual((list(fn.keys.kept), self.counted("captures")), ([2], 2))
 
     def test_other_threads_kernels_are_not_noted(self):
         import threading
@@ -269,14 +269,14 @@ def region(args):
         fn = self.runner(
             self.source("aside(x, n)\n    scale.run(x, out, n, stream=0)"), numbers=[1], scale=self.scale(), aside=aside
         )
-        kernel_of = lambda: fn.model.__globals__["scale"]  # noqa: E731
+        kernel_of = lambda: fn.region.model.__globals__["scale"]  # noqa: E731
         self.check(fn, range(4))
 
     def test_kernels_are_back_after_a_capture(self):
         kernel = self.scale()
         fn = self.runner(REGION.format("n"), numbers=[1], scale=kernel)
         self.check(fn, range(3))
-        self.assertIs(fn.model.__globals__["scale"], kernel)
+        self.assertIs(fn.region.model.__globals__["scale"], kernel)
 
 
 INTEGERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}

@@ -33,7 +33,7 @@ from torch._inductor.utils import fresh_cache, GraphPartitionMap
 import form
 from generated_text import normalised
 from torch_overlay import config, cudagraphs
-from torch_overlay._inductor.relaunch import coverage, policy, refusals, runner
+from torch_overlay._inductor.relaunch import coverage, live, policy, refusals
 from torch_overlay._inductor.relaunch.verify import Verified
 from torch_overlay.cudagraphs import RelaunchPolicy
 from torch_overlay.testing import compile_only, simulated_gpu
@@ -190,17 +190,17 @@ class TestOnTheHost(RelaunchTestCase):
             self.check(step, lambda: (torch.randn(8, 8), torch.randn(8, 8)))
         (made,) = self.made
         (state,) = made.states.values()
-        self.assertEqual((type(state.relaunch), made.bound), (Verified, 3))
+        self.assertEqual((type(state.relaunch), made.states.bound), (Verified, 3))
 
     def test_reset(self):
         """The runners are still referenced, as by a backward yet to run."""
-        before = runner.live()
+        before = live.counts()
         self.check(step, lambda: (torch.randn(8, 8), torch.randn(8, 8)))
-        self.assertEqual(runner.live()["templates"], before["templates"] + 1)
+        self.assertEqual(live.counts()["templates"], before["templates"] + 1)
         self.assertEqual(len(coverage.coverage().functions), 1)
         torch._dynamo.reset()
         gc.collect()
-        self.assertEqual((runner.live(), coverage.coverage().functions), (before, ()))
+        self.assertEqual((live.counts(), coverage.coverage().functions), (before, ()))
         self.assertIsNone(policy._thread.graph)
 
     def test_code_from_the_cache(self):
@@ -433,7 +433,7 @@ class TestNeeds(Compiling):
         def model(inputs):
             return inputs
 
-        graph = SimpleNamespace() if ALONE else SimpleNamespace(_overlay_partitions=())
+        graph = SimpleNamespace() if ALONE else SimpleNamespace(relaunch_partitions=())
         known = {"device_index": 0, "is_backward": False, "is_inference": is_inference}
         with simulated_gpu(), mock.patch.object(policy._thread, "graph", graph):
             model.__code__ = code.replace(co_freevars=model.__code__.co_freevars)

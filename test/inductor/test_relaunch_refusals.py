@@ -104,7 +104,7 @@ class TestOfInductor(RefusalTestCase):
                 disabled_cudagraphs_reason=None,
                 cudagraph_info=None,
                 partition_maps=[],
-                _overlay_partitions=Partitions((), reasons).plain(),
+                relaunch_partitions=Partitions((), reasons).plain(),
             )
             found = policy.why_not(compiled)
             self.assertEqual(found and found[0], expected)

@@ -14,7 +14,7 @@ import torch
 from relaunch_case import Native
 
 import form  # noqa: F401
-from torch_overlay._inductor.relaunch import runner
+from torch_overlay._inductor.relaunch import live
 from torch_overlay._inductor.relaunch.launch import native
 
 
@@ -68,7 +68,7 @@ class TestFunctionsOfTorch(Native):
         self.device.raw_delete = mock.Mock(side_effect=self.memory.delete)
         self.addCleanup(lambda: self.assertEqual(self.memory.held, {}))
         self.addCleanup(gc.collect)
-        self.addCleanup(runner.forget_all)
+        self.addCleanup(live.forget_all)
 
     def launch(self, run, times=1):
         for _ in range(times):

@@ -145,7 +145,7 @@ class TestSizes(SizesTestCase):
             run = self.sized(self.BRANCHED)
         for n in (3, 3, 5, 5, 6, 6, 10, 10, 7, 7):  # three shared ones: n % 5 in 0, 1, 2
             self.call(run, n)
-        self.assertEqual(len(run.sizes.executables), 2)
+        self.assertEqual(len(run.states.sizes.executables), 2)
         kept = {key[0] for key, state in run.states.items() if state.relaunch is not None}
         self.assertEqual(kept, {3, 5, 10, 7})
         self.assertEqual(self.executables(run), 3)
@@ -171,17 +171,17 @@ class TestSizes(SizesTestCase):
         for n in (3, 3, 4, 4, 5, 5, 6, 6):
             self.call(run, n)
         self.assertEqual(self.counted("captures"), 4)
-        self.assertGreater(took := run.sizes.captures_took, run.sizes.capture_takes)
-        run.sizes.capture_takes = 1e9
+        self.assertGreater(took := run.states.sizes.captures_took, run.states.sizes.capture_takes)
+        run.states.sizes.capture_takes = 1e9
         state = types.SimpleNamespace(alone=False, relaunch=None, spent=0.0)
         for few, seconds, waits in ((3, took, True), (4, took, False), (3, took + 1, False)):
             with mock.patch.multiple(sizes, EAGER=few, SECONDS=seconds):
-                self.assertIs(run.sizes.waits(state, run.states.values()), waits)
+                self.assertIs(run.states.sizes.waits(state, run.states.values()), waits)
         with mock.patch.multiple(sizes, EAGER=3, SECONDS=took):
             for _ in range(4):
                 self.call(run, 7)
             self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 4))
-            run.sizes.capture_takes = run.states[(7,)].spent / 2
+            run.states.sizes.capture_takes = run.states[(7,)].spent / 2
             self.call(run, 7)
             self.assertEqual((run.outside["size-waits"], self.counted("captures")), (3, 5))
             for n in (7, 6, 3):
@@ -242,7 +242,7 @@ class TestSizes(SizesTestCase):
             self.call(run, n)
         run.forget()
         gc.collect()
-        self.assertEqual(run.sizes.executables, [])
+        self.assertEqual(run.states.sizes.executables, [])
         for n in (3, 3, 4, 4, 5, 5):
             self.call(run, n)
 

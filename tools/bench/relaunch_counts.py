@@ -49,9 +49,10 @@ def figures(name: str) -> records.Figures:
     from torch._dynamo.utils import counters
 
     from relaunch_programs import by_name, Kit
-    from torch_overlay._inductor.relaunch import runner
+    from torch_overlay._inductor.relaunch import live
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory import arrange
+    from torch_overlay._inductor.relaunch.runner import Runner
 
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -67,7 +68,7 @@ def figures(name: str) -> records.Figures:
                 args.clear()
                 return tuple(module(*given))
 
-            run = runner.Runner(region, Code(name, 0, is_backward=is_backward), device)
+            run = Runner(region, Code(name, 0, is_backward=is_backward), device)
             call = lambda args: run(args)  # noqa: E731
             call._boxed_call = True  # type: ignore[attr-defined]
             return call
@@ -76,7 +77,7 @@ def figures(name: str) -> records.Figures:
         backend = aot_autograd(fw_compiler=compiled, bw_compiler=backward)
         stack.enter_context(mock.patch.object(Kit, "_how", lambda kit: {"backend": backend}))
         by_name(name).body(Kit("relaunched", "cpu"))
-        runner.forget_all()
+        live.forget_all()
     torch._dynamo.reset()
     found = counters["torch_overlay"]
     counted = {key: found[f"cudagraph_{key}"] for key in ("captures", "nodes", "refusals", "relaunches")}

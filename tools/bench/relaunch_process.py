@@ -158,10 +158,11 @@ def peak_of_device() -> Iterator[list[int]]:
 def watched_captures(step: Callable[[], Any]) -> list[float]:
     """MiB of the device that making each of relaunch's graphs takes beyond the graph: at its peak, without what the
     executable keeps. They are made once more for that, since whoever watches the device delays what uses it."""
-    from torch_overlay._inductor.relaunch import runner
+    from torch_overlay._inductor.relaunch import live
+    from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
 
     found: list[float] = []
-    original = runner.Runner._capture
+    original = RegionGraphs.make
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         before, reserved = device_used(), torch.cuda.memory_reserved()
@@ -176,14 +177,14 @@ def watched_captures(step: Callable[[], Any]) -> list[float]:
         found.append((peak[0] - before - kept) / MIB)
         return result
 
-    runner.forget_all()
+    live.forget_all()
     settled()
-    runner.Runner._capture = watched  # type: ignore[method-assign]
+    RegionGraphs.make = watched  # type: ignore[method-assign]
     try:
         for _ in range(3):
             step()
     finally:
-        runner.Runner._capture = original  # type: ignore[method-assign]
+        RegionGraphs.make = original  # type: ignore[method-assign]
     return found
 
 
@@ -198,7 +199,7 @@ def settled() -> int:
 def counters() -> dict[str, int]:
     """Of the overlay, and what its runner knows."""
     found = dict(torch._dynamo.utils.counters["torch_overlay"])
-    stats = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runner"), "stats", None)
+    stats = getattr(sys.modules.get("torch_overlay._inductor.relaunch.live"), "stats", None)
     for name, value in (stats() if stats else {}).items():
         found.setdefault(f"cudagraph_{name}", value)
     return found
@@ -206,7 +207,7 @@ def counters() -> dict[str, int]:
 
 def limit_of_relaunch() -> dict[str, float]:
     """The overlay's own graphs, launched with the pointers that they have: no patches, no allocation, no checks."""
-    replays = getattr(sys.modules.get("torch_overlay._inductor.relaunch.runner"), "bare_replays", None)
+    replays = getattr(sys.modules.get("torch_overlay._inductor.relaunch.live"), "bare_replays", None)
     functions = replays() if replays else []
     if not functions:
         return {}

@@ -149,9 +149,9 @@ class _Served:
         return device_used() / MIB, torch.cuda.memory_reserved() / MIB
 
     def _kept(self) -> dict[str, Any]:
-        from torch_overlay._inductor.relaunch import refusals, runner
+        from torch_overlay._inductor.relaunch import live, refusals
 
-        return {"executables": runner.live()["execs"], "refusals": refusals.refusals()[:3]}
+        return {"executables": live.counts()["execs"], "refusals": refusals.refusals()[:3]}
 
 
 def measure(rows: Sequence[str], sides: Sequence[str], limit: float) -> list[dict[str, Any]]:

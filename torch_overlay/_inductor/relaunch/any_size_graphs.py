@@ -26,11 +26,11 @@ from torch_overlay._inductor.relaunch.sizes.any_size import Seen
 
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch_overlay._inductor.relaunch.compiled_code import Code
-    from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
+    from torch_overlay._inductor.relaunch.call_keys import CallKeys
+    from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
+    from torch_overlay._inductor.relaunch.states import States
 
 MOST_SEEN = 4
 FAILURES = 3  # so many tries may fail
@@ -38,33 +38,21 @@ ANY = object()  # in the key of a graph for any size
 
 
 class Runner(Protocol):
-    """The runner of a region, as far as it is asked here. A state has the graph of its key as `relaunch`, or None."""
+    """The runner of a region, as far as it is asked here."""
 
-    model: Callable[[list[Any]], Any]
-    code: Code
-    device: Any
-    lock: Any
-    states: OrderedDict[Any, Any]
-    keyed: tuple[int, ...]  # positions of the inputs that are in a key
-    free: tuple[int, ...]  # positions of numbers that are in no key
-    scalars: frozenset[int]
-    seeds: frozenset[int]
+    region: CompiledRegion
+    keys: CallKeys
+    states: States
     plan: Plan | None
-    sizes: Sizes
     any_size: AnySizeGraph
 
     @property
-    def has_captured_enough(self) -> bool: ...
+    def region_graphs(self) -> Graphs: ...
 
-    def align(self, inputs: list[Any], positions: Sequence[int]) -> Any: ...
 
-    def launch(self, relaunch: Any, inputs: list[Any], originals: Sequence[Any], clones: Any) -> tuple[Any, ...]: ...
-
-    def touch(self, key: Any) -> None: ...
-
-    def drop(self, key: Any) -> None: ...
-
-    def add_graph(self, key: Any, made: Relaunch, nodes: int) -> Any: ...
+class Graphs(Protocol):
+    def add(self, key: Any, made: Relaunch, nodes: int) -> Any:
+        """Keep a graph as that of a new state, and return the state."""
 
 
 class AnySizeGraph:
@@ -83,9 +71,9 @@ class AnySizeGraph:
 
     def note(self, runner: Runner, inputs: Sequence[Any]) -> None:
         """Note the sizes of a call. Those of calls with empty tensors, which have no address, show too little."""
-        if len(self.seen) == MOST_SEEN or runner.scalars or runner.seeds or _has_empty(inputs):
+        if len(self.seen) == MOST_SEEN or runner.keys.scalars or runner.keys.seeds or _has_empty(inputs):
             return
-        numbers = {k: inputs[k] for k in runner.keyed}
+        numbers = {k: inputs[k] for k in runner.keys.keyed}
         if _are_integers(numbers) and all(other.numbers != numbers for other in self.seen):
             views = {k: view_of(v) for k, v in enumerate(inputs) if capture.is_region(v)}
             self.seen.append(Seen(numbers, views))
@@ -100,23 +88,23 @@ class AnySizeGraph:
         numbers, or if the size with this key has a graph of its own."""
         own = runner.states.get(key)
         is_known = self.key_of is not None or self.failures < FAILURES
-        if not runner.keyed or not is_known or (own is not None and own.relaunch is not None):
+        if not runner.keys.keyed or not is_known or (own is not None and own.relaunch is not None):
             return None
-        with runner.device.guard():
+        with runner.region.device.guard():
             if (state := self._state(runner, inputs)) is None:
                 return None
             originals = list(inputs)
-            clones = runner.align(inputs, range(len(inputs)))
+            clones = runner.region.align(inputs)
             if not clones:
                 originals.clear()
             try:
-                return runner.launch(state.relaunch, inputs, originals, clones)
+                return runner.region.launch(state.relaunch, inputs, originals, clones)
             except Misaligned:  # what is aligned above, so a number has another outcome
                 inputs[:] = originals or inputs
             except RuntimeError as error:
                 if launches_of(state.relaunch) or "NodeSetParams" not in str(error):
                     raise
-                with runner.lock:
+                with runner.states.lock:
                     self.failures, self.key_of = FAILURES, None
                     self._drop(runner)
                 self._fail(runner, str(error))
@@ -126,15 +114,15 @@ class AnySizeGraph:
     def _state(self, runner: Runner, inputs: Sequence[Any]) -> Any:
         key_of = self.key_of  # another thread may drop the graph
         if key_of is not None and (state := runner.states.get(key := key_of(inputs))) is not None:
-            runner.touch(key)
+            runner.states.touch(key)
             return state
         if self.failures >= FAILURES or runner.plan is None or self._obstacle(runner) or _has_empty(inputs):
             return None
-        numbers = {k: inputs[k] for k in runner.keyed}
+        numbers = {k: inputs[k] for k in runner.keys.keyed}
         seen, varied = self._most_different(numbers)
         if seen is None or not (varied > self.varied or (varied == self.varied and not _keys(runner))):
             return None
-        if runner.has_captured_enough or not _are_integers(numbers) or not capturing.acquire(blocking=False):
+        if runner.states.has_captured_enough or not _are_integers(numbers) or not capturing.acquire(blocking=False):
             return None
         try:
             return self._make(runner, inputs, seen, varied)
@@ -162,9 +150,9 @@ class AnySizeGraph:
             "it draws random numbers": plan.random,
             "it returns memory that generated code does not allocate": plan.operators or plan.watch or plan.opaque,
             "it frees inputs while it runs, and the launch of a whole graph keeps them": self.frees_inputs,
-            "tensors in host memory are in the key": runner.scalars or runner.seeds,
+            "tensors in host memory are in the key": runner.keys.scalars or runner.keys.seeds,
             "a number in the key is no integer": any(type(value) is not int for value in own),
-            "torch_overlay.config.cudagraph_executables is 0": not runner.sizes.bound,
+            "torch_overlay.config.cudagraph_executables is 0": not runner.states.sizes.bound,
         }
         return next((why for why, prevents in obstacles.items() if prevents), "")
 
@@ -179,35 +167,38 @@ class AnySizeGraph:
 
     def _make(self, runner: Runner, inputs: Sequence[Any], seen: Seen, varied: frozenset[int]) -> Any:
         assert runner.plan is not None
+        region = runner.region
         alignments = [LEAST] * len(inputs)
-        for k in runner.code.static_inputs:
+        for k in region.code.static_inputs:
             if capture.is_region(inputs[k]):
                 alignments[k] = min(LEAST, alignment_of(address_of(inputs[k])))
         # Memory of saved outputs is not put together, for a launch could not know how.
-        code = dataclasses.replace(runner.code, saved_outputs=frozenset(), is_backward=False)
-        free = {k: inputs[k] for k in runner.free}
+        code = dataclasses.replace(region.code, saved_outputs=frozenset(), is_backward=False)
+        free = {k: inputs[k] for k in runner.keys.free}
         numbers = free | {k: inputs[k] for k in varied}
         others = {k: another(v) for k, v in free.items()} | {k: seen.numbers[k] for k in varied}
-        work = Work(runner.device, runner.model, inputs, alignments, runner.plan, code, runner.sizes, numbers)
+        rest = runner.plan, code, runner.states.sizes, numbers
+        work = Work(region.device, region.model, inputs, alignments, *rest)
         arrangement, (launcher,), sized = make_graph_for_any_size(work, Seen(others, seen.views))
-        made = Relaunch(runner.device, arrangement.layout, launcher, runner.code.static_inputs, alignments, sized=sized)
-        refusals.log.info("%s: a graph of %d nodes for any size", runner.code.name, launcher.nodes)
+        static = region.code.static_inputs
+        made = Relaunch(region.device, arrangement.layout, launcher, static, alignments, sized=sized)
+        refusals.log.info("%s: a graph of %d nodes for any size", region.code.name, launcher.nodes)
         self.note(runner, inputs)
-        rest = keys.key_of([k for k in runner.keyed if k not in varied], ())
-        with runner.lock:
+        others_of = keys.key_of([k for k in runner.keys.keyed if k not in varied], ())
+        with runner.states.lock:
             if runner.any_size is not self:  # it was told to forget meanwhile
                 return None
             self._drop(runner)
-            self.varied, self.key_of, self.why_not = varied, lambda inputs: (ANY, rest(inputs)), ""
-            return runner.add_graph(self.key_of(inputs), made, launcher.nodes)
+            self.varied, self.key_of, self.why_not = varied, lambda inputs: (ANY, others_of(inputs)), ""
+            return runner.region_graphs.add(self.key_of(inputs), made, launcher.nodes)
 
     def _fail(self, runner: Runner, why: str) -> None:
-        refusals.log.info("%s: no graph for any size: %s", runner.code.name, why)
+        refusals.log.info("%s: no graph for any size: %s", runner.region.code.name, why)
         self.failures, self.why_not = self.failures + 1, why
 
     def _drop(self, runner: Runner) -> None:
         for key in _keys(runner):
-            runner.drop(key)
+            runner.states.drop(key)
 
 
 def _are_integers(numbers: Mapping[int, Any]) -> bool:

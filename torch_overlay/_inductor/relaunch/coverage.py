@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import Any, Protocol, TYPE_CHECKING
 
 from torch_overlay._inductor.relaunch import refusals
 from torch_overlay._inductor.relaunch.causes import CAUSES
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.partitions import Partitions
-    from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
-    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
     from torch_overlay._inductor.relaunch.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -36,12 +34,22 @@ _made = 0
 _forgotten = 0  # refusals before the last reset
 
 
+class Copies(Protocol):
+    """Inputs that are kept on the device, and how often one was copied."""
+
+    copies: int
+
+
 class CompiledCode:
     """Compiled code that asked for graphs. Its runners hold it; where there are none, the function that stands for it
-    does."""
+    does. `rewrites`: kind and the user's line of each."""
 
     def __init__(
-        self, code: Code, partitions: Partitions, rewrites: Sequence[Rewrite] = (), residents: Residents | None = None
+        self,
+        code: Code,
+        partitions: Partitions,
+        rewrites: Sequence[tuple[str, str]] = (),
+        residents: Copies | None = None,
     ) -> None:
         global _made
         _made += 1

@@ -15,17 +15,9 @@ import torch._inductor.config as inductor_config
 
 from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import attachments, partitions
-from torch_overlay._inductor.relaunch.compiled_code import Code
-from torch_overlay._inductor.relaunch.policy import (
-    compiled_frame,
-    describe_whole,
-    forget,
-    is_of_others,
-    RelaunchPolicy,
-    rewritten,
-)
-from torch_overlay._inductor.relaunch.refusals import refuse, Refused
+from torch_overlay._inductor.relaunch import attachments, notes, partitions
+from torch_overlay._inductor.relaunch.describe import describe_whole
+from torch_overlay._inductor.relaunch.policy import forget, is_set, refuse_cpp_wrapper, RelaunchPolicy, rewritten
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
@@ -37,10 +29,18 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-    from torch_overlay._inductor.relaunch.partitions import Partitions
-
 RELAUNCH = RelaunchPolicy()
 attachments.attach()
+
+
+def is_of_others() -> bool:
+    """True if the user has set a policy that isn't ours."""
+    return inductor_config.cudagraph_policy is not None and not is_set()
+
+
+def are_ours() -> bool:
+    """True if code that is compiled now gets our graphs where it asks for graphs."""
+    return config.cudagraphs == "relaunch" and not is_of_others()
 
 
 def chosen_mode(device_box: Any) -> str:
@@ -67,9 +67,8 @@ def _is_rewritten(cudagraphs: Any) -> bool:
     from torch._inductor.virtualized import V
 
     asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
-    ours = config.cudagraphs == "relaunch" and not is_of_others()
     allowed = config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation
-    return bool(asked and ours and allowed)
+    return bool(asked and are_ours() and allowed)
 
 
 def _donated() -> Sequence[int]:
@@ -89,7 +88,7 @@ def post_compile(
     """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
     what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
     saves. If the option asks for it, name its calls in profiles."""
-    found = Rewrites.read(getattr(compiled, "_overlay_rewrites", ()))
+    found = Rewrites.read(getattr(compiled, "relaunch_rewrites", ()))
     residents = Residents(found.resident)
     try:
         with _choosing(graph_kwargs, found, residents):
@@ -127,13 +126,12 @@ def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Resident
 
 def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
     """Seam: call the original for trees alone, since only trees have generations."""
-    if not isinstance(inductor_config.cudagraph_policy, RelaunchPolicy):
+    if not is_set():
         original(compiled_graph, device_box)
 
 
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Seam of CompiledFxGraph.__init__: note which outputs of a graph the user sees, and what was split off. The FX
-    graph is not available later, when the code is taken from the cache. Also note if the constructor disables CUDA
+    """Seam of CompiledFxGraph.__init__: note what only the FX graph says, and if the constructor disables CUDA
     graphs."""
     from torch_overlay._inductor.streams.alignment import left_to_runtime
 
@@ -143,43 +141,35 @@ def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwa
     original(compiled, *args, **kwargs)
     if before and not wanted:
         wanted.overlay_wanted = True
-    (output,) = given["gm"].graph.find_nodes(op="output")
-    compiled._overlay_visible_outputs = tuple(output.meta.get("user_visible_output_idxs", ()))
-    notes = partitions.of_graph(given["graph"])
-    compiled._overlay_partitions = notes.plain()
-    compiled._overlay_rewrites = rewrites.current().plain()
+    notes.note(compiled, given["graph"], given["gm"])
+    compiled.relaunch_rewrites = rewrites.current().plain()
     compiled._overlay_owners = owners_of(given["graph"])
-    compiled._overlay_numbers = free_numbers(given["gm"], notes)
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
-
-
-def free_numbers(gm: Any, notes: Partitions) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of the inputs that are integers on which no tensor's size or stride depends: those of the
-    graph, then those of each partition, which count from the end. Offsets don't matter here: where generated code makes
-    a view, its offset is computed from the number in sight, and an input's is in its address."""
-    from torch import SymInt, Tensor
-    from torch.fx.experimental.symbolic_shapes import free_symbols
-    from torch.utils._pytree import tree_leaves
-
-    in_shapes: set[str] = set()
-    for module in gm.modules():
-        for node in getattr(getattr(module, "graph", None), "nodes", ()):
-            tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-            for shape in [dims for tensor in tensors for dims in (tensor.size(), tensor.stride())]:
-                in_shapes.update(map(str, free_symbols(shape)))
-    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    names = [str(v.node.expr) if isinstance(v, SymInt) and v.node.expr.is_Symbol else None for v in values]
-
-    def free(symbols: Sequence[str | None]) -> Iterator[int]:
-        return (k for k, symbol in enumerate(symbols) if symbol is not None and symbol not in in_shapes)
-
-    partitions = [tuple(k - len(symbols) for k in free(symbols)) for _, _, symbols in notes.graphs]
-    return tuple(free(names)), *partitions
 
 
 def is_cudagraph_unsafe_fx_node(original: Callable[[Any], bool], node: Any) -> bool:
     """Seam: True for what we split off, too."""
-    return original(node) or (not is_of_others() and partitions.is_unsafe(node))
+    return original(node) or (are_ours() and partitions.is_unsafe(node))
+
+
+def log_graph_partitions(
+    original: Callable[..., None], scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]
+) -> None:
+    """Seam of Scheduler._log_graph_partitions: note each partition."""
+    from torch._inductor.virtualized import V
+
+    partitions.note(V.graph, scheduler, parts, signatures)
+    original(scheduler, parts, signatures)
+
+
+def create_switch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Seam of ir.Switch.create: the lowering of torch.cond and torch.switch has just taken the graph from the whole
+    code."""
+    from torch._inductor.virtualized import V
+
+    if config.cudagraphs == "relaunch":
+        partitions.give_back_graphs(V.graph)
+    return original(*args, **kwargs)
 
 
 def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagraph_skip: bool = True) -> dict[str, Any]:
@@ -189,8 +179,7 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
     asked = inductor_config.triton.cudagraphs and log_cudagraph_skip and not V.aot_compilation
     changed = original(log_cudagraph_skip)
     if asked and not changed["triton.cudagraphs"] and config.cudagraphs == "relaunch":
-        message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
-        refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
+        refuse_cpp_wrapper()
     return changed
 
 
@@ -201,8 +190,7 @@ def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
 
     from torch_overlay._inductor.streams.codegen import has_streams
 
-    ours = config.cudagraphs == "relaunch" and not is_of_others()
-    asked = inductor_config.triton.cudagraphs and ours and config.cudagraph_concurrency
+    asked = inductor_config.triton.cudagraphs and are_ours() and config.cudagraph_concurrency
     if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
         with inductor_config.patch(allow_buffer_reuse=False):
             return original(wrapper)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch_overlay import config
 from torch_overlay._inductor.relaunch import split_off
 from torch_overlay._inductor.relaunch.capture.culprit import name_of
 from torch_overlay._inductor.relaunch.causes import of_partition
@@ -13,7 +12,7 @@ from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 CONTROL_FLOW = ("cond", "switch", "while_loop", "while_loop_stack_output", "scan")
 SMALL = "fewer kernels than torch._inductor.config.triton.cudagraph_min_partition_size"
@@ -48,28 +47,22 @@ class Partitions(NamedTuple):
 
 def of_graph(graph: Any) -> Partitions:
     """Return the notes of a graph that Inductor has generated code for."""
-    found = getattr(graph, "_overlay_partitions", None)
+    found = getattr(graph, "relaunch_partitions", None)
     if found is None:  # it isn't partitioned
         scheduler = getattr(graph, "scheduler", None)
         found = Partitions() if scheduler is None else Partitions(((*_counted(scheduler.nodes), ()),))
     return found
 
 
-def log_graph_partitions(
-    original: Callable[..., None], scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]
-) -> None:
-    """Seam of Scheduler._log_graph_partitions: note each partition."""
-    from torch._inductor.virtualized import V
-
+def note(graph: Any, scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """Note the partitions of a graph for `of_graph`, when the scheduler has made them."""
     counted, rows = [], []
     for partition, signature in zip(partitions, signatures):
         if signature.skip_cudagraph:
             rows += [_why(scheduler, node) for node in partition if _launches(node)]
         else:
             counted.append((*_counted(partition), tuple(symbol.name for symbol in signature.symbol_inputs)))
-    graph: Any = V.graph
-    graph._overlay_partitions = Partitions(tuple(counted), tuple(rows))
-    original(scheduler, partitions, signatures)
+    graph.relaunch_partitions = Partitions(tuple(counted), tuple(rows))
 
 
 def _counted(nodes: Sequence[Any]) -> tuple[int, str]:
@@ -128,21 +121,17 @@ def is_control_flow(node: Any) -> bool:
 def is_unsafe(node: Any) -> bool:
     """True if an FX node can't be in a graph for a reason that is ours: a collective (`policy`, Note [Collectives]),
     control flow, or an operator in which a capture failed."""
-    return config.cudagraphs == "relaunch" and (
+    return (
         getattr(node.target, "namespace", None) in COMMUNICATION
         or is_control_flow(node)
         or (bool(split_off.failed()) and name_of(node.target) in split_off.failed())
     )
 
 
-def create_switch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Seam of ir.Switch.create: the lowering of torch.cond and torch.switch has just taken the graph from the whole
-    code; where the code is partitioned, it is split off alone."""
+def give_back_graphs(graph: Any) -> None:
+    """Undo that control flow has just taken CUDA graphs from the whole code, where it is split off alone."""
     import torch._inductor.config as inductor_config
-    from torch._inductor.virtualized import V
 
-    graph: Any = V.graph
     is_taken = (graph.disable_cudagraphs_reason or "").startswith("control flow operator")
-    if is_taken and config.cudagraphs == "relaunch" and inductor_config.graph_partition:
+    if is_taken and inductor_config.graph_partition:
         graph.disable_cudagraphs_reason = None
-    return original(*args, **kwargs)

@@ -20,8 +20,8 @@ are split off, between graphs: they run as compiled, and their order across rank
 can't be split, or an operator of the user's contains a collective, there is no graph.
 
 Note [What a policy can't do]
-The policy works in a process without any seam. What comes before there is compiled code is out of its reach, and is
-done by seams (`hooks`, `partitions`, `rewrites`):
+The policy works by itself. What comes before there is compiled code is out of its reach, and is done where code is
+compiled (`notes`, `partitions`, `rewrites`):
 
 1. Where code is cut. Inductor itself doesn't split off collectives, `torch.cond`, and operators in which a capture
    failed; a region with them is refused, the whole code for `torch.cond`. Inductor does cut at operators that the user
@@ -51,15 +51,14 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.cudagraph_utils import CUDAGraphPolicy
 
 from torch_overlay import config
-from torch_overlay._functorch.streams.ids import index_now, written_index
 from torch_overlay._inductor import profiler_ranges
-from torch_overlay._inductor.relaunch import attention_seeds, coverage
+from torch_overlay._inductor.relaunch import attention_seeds, coverage, notes
+from torch_overlay._inductor.relaunch.capture.streams import exchanges
 from torch_overlay._inductor.relaunch.causes import Cause, CAUSES
 from torch_overlay._inductor.relaunch.compiled_code import Code
+from torch_overlay._inductor.relaunch.describe import compiled_frame, describe, describe_partition, describe_whole
 from torch_overlay._inductor.relaunch.on_reset import on_reset
-from torch_overlay._inductor.relaunch.partitions import Partitions
 from torch_overlay._inductor.relaunch.refusals import refuse, Refused
-from torch_overlay._inductor.user_lines import source_line
 
 
 if TYPE_CHECKING:
@@ -67,13 +66,14 @@ if TYPE_CHECKING:
 
     from torch._inductor.output_code import CompiledFxGraph
 
-    from torch_overlay._inductor.relaunch.rewrites.graph import Rewrite
-    from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+    from torch_overlay._inductor.relaunch.coverage import Copies
 
+SPLIT_ATTENTION = (
+    "attention is split off by torch._inductor.config.custom_should_partition_ops = "
+    '["aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward"]'
+)
 CAUSES["policy-alone"] = Cause(
-    "the caller's streams, or memory-efficient attention in training, with a policy alone",
-    "enable the overlay; attention is split off by torch._inductor.config.custom_should_partition_ops = "
-    '["aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_efficient_attention_backward"]',
+    "the caller's streams, or memory-efficient attention in training, with a policy alone", SPLIT_ATTENTION
 )
 
 
@@ -86,7 +86,7 @@ class _Thread(threading.local):
     graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
     record: Any = None  # its coverage.CompiledCode, if it asked for graphs
     is_wrapped = False  # did Inductor ask for graphs of it?
-    rewrites: tuple[Sequence[Rewrite], Residents] | None = None  # what a seam knows of it
+    rewrites: tuple[Sequence[tuple[str, str]], Copies] | None = None  # of code that asked for graphs
 
 
 _thread = _Thread()
@@ -100,9 +100,9 @@ class RelaunchPolicy(CUDAGraphPolicy):
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
         if _thread.rewrites is not None or _is_asked(compiled_graph):
-            notes = Partitions.read(getattr(compiled_graph, "_overlay_partitions", ()))
+            parts = notes.partitions_of(compiled_graph)
             made, residents = _thread.rewrites or ((), None)
-            record = coverage.CompiledCode(describe_whole(compiled_graph), notes, made, residents)
+            record = coverage.CompiledCode(describe_whole(compiled_graph), parts, made, residents)
             if (found := why_not(compiled_graph)) is not None:
                 record.without = found
                 refuse(Refused(record.code, *found))
@@ -159,16 +159,15 @@ def forget() -> None:
     _thread.graph = _thread.record = None
 
 
-def is_of_others() -> bool:
-    """True if the user has set a policy that isn't ours."""
+def is_set() -> bool:
+    """True if code that asks for CUDA graphs gets relaunched ones."""
     import torch._inductor.config as inductor_config
 
-    policy = inductor_config.cudagraph_policy
-    return policy is not None and not isinstance(policy, RelaunchPolicy)
+    return isinstance(inductor_config.cudagraph_policy, RelaunchPolicy)
 
 
 @contextlib.contextmanager
-def rewritten(made: Sequence[Rewrite], residents: Residents) -> Iterator[None]:
+def rewritten(made: Sequence[tuple[str, str]], residents: Copies) -> Iterator[None]:
     """Code that is wrapped inside asked for graphs, and was rewritten so."""
     before, _thread.rewrites = _thread.rewrites, (made, residents)
     try:
@@ -210,13 +209,19 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
         advice = [advice for about, advice in ADVICE.items() if about in text]
         return "inductor", "; ".join([text, *advice])
     if _is_partitioned(compiled) and not compiled.partition_maps:
-        rows = Partitions.read(getattr(compiled, "_overlay_partitions", ())).split_off
+        rows = notes.partitions_of(compiled).split_off
         if rows and all(row.code == "split-streams" for row in rows):
             return None
         reasons = "; ".join(dict.fromkeys(row.reason for row in rows))
         message = f"all of it is split off: {reasons or 'Inductor does not say why'}"
         return "split", f"{message}. What stands between such operations in one function would get a graph"
     return None
+
+
+def refuse_cpp_wrapper() -> None:
+    """Report that code with a C++ wrapper gets no graph, since Inductor turns graphs off before there is any code."""
+    message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"
+    refuse(Refused(Code(compiled_frame(), device=0), "cpp-wrapper", message))
 
 
 def _launches(compiled: Any) -> bool:
@@ -226,14 +231,20 @@ def _launches(compiled: Any) -> bool:
     return not compiled.kernel_free_cudagraph and any(map(is_gpu, compiled.device_types))
 
 
+def _is_partitioned(graph: Any) -> bool:
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.graph_partition and getattr(graph, "partition_maps", None) is not None
+
+
 def _wrap(
     model: Callable[..., Any], code: Code, number: int, *, is_inference: bool = False, **_: Any
 ) -> Callable[..., Any]:
     from torch_overlay._inductor.relaunch.runner import Runner
 
     record = _thread.record
-    if (why := _needs_hooks(model, is_inference)) is not None:
-        found = "policy-alone", f"without the overlay {why}"
+    if (why := _is_alone(model, is_inference)) is not None:
+        found = "policy-alone", f"with a policy alone {why}"
         refuse(Refused(code, *found))
         if record is not None:
             record.without = found
@@ -244,151 +255,13 @@ def _wrap(
     return made
 
 
-def _needs_hooks(model: Callable[..., Any], is_inference: bool) -> str | None:
-    """Return what would go wrong in a graph of generated code, if it was compiled without our hooks."""
+def _is_alone(model: Callable[..., Any], is_inference: bool) -> str | None:
+    """Return what would go wrong in a graph of generated code, if it was compiled without notes, or if captures don't
+    know of the caller's streams."""
     names = getattr(getattr(model, "__code__", None), "co_names", ())
-    if _had_hooks(_thread.graph):
-        return None
-    if not STREAMS.isdisjoint(names):
+    is_noted = notes.are_there(_thread.graph)
+    if not STREAMS.isdisjoint(names) and not (is_noted and exchanges):
         return "work on streams of the caller's would not be captured"
-    if not is_inference and not ATTENTION.isdisjoint(names):
+    if not is_inference and not ATTENTION.isdisjoint(names) and not is_noted:
         return "seeds of attention would be where the operators don't expect them"
     return None
-
-
-# ---- descriptions
-
-
-def describe(
-    graph: Any,
-    static_input_idxs: Sequence[int],
-    *,
-    device_index: int,
-    is_backward: bool,
-    is_inference: bool,
-    stack_traces: Sequence[str | None] = (),
-    placeholders: Sequence[Any] = (),
-    mutated_input_idxs: Sequence[int] = (),
-    partition: int | None = None,
-    **_: Any,
-) -> Code:
-    """Describe a graph, or the partition of it that has this number. The graph is unknown to a policy that is called by
-    another one."""
-    kind, name = _named(is_backward, is_inference)
-    maps = getattr(graph, "partition_maps", None) or ()
-    if partition is not None and len(maps) > 1:
-        name += f", partition {partition}"
-    return Code(
-        name=name,
-        device=index_now(written_index(device_index)),  # that of this rank, whichever compiled the code
-        static_inputs=tuple(static_input_idxs),
-        mutated_inputs=tuple(mutated_input_idxs),
-        saved_outputs=_saved(graph, partition, len(stack_traces)) if kind == "forward" else frozenset(),
-        is_backward=is_backward,
-        source=_first_kernel(graph, partition or 0) or _first_line(placeholders, stack_traces),
-        compile_id=_compile_id() if _had_hooks(graph) else None,
-        numbers=frozenset(_numbers(graph, partition)),
-    )
-
-
-def describe_partition(
-    graph: CompiledFxGraph,
-    number: int,
-    static_input_idxs: Sequence[int],
-    *,
-    stack_traces: Sequence[str | None] = (),
-    placeholders: Sequence[Any] = (),
-    mutated_input_idxs: Sequence[int] = (),
-    **kwargs: Any,
-) -> Code:
-    assert graph.partition_maps is not None
-    partition = graph.partition_maps[number]
-    inputs = partition.input_index_mapping
-    return describe(
-        graph,
-        [i for i, k in enumerate(inputs) if k in static_input_idxs],
-        stack_traces=[stack_traces[among[0]] if among else None for among in partition.output_index_mapping],
-        placeholders=[placeholders[k] for k in inputs if k is not None],
-        mutated_input_idxs=[i for i, k in enumerate(inputs) if k in mutated_input_idxs],
-        partition=number,
-        **kwargs,
-    )
-
-
-def _numbers(graph: Any, partition: int | None) -> tuple[int, ...]:
-    whole, *partitions = getattr(graph, "_overlay_numbers", ((),))
-    if partition is None:
-        return whole
-    return partitions[partition] if partition < len(partitions) else ()
-
-
-def _first_kernel(graph: Any, number: int) -> str:
-    graphs = Partitions.read(getattr(graph, "_overlay_partitions", ())).graphs
-    return graphs[number][1] if number < len(graphs) else ""
-
-
-def describe_whole(compiled: Any) -> Code:
-    """Describe code that Inductor makes no graph of, for a refusal."""
-    settings, info = compiled.fx_kwargs, compiled.cudagraph_info
-    is_backward = bool(settings.get("is_backward"))
-    _, name = _named(is_backward, bool(settings.get("is_inference")))
-    source = source_line((compiled.disabled_cudagraphs_reason or "").partition("Found from")[2])
-    if not source and info is not None:
-        source = _first_line(info.placeholders, info.stack_traces or ())
-    device = index_now(written_index(next(iter(compiled.device_idxs), 0)))
-    return Code(name, device, is_backward=is_backward, source=source, compile_id=_compile_id())
-
-
-def _named(is_backward: bool, is_inference: bool) -> tuple[str, str]:
-    kind = "backward" if is_backward else "inference" if is_inference else "forward"
-    return kind, f"{kind} of {compiled_frame()}"
-
-
-def _compile_id() -> Any:
-    from torch._guards import CompileContext
-
-    return CompileContext.current_compile_id()
-
-
-def compiled_frame() -> str:
-    return f"compiled frame {_compile_id() or '?'}"
-
-
-def _first_line(placeholders: Sequence[Any], stack_traces: Sequence[str | None]) -> str:
-    traces = [t for p in placeholders for u in p.users if (t := u.stack_trace)] + [t for t in stack_traces if t]
-    return source_line(traces[0]) if traces else ""
-
-
-def _had_hooks(graph: Any) -> bool:
-    """True if a graph was compiled with our hooks in place."""
-    return hasattr(graph, "_overlay_partitions")
-
-
-def _is_partitioned(graph: Any) -> bool:
-    import torch._inductor.config as inductor_config
-
-    return inductor_config.graph_partition and getattr(graph, "partition_maps", None) is not None
-
-
-def _saved(graph: Any, partition: int | None, outputs: int) -> frozenset[int]:
-    """Return the outputs of a forward that are saved for the backward: those after the outputs that the user sees. An
-    output of a partition that only the next partition reads is not among them."""
-    first = _first_saved(graph)
-    if first is None:
-        return frozenset()
-    if partition is None:
-        return frozenset(range(first, outputs))
-    mapping = enumerate(graph.partition_maps[partition].output_index_mapping)
-    return frozenset(i for i, among in mapping if among and min(among) >= first)
-
-
-def _first_saved(graph: Any) -> int | None:
-    """Return the number of a forward's first output that is saved for the backward; None if it isn't known. Without a
-    seam, AOTAutograd knows it while it compiles, not when the code comes from its cache."""
-    from torch._guards import TracingContext
-
-    visible = getattr(graph, "_overlay_visible_outputs", None)
-    if visible is not None:
-        return max(visible) + 1 if visible else None
-    context = TracingContext.try_get()
-    return None if context is None or context.fw_metadata is None else context.fw_metadata.num_forward

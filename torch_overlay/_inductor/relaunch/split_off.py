@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MOST = 8  # times that a frame is compiled again; where more operators fail, it runs without a graph
-FILE = "torch_overlay_failed_operators.json"
+FILE = "cudagraph_failed_operators.json"
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _invalidate(compile_id: Any) -> bool:
             if entry.compile_id == compile_id and not isinstance(guards, DeletedGuardManagerWrapper):
                 if len(entries) >= config.recompile_limit - 1:
                     return False
-                why = "torch_overlay splits off an operator that a CUDA graph can't hold"
+                why = "an operator that a CUDA graph can't hold is split off"
                 guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper(why))
                 return True
     return False

@@ -1,8 +1,6 @@
 # Owner(s): ["module: inductor"]
 
 import contextlib
-import threading
-from collections import OrderedDict
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,11 +12,12 @@ from torch._inductor.cudagraph_relaunch import (
 )
 from torch._inductor.cudagraph_relaunch.allocations import Plan
 from torch._inductor.cudagraph_relaunch.any_size_graphs import AnySizeGraph
+from torch._inductor.cudagraph_relaunch.call_keys import CallKeys
 from torch._inductor.cudagraph_relaunch.compiled_code import Code
 from torch._inductor.cudagraph_relaunch.make_graph import capturing
 from torch._inductor.cudagraph_relaunch.native_call import Misaligned
 from torch._inductor.cudagraph_relaunch.nodes import Refusal
-from torch._inductor.cudagraph_relaunch.sizes import Sizes
+from torch._inductor.cudagraph_relaunch.states import State, States
 from torch._inductor.cudagraph_relaunch.traced import Escaped
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -32,21 +31,16 @@ def call(*numbers):
     return [torch.zeros(max(numbers)), *numbers]
 
 
-class Runner:
-    """The runner of a region with two numbers in its key, and a third in none."""
+class Region:
+    """A region, of which calls are noted. `clones` are the copies that it makes."""
 
-    has_captured_enough, keyed, free = False, (1, 2), ()
-    scalars = seeds = frozenset()
-    plan, code, model = Plan(), CODE, None
+    code, model = CODE, None
 
     def __init__(self):
         self.device = SimpleNamespace(guard=contextlib.nullcontext)
-        self.states, self.lock, self.sizes = OrderedDict(), threading.RLock(), Sizes(8)
-        self.any_size = AnySizeGraph()
-        self.clones, self.launched, self.touched = [], [], []
-        self.error = None
+        self.clones, self.launched, self.error = [], [], None
 
-    def align(self, inputs, positions):
+    def align(self, inputs):
         for k, _, clone in self.clones:
             inputs[k] = clone
         return self.clones
@@ -58,15 +52,22 @@ class Runner:
             raise self.error
         return ("launched",)
 
-    def touch(self, key):
-        self.touched.append(key)
 
-    def drop(self, key):
-        del self.states[key]
+class Runner:
+    """The runner of a region with two numbers in its key."""
 
-    def add_graph(self, key, made, nodes):
-        self.states[key] = SimpleNamespace(relaunch=made, nodes=nodes)
-        return self.states[key]
+    plan = Plan()
+
+    def __init__(self):
+        self.region, self.keys, self.states = Region(), CallKeys(CODE), States(64, 8)
+        self.keys.keyed = 1, 2
+        self.any_size, self.region_graphs = AnySizeGraph(), self
+
+    def add(self, key, made, nodes):
+        state = State()
+        state.relaunch, state.nodes = made, nodes
+        self.states.add(key, state)
+        return state
 
     def run(self, *numbers):
         self.inputs = call(*numbers)
@@ -75,7 +76,7 @@ class Runner:
     def add_own(self, *numbers, relaunch=None):
         """A size that has been observed, and may have a graph of its own."""
         self.any_size.note(self, call(*numbers))
-        self.states[numbers] = SimpleNamespace(relaunch=relaunch)
+        self.states.of(numbers).relaunch = relaunch
 
 
 class AnySizeTestCase(TestCase):
@@ -118,7 +119,7 @@ class TestSeen(AnySizeTestCase):
         self.note(torch.zeros(4), 4, 2.5)
         self.note(torch.zeros(4), 4, True)
         for name in ("scalars", "seeds"):
-            with mock.patch.object(self.runner, name, frozenset([2])):
+            with mock.patch.object(self.runner.keys, name, frozenset([2])):
                 self.note(*call(4, 4))
         self.assertEqual(self.seen(), [])
 
@@ -155,11 +156,13 @@ class TestRun(AnySizeTestCase):
         for size in (5, 6, 4):
             self.assertEqual(self.runner.run(size, 9), ("launched",))
         self.make.assert_called_once()
-        self.assertEqual(len({id(made) for made, *_ in self.runner.launched}), 1)
-        self.assertEqual(self.runner.touched, self.keys() * 2)
+        self.assertEqual(len({id(made) for made, *_ in self.runner.region.launched}), 1)
+        self.runner.states.of("another")
+        self.runner.run(7, 9)
+        self.assertEqual(list(self.runner.states)[-1:], self.keys())
 
     def test_number_that_is_in_no_key(self):
-        self.runner.keyed, self.runner.free = (1,), (2,)
+        self.runner.keys.keyed, self.runner.keys.free = (1,), (2,)
         self.runner.add_own(4, 9)
         self.runner.run(5, 9)
         (work, seen), _ = self.make.call_args
@@ -182,7 +185,7 @@ class TestRun(AnySizeTestCase):
         self.assertIsNone(self.runner.run(5, 9))
 
     def test_alignments(self):
-        self.runner.code = Code("a region", 0, static_inputs=(0,))
+        self.runner.region.code = Code("a region", 0, static_inputs=(0,))
         self.runner.add_own(4, 9)
         inputs = [torch.zeros(16)[1:], 5, 9]  # 4 bytes after the tensor's memory
         self.runner.any_size.run(self.runner, (5, 9), inputs)
@@ -191,10 +194,10 @@ class TestRun(AnySizeTestCase):
     def test_input_that_is_not_aligned(self):
         self.runner.add_own(4, 9)
         self.runner.run(5, 9)
-        self.assertEqual(self.runner.launched[-1][2], [])
-        self.runner.clones = [(0, None, "clone")]
+        self.assertEqual(self.runner.region.launched[-1][2], [])
+        self.runner.region.clones = [(0, None, "clone")]
         self.runner.run(6, 9)
-        _, inputs, originals = self.runner.launched[-1]
+        _, inputs, originals = self.runner.region.launched[-1]
         self.assertEqual(inputs, ["clone", 6, 9])
         self.assertEqual((type(originals[0]), originals[1:]), (torch.Tensor, [6, 9]))
 
@@ -207,7 +210,8 @@ class TestNoGraph(AnySizeTestCase):
             self.assertIsNone(self.runner.run(5, 9))
         finally:
             capturing.release()
-        with mock.patch.object(self.runner, "has_captured_enough", True):
+        most = self.runner.states.most_captures
+        with mock.patch.object(self.runner.states, "captures", most):
             self.assertIsNone(self.runner.run(5, 9))
         self.make.assert_not_called()
         self.assertEqual(self.runner.run(5, 9), ("launched",))
@@ -236,15 +240,17 @@ class TestNoGraph(AnySizeTestCase):
         self.runner.add_own(5, 9)
         graph = self.runner.any_size
         self.assertEqual(graph.describe(self.runner), "")
+        floats = States(64, 8)
+        floats.update({(4, 0.5): State(), (5, 1): State()})
         for owner, name, value, why in (
             (graph, "calls_operators", True, "it calls operators"),
             (graph, "frees_inputs", True, "it frees inputs while it runs"),
             (self.runner, "plan", Plan(random=True), "it draws random numbers"),
             (self.runner, "plan", Plan(opaque=True), "it returns memory"),
             (self.runner, "plan", Plan(watch=True), "it returns memory"),
-            (self.runner, "seeds", frozenset([1]), "tensors in host memory"),
-            (self.runner.sizes, "bound", 0, "triton.cudagraph_executables is 0"),
-            (self.runner, "states", {(4, 0.5): 1, (5, 1): 2}, "no integer"),
+            (self.runner.keys, "seeds", frozenset([1]), "tensors in host memory"),
+            (self.runner.states.sizes, "bound", 0, "triton.cudagraph_executables is 0"),
+            (self.runner, "states", floats, "no integer"),
         ):
             with mock.patch.object(owner, name, value):
                 self.assertIsNone(self.runner.run(6, 9))
@@ -256,34 +262,39 @@ class TestNoGraph(AnySizeTestCase):
     def test_number_that_the_graph_is_not_for(self):
         self.runner.add_own(4, 9)
         self.runner.run(5, 9)
-        self.runner.error = Misaligned()
-        self.runner.clones = [(0, None, "clone")]
+        self.runner.region.error = Misaligned()
+        self.runner.region.clones = [(0, None, "clone")]
         self.assertIsNone(self.runner.run(6, 9))
         self.assertEqual(type(self.runner.inputs[0]), torch.Tensor)  # for another run
         self.assertEqual(self.runner.inputs[1:], [6, 9])
-        self.runner.error = None
+        self.runner.region.error = None
         self.assertEqual(self.runner.run(7, 9), ("launched",))
         self.make.assert_called_once()
 
     def test_node_that_the_driver_can_not_set(self):
         self.runner.add_own(4, 9)
-        self.runner.error, self.runner.clones = NOT_SET, [(0, None, "clone")]
+        self.runner.region.error, self.runner.region.clones = (
+            NOT_SET,
+            [(0, None, "clone")],
+        )
         self.assertIsNone(self.runner.run(5, 9))
         self.assertEqual(self.keys(), [])
         self.assertEqual(self.runner.inputs[1:], [5, 9])
         self.assertIn("NodeSetParams", self.runner.any_size.why_not)
-        self.runner.error = None
+        self.runner.region.error = None
         self.assertIsNone(self.runner.run(6, 9))
         self.make.assert_called_once()
 
     def test_other_errors_of_a_launch(self):
         self.runner.add_own(4, 9)
-        self.runner.error = RuntimeError("an illegal access")
+        self.runner.region.error = RuntimeError("an illegal access")
         with self.assertRaisesRegex(RuntimeError, "an illegal access"):
             self.runner.run(5, 9)
         self.assertEqual(len(self.keys()), 1)
         self.runner.states[self.keys()[0]].relaunch.totals[0] = 1
-        self.runner.error = NOT_SET  # after a launch it is no matter of the graph
+        self.runner.region.error = (
+            NOT_SET  # after a launch it is no matter of the graph
+        )
         with self.assertRaisesRegex(RuntimeError, "NodeSetParams"):
             self.runner.run(5, 9)
 

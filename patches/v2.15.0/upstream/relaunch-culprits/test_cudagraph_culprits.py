@@ -7,7 +7,14 @@ from unittest import mock
 
 import torch
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.cudagraph_relaunch.blame import find_culprit, find_launcher
+from torch._inductor.cudagraph_relaunch import blame as module, refusals
+from torch._inductor.cudagraph_relaunch.allocations import Plan
+from torch._inductor.cudagraph_relaunch.blame import (
+    find_culprit,
+    find_launcher,
+    make_or_blame,
+    NoGraph,
+)
 from torch._inductor.cudagraph_relaunch.culprit import (
     Culprit,
     did,
@@ -20,6 +27,8 @@ from torch._inductor.cudagraph_relaunch.culprit import (
     user_line,
 )
 from torch._inductor.cudagraph_relaunch.nodes import Refusal
+from torch._inductor.cudagraph_relaunch.sizes import Sizes
+from torch._inductor.cudagraph_relaunch.traced import Escaped
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -278,6 +287,80 @@ class TestBlame(CulpritTestCase):
         with mock.patch.object(work.device, "record") as record:
             self.assertIsNone(find_launcher(work, Refusal("edges", "no node")))
             record.assert_not_called()
+
+
+BLAMED = Culprit("mylib::op", "a:1", "did it")
+
+
+class TestNoGraph(TestCase):
+    """What making the graph of a region, and looking for culprits, is replaced."""
+
+    def setUp(self):
+        super().setUp()
+        for name, result in (
+            ("make_graph", (mock.Mock(), [mock.Mock()])),
+            ("find_culprit", None),
+            ("find_launcher", None),
+            ("other_threads_run", False),
+            ("line_of_error", "model.py:5"),
+        ):
+            replaced = mock.patch.object(module, name, return_value=result)
+            setattr(self, name, self.enterContext(replaced))
+        launchable = self.enterContext(mock.patch.object(module.staged, "launchable"))
+        self.made = launchable.return_value
+        self.work = mock.Mock(plan=Plan(), is_shared=False, sizes=Sizes(8))
+
+    def fails(self, error=None):
+        if error is not None:
+            self.make_graph.side_effect = error
+        with self.assertRaises(NoGraph) as caught:
+            make_or_blame(self.work)
+        found = caught.exception
+        return found.reason, found.operator, found.line, found.is_final, found.culprit
+
+    def test_graph(self):
+        for self.work.is_shared in (False, True):
+            self.assertIs(make_or_blame(self.work), self.made)
+            self.assertEqual(self.work.sizes.captured, int(self.work.is_shared))
+
+    def test_refusal(self):
+        self.find_launcher.return_value = BLAMED
+        refusal = Refusal("foreign", "it points elsewhere", node="1 (kernel)")
+        self.assertEqual(self.fails(refusal), ("foreign", "", "", True, BLAMED))
+        self.find_launcher.assert_called_once_with(self.work, refusal)
+
+    def test_error(self):
+        with self.assertLogs(refusals.log, "INFO"):
+            found = self.fails(ValueError("no"))
+        self.assertEqual(found, ("capture", "", "model.py:5", False, None))
+
+    def test_operator_that_fails(self):
+        self.find_culprit.return_value = BLAMED
+        found = self.fails(ValueError("no"))
+        self.assertEqual(found, ("capture", "mylib::op", "a:1", False, BLAMED))
+
+    def test_operator_that_is_not_to_blame(self):
+        """Its name is told, and it is not split off."""
+        self.find_culprit.return_value = Culprit("aten::mm", "a:1", "did it", True)
+        found = self.fails(torch.OutOfMemoryError("full"))
+        self.assertEqual(found, ("out-of-memory", "aten::mm", "a:1", False, None))
+
+    def test_operators_that_may_launch_on_the_default_stream(self):
+        self.work.plan = Plan(opaque=True)
+        self.assertIs(make_or_blame(self.work), self.made)
+        self.find_culprit.assert_called_once_with(self.work, blocking=True)
+        self.find_culprit.return_value = BLAMED
+        self.make_graph.reset_mock()
+        self.assertEqual(self.fails(), ("operator", "", "", True, BLAMED))
+        self.make_graph.assert_not_called()  # which would end the process
+        self.other_threads_run.return_value = True
+        self.assertIs(make_or_blame(self.work), self.made)
+
+    def test_number_that_has_to_be_in_the_key(self):
+        self.make_graph.side_effect = Escaped(frozenset([1]), "a decision")
+        with self.assertRaises(Escaped):
+            make_or_blame(self.work)
+        self.find_culprit.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""Lists the runners and graphs of the process, has them forgotten by `torch._dynamo.reset()`, and counts them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol, TYPE_CHECKING
+
+from torch._dynamo.utils import counters
+
+from torch_overlay._inductor.relaunch.capture import recording
+from torch_overlay._inductor.relaunch.launch import launcher, relaunch
+from torch_overlay._inductor.relaunch.on_reset import on_reset
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sized
+
+
+class Runner(Protocol):
+    @property
+    def states(self) -> Sized: ...
+
+    def forget(self) -> None: ...
+
+
+runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+@on_reset
+def forget_all() -> None:
+    """Drop the graphs of all runners. Compiled code may still be referenced, by a backward yet to run, or by Dynamo
+    after a graph break: its runners make new ones."""
+    for runner in list(runners):
+        runner.forget()
+
+
+def count_capture(nodes: int) -> None:
+    counters["torch_overlay"]["cudagraph_captures"] += 1
+    counters["torch_overlay"]["cudagraph_nodes"] += nodes
+
+
+def counts() -> dict[str, int]:
+    """Return how many runners with states, templates, executables and address ranges live."""
+    return {
+        "runners": sum(bool(runner.states) for runner in list(runners)),
+        "templates": len(relaunch.live),
+        "execs": len({id(each.graph) for each in launcher.live_launchers}),
+        "ranges": sum(r.space is not None for r in recording.live_recordings),
+    }
+
+
+def stats() -> dict[str, int]:
+    """Return totals over the live graphs."""
+    alive = list(relaunch.live)
+    return {
+        "nodes": sum(r.launcher.nodes for r in alive),
+        "nodes_patched": sum(r.totals[1] for r in alive),
+        "relaunches": sum(r.totals[0] for r in alive),
+    }
+
+
+def bare_replays() -> list[Callable[[], None]]:
+    """Return functions that launch the live graphs without patching any pointer, for benchmarks."""
+    return [r.launcher.replay for r in list(relaunch.live) if r.totals[0]]

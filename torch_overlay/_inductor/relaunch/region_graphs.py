@@ -1,0 +1,147 @@
+"""Makes the graphs of a region, one for a state, and refuses where there can be none.
+
+A capture that fails for an operator has the frame compiled again without it: Note [Operators in which a capture failed]
+of `split_off`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, TYPE_CHECKING
+
+from torch_overlay import config
+from torch_overlay._inductor import profiler_ranges
+from torch_overlay._inductor.relaunch import alignment, live, refusals, split_off
+from torch_overlay._inductor.relaunch.capture.blame import make_or_blame, NoGraph
+from torch_overlay._inductor.relaunch.capture.make_graph import capturing, Work
+from torch_overlay._inductor.relaunch.launch.staged import graph_of, stages_of
+from torch_overlay._inductor.relaunch.numbers.traced import Escaped
+from torch_overlay._inductor.relaunch.states import State
+from torch_overlay._inductor.relaunch.verify import Verified
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch_overlay._inductor.relaunch.call_keys import CallKeys
+    from torch_overlay._inductor.relaunch.capture.culprit import Culprit
+    from torch_overlay._inductor.relaunch.compiled_region import CompiledRegion
+    from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
+    from torch_overlay._inductor.relaunch.launch.staged import Split
+    from torch_overlay._inductor.relaunch.states import States
+
+FAILURES = 3  # so many captures of a key may fail for another reason than a refusal
+
+
+class RegionGraphs:
+    """Makes what the states of a region launch. `refusals`: the last one of each code."""
+
+    def __init__(self, region: CompiledRegion, states: States, keys: CallKeys) -> None:
+        self.region, self.code, self.states, self.keys = region, region.code, states, keys
+        self.verify = config.cudagraph_verify
+        self.named = config.nvtx is True
+        self.refusals: dict[str, refusals.Refused] = {}
+        self._known_to_fail = frozenset(split_off.failed())  # operators that the code was compiled without
+
+    def make(self, key: Any, state: State, inputs: Sequence[Any]) -> bool:
+        """Make the state's graph from a call with these inputs. Return False if the call has to run without one. Raises
+        Escaped if a number has to be in the key."""
+        states, sizes = self.states, self.states.sizes
+        alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
+        numbers = {k: inputs[k] for k in self.keys.free}
+        rest = state.plan, self.code, sizes, numbers, states.is_shared(state)
+        work = Work(self.region.device, self.region.model, inputs, alignments, *rest)
+        if not capturing.acquire(blocking=False):
+            return False
+        try:
+            states.captures, states.warm_ups = states.captures + 1, 0
+            kept = len(sizes.executables)
+            made = make_or_blame(work)
+            if work.is_shared and len(sizes.executables) == kept:
+                states.captures -= 1  # the bound is for graphs that take memory of the device
+        except Escaped:
+            states.captures -= 1
+            raise
+        except NoGraph as failed:
+            self._fail(state, failed)
+            return False
+        finally:
+            capturing.release()
+        launchers = [stage.launcher for stage in stages_of(made)]
+        for launcher in launchers:
+            if (patcher := getattr(launcher, "patcher", None)) is not None:
+                patcher.given_up = functools.partial(_give_up, weakref.ref(self), weakref.ref(state))
+        live.count_capture(graph_of(made).nodes)
+        relaunch = self._finished(made)
+        states.set_graph(state, relaunch, launchers[0].shared)
+        states.drop_unkept()
+        with states.lock:
+            if not key and not self.keys.seeds and states.get(key) is state:
+                states.attempt = relaunch.attempt
+        self._say_bound()
+        return True
+
+    def add(self, key: Any, made: Relaunch, nodes: int) -> State:
+        """Keep a graph that serves calls whose own keys have no state."""
+        live.count_capture(nodes)
+        state = State()
+        state.relaunch = self._finished(made)
+        self.states.add(key, state)
+        self._say_bound()
+        return state
+
+    def _finished(self, made: Relaunch | Split) -> Relaunch | Split | Verified:
+        """Return what a call launches: named and verified, as the options say."""
+        if self.named:
+            stages = stages_of(made)
+            for i, stage in enumerate(stages, start=1):
+                part = f"stage {i} of {len(stages)}, " if len(stages) > 1 else ""
+                nodes = "1 node" if stage.launcher.nodes == 1 else f"{stage.launcher.nodes} nodes"
+                name = f"{self.code.name}, {part}graph of {nodes}"
+                stage.show(functools.partial(profiler_ranges.within, name))
+        return Verified(made, self.region.plain, self.code, alignment.clone_flat) if self.verify else made
+
+    def _say_bound(self) -> None:
+        if self.states.captures == self.states.most_captures:
+            message = f"{self.states.captures} captures for different sizes and numbers: no more are made"
+            self.refuse(None, "templates", f"{message}; torch_overlay.config.cudagraph_templates sets the bound")
+
+    def refuse(self, state: State | None, reason: str, message: str, operator: str = "", line: str = "") -> None:
+        """Refuse, and run the state's calls as compiled from now on. Without a state, only say so."""
+        found = self.refusals[reason] = refusals.Refused(self.code, reason, message, operator, line)
+        if state is not None:
+            with self.states.lock:
+                self.states.set_graph(state)
+                state.refused = reason
+        refusals.refuse(found)
+
+    def _fail(self, state: State, failed: NoGraph) -> None:
+        """Blame the operator for which there is no graph; otherwise refuse, or let a later call try again."""
+        if failed.culprit is not None:
+            self._blame(state, failed.culprit)
+            return
+        state.failures += not failed.is_final
+        if failed.is_final or state.failures == FAILURES:
+            self.refuse(state, failed.reason, str(failed), failed.operator, failed.line)
+
+    def _blame(self, state: State, culprit: Culprit) -> None:
+        """Have the frame compiled again without the operator; if it can't be, refuse."""
+        split_off.remember(culprit.operator, culprit.did)
+        message = f"{culprit.operator} {culprit.did}"
+        found = refusals.Refused(self.code, "operator", message, culprit.operator, culprit.line)
+        if culprit.operator not in self._known_to_fail and split_off.compile_again(self.code.compile_id):
+            self.refusals["operator"], state.refused = found, "operator"
+            where = f" ({culprit.line})" if culprit.line else ""
+            refusals.log.warning("%s%s; from the next call on it runs between two graphs", message, where)
+        else:
+            self.refuse(state, "operator", message, culprit.operator, culprit.line)
+
+
+def _give_up(graphs: weakref.ref[RegionGraphs], state: weakref.ref[State], why: str) -> None:
+    """Drop the state's graph and refuse: from the next call on, the region runs without a graph."""
+    owner, found = graphs(), state()
+    if owner is not None and found is not None:
+        owner.refuse(found, "host-memory", why)
+    elif found is not None:
+        found.refused, found.relaunch = "host-memory", None
