@@ -38,9 +38,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +85,7 @@ class PullRequest:
     edits: str
     files: Mapping[str, str]  # path in upstream's tree -> text, of new files; not formatted yet
     tests: Mapping[str, str]  # the same, of tests
+    names: Mapping[str, str] = field(default_factory=dict)  # module of the overlay -> what has its names there
 
     @property
     def commit_message(self) -> str:
@@ -141,6 +142,7 @@ def read(path: Path) -> PullRequest:
             edits,
             {target: _renamed(module, names) for target, module in found.get("files", {}).items()},
             tests,
+            _own_names(found),
         )
     except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
         raise SeriesError(f"{path}: no declaration of a pull request: {error!r}") from None
@@ -148,6 +150,12 @@ def read(path: Path) -> PullRequest:
     if problems:
         raise SeriesError(f"{path}: {'; '.join(problems)}")
     return made
+
+
+def _own_names(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return upstream's names of the overlay's modules that a declaration adds."""
+    files = {module: _dotted(target) for target, module in found.get("files", {}).items() if target.endswith(".py")}
+    return files | {module: target for target, module in found.get("names", {}).items()}
 
 
 def _names(path: Path) -> dict[str, str]:
@@ -159,9 +167,7 @@ def _names(path: Path) -> dict[str, str]:
         if (name := todo.pop()) in found and name not in reached:
             reached.add(name)
             todo += found[name].get("needs", ())
-            files = found[name].get("files", {})
-            names |= {module: _dotted(target) for target, module in files.items() if target.endswith(".py")}
-            names |= {module: target for target, module in found[name].get("names", {}).items()}
+            names |= _own_names(found[name])
     return names
 
 

@@ -39,7 +39,7 @@ _CHANGES = [
     (re.compile(r"(?m)^# AOT ID: \['\d+_"), "# AOT ID: ['"),
     (re.compile(r"(?m)^(# kernel path: )\S*/"), r"\1"),
     (re.compile(r"(?m)^(# Original path: ).*"), r"\1"),
-    (re.compile(r"(?m)^from torch(?:_overlay|\._overlay)\S* import "), "from ours import "),
+    (re.compile(r"(?m)^from torch\S*[._]_?(?:overlay|streams|offload)\S* import "), "from ours import "),
 ]
 
 

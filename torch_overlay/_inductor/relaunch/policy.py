@@ -96,6 +96,8 @@ class RelaunchPolicy(CUDAGraphPolicy):
     """Relaunched graphs for each partition of compiled code. It has no state: one object serves all functions and
     threads."""
 
+    results_are_callers = True  # a launch allocates them as code without a graph does, for which code is generated
+
     def should_wrap(self, compiled_graph: Any) -> bool:
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
