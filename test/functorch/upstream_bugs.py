@@ -308,8 +308,13 @@ def views_of_what_takes_no_computing() -> list[str]:
         x[2:3].mul_(2)
         return z, y
 
+    def puts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.slice_scatter(x, torch.ones(2), 0, 0, 2)
+        x.copy_(y)
+        return y.view(2, 2), y[1:].split(1)[1], y
+
     found = []
-    for function in (sums, products, updates):
+    for function in (sums, products, updates, puts):
         torch._dynamo.reset()
         x, same = torch.arange(4.0), torch.arange(4.0)
         expected, made = function(same), torch.compile(function)(x)

@@ -23,6 +23,7 @@ caller knows.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -244,7 +245,9 @@ def _updated(value: Any) -> Node | None:
     elif value.target is operator.getitem:
         call: Any = value.args[0]
         index: Any = value.args[1]
-        if (op := reinplace.inplaceable_foreach_ops.get(call.target)) is not None:
+        if is_view(call):
+            base = call
+        elif (op := reinplace.inplaceable_foreach_ops.get(call.target)) is not None:
             # An update of a list, if the result goes into the tensor that stands at its place.
             given = call.args[op.mutated_arg][index]
             base = given if any(n.target is _aten.copy_.default and n.args[0] is given for n in value.users) else None
@@ -261,18 +264,40 @@ def reinplace_inplaceable_ops(original: Callable[..., None], updater: Any, graph
     output = graph.output_node()
     values, structure = pytree.tree_flatten(output.args[0])
     written = _written_inputs(graph)
+    kept = {
+        i: value
+        for i, (value, what) in enumerate(zip(values, output.meta.get("desc") or ()))
+        if isinstance(value, torch.fx.Node) and _is_memory_of_its_own(what) and _may_lie_in(value, written)
+    }
+    shown = Counter(viewed(value) for value in set(kept.values()))  # memory -> number of results that show it
     copies: dict[Node, Node] = {}
-    for i, (value, what) in enumerate(zip(values, output.meta.get("desc") or ())):
-        is_kept = isinstance(value, torch.fx.Node) and _is_memory_of_its_own(what)
-        if is_kept and _may_lie_in(value, written):
-            if value not in copies:
-                copies[value] = _copy(value, value.next, dict(value.meta))
-                with V.fake_mode:
-                    copies[value].meta["val"] = value.meta["val"].clone()
-            values[i] = copies[value]
+
+    def copied(value: Node) -> Node:
+        """Return a copy of a value; of one of several views of what the graph computes, the view of one copy."""
+        base = viewed(value)
+        if value not in copies:
+            if value is not base and base.op == "call_function" and shown[base] > 1:
+                given: Any = value.args[0]
+                copies[value] = _call(value, value.target, copied(given), *value.args[1:], **value.kwargs)
+            else:
+                copies[value] = _call(value, _aten.clone.default, value)
+        return copies[value]
+
+    for i, value in kept.items():
+        values[i] = copied(value)
     if copies:
         output.args = (pytree.tree_unflatten(values, structure),)
     original(updater, graph)
+
+
+def _call(value: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert a call after a value that makes the same value again."""
+    with value.graph.inserting_before(value.next):
+        made = value.graph.call_function(target, args, kwargs)
+    given, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    with V.fake_mode:
+        made.meta = {**value.meta, "val": target(*given, **named)}
+    return made
 
 
 def _is_memory_of_its_own(what: Any) -> bool:
