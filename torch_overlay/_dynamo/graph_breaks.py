@@ -56,9 +56,8 @@ def stack_values_to_restore(
     stack_pops: int,
 ) -> tuple[list[VariableTracker], StackLocalsMetadata]:
     """Wrap the collection of values that cross a graph break: streams cross it as values, not as contexts."""
-    if handled(tx):
-        restart_without_streams(tx)
-        refuse_open_contexts(tx)
+    restart_without_streams(tx)
+    refuse_open_contexts(tx)
     values, meta = original(output, tx, stack_pops)
     if not handled(tx):
         return values, meta

@@ -95,7 +95,7 @@ def _refuse(why: str, context: VariableTracker) -> NoReturn:
 
 def refuse_open_contexts(tx: InstructionTranslatorBase) -> None:
     """Refuse contexts that are open at the end of a graph. Runs before any code is made for the graph."""
-    if open_ones := tx.symbolic_stream_state.manual:
+    if handled(tx) and (open_ones := tx.symbolic_stream_state.manual):
         _refuse("that was entered by a call of `__enter__` is open where the graph ends", open_ones[-1][0])
 
 

@@ -11,6 +11,7 @@ the process, as Nsight Systems is, or a profiler runs when the function is compi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, TYPE_CHECKING
 
@@ -166,11 +167,14 @@ HANDLERS: dict[Callable[..., Any], Callable[..., VariableTracker | None]] = {
 }
 
 
-def decorated(tx: InstructionTranslatorBase, function: Any, args: Any, kwargs: Any) -> VariableTracker | None:
+def decorated(tx: InstructionTranslatorBase, cls: object, args: Any) -> VariableTracker | None:
     """Trace the context of a function that torch.cuda.nvtx.range decorates: contextlib makes it anew at each call."""
+    if cls is not contextlib._GeneratorContextManager or len(args) != 3:
+        return None
+    function, given, named = args
     if getattr(function, "value", None) is not torch.cuda.nvtx.range.__wrapped__:  # type: ignore[attr-defined]
         return None
-    return nvtx_range(function, tx, *args.items, **kwargs.keys_as_python_constant())
+    return nvtx_range(function, tx, *given.items, **named.keys_as_python_constant())
 
 
 def name_of(args: Any, kwargs: Any) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
 from typing import Any, TYPE_CHECKING
 
@@ -54,9 +53,7 @@ def call_class(
 ) -> VariableTracker:
     """Wrap the call of a class: streams, events and contexts, and what binds and makes contexts."""
     cls = variable.value
-    found = construct.make(tx, cls, args, kwargs) or bind(tx, cls, args)
-    if found is None and cls is contextlib._GeneratorContextManager and len(args) == 3 and handled(tx):
-        found = ranges.decorated(tx, *args)
+    found = construct.make(tx, cls, args, kwargs) or bind(tx, cls, args) or ranges.decorated(tx, cls, args)
     return found or original(variable, tx, args, kwargs)
 
 
