@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import hashlib
 import re
@@ -32,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "test")]
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 _CHANGES = [
@@ -91,13 +92,14 @@ def programs(drawn: int, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"drawn_{seed}_{number}.{mode}", functools.partial(trial.judge, written, [mode], on_gpu=False)
 
 
-def write_texts(out: Path, drawn: int, seed: int, part: int, parts: int) -> None:
+def write_texts(out: Path, only: Sequence[str], drawn: int, seed: int, part: int, parts: int) -> None:
     import form  # noqa: F401  # pyrefly: ignore[missing-import]
 
     warnings.filterwarnings("ignore")
-    for index, (name, run) in enumerate(programs(drawn, seed)):
+    chosen = [(n, run) for n, run in programs(drawn, seed) if not only or any(fnmatch.fnmatch(n, o) for o in only)]
+    for name, run in chosen[part::parts]:
         path = out / f"{name}.txt"
-        if index % parts == part and not path.exists():
+        if not path.exists():
             path.write_text(compiled(run))
 
 
@@ -124,6 +126,7 @@ def _sum(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the texts; run again, it goes on where it was stopped")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="of NAME.MODE")
     parser.add_argument("--drawn", type=int, default=1000, help="random programs")
     parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -136,10 +139,16 @@ def main() -> int:
         parser.error("--out or --compare is needed")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part is not None:
-        write_texts(options.out, options.drawn, options.seed, options.part, options.jobs)
+        write_texts(options.out, options.only, options.drawn, options.seed, options.part, options.jobs)
         return 0
     command = [sys.executable, __file__, "--out", str(options.out), "--jobs", str(options.jobs)]
-    command += ["--drawn", str(options.drawn), "--seed", str(options.seed)]
+    command += [
+        "--drawn",
+        str(options.drawn),
+        "--seed",
+        str(options.seed),
+        *(["--only", *options.only] * bool(options.only)),
+    ]
     running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
     failed = [process.wait() for process in running]
     print(f"{len(list(options.out.glob('*.txt')))} programs; sha256 of all: {_sum(options.out)}")
