@@ -17,7 +17,14 @@ from torch_overlay import config
 from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attachments, notes, partitions
 from torch_overlay._inductor.relaunch.describe import describe_whole
-from torch_overlay._inductor.relaunch.policy import forget, is_set, refuse_cpp_wrapper, RelaunchPolicy, rewritten
+from torch_overlay._inductor.relaunch.policy import (
+    forget,
+    is_set,
+    own_buffers,
+    refuse_cpp_wrapper,
+    RelaunchPolicy,
+    rewritten,
+)
 from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
 from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
 from torch_overlay._inductor.relaunch.rewrites.resident import Residents
@@ -184,14 +191,12 @@ def get_cpp_wrapper_config(original: Callable[..., dict[str, Any]], log_cudagrap
 
 
 def memory_plan_reuse(original: Callable[[Any], None], wrapper: Any) -> None:
-    """Seam: give each buffer of an inference graph its own memory. If a kernel wrote a buffer that another kernel has
-    read, the two couldn't run in parallel; and a capture packs the buffers itself, into as little memory."""
+    """Seam: give each buffer its own memory, if kernels may run side by side."""
     from torch._inductor.virtualized import V
 
     from torch_overlay._inductor.streams.codegen import has_streams
 
-    asked = inductor_config.triton.cudagraphs and are_ours() and config.cudagraph_concurrency
-    if asked and V.graph.is_inference and "cuda" in V.graph.device_types and not has_streams(wrapper):
+    if are_ours() and own_buffers(V.graph) and not has_streams(wrapper):
         with inductor_config.patch(allow_buffer_reuse=False):
             return original(wrapper)
     return original(wrapper)

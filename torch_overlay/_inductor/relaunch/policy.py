@@ -220,6 +220,16 @@ def why_not(compiled: Any) -> tuple[str, str] | None:
     return None
 
 
+def own_buffers(graph: Any) -> bool:
+    """True if each buffer of an inference graph is to have its own memory. If a kernel wrote a buffer that another
+    kernel has read, the two couldn't run side by side; and a capture packs the buffers itself, into as little memory.
+    """
+    import torch._inductor.config as inductor_config
+
+    asked = inductor_config.triton.cudagraphs and config.cudagraph_concurrency
+    return bool(asked and graph.is_inference and "cuda" in graph.device_types)
+
+
 def refuse_cpp_wrapper() -> None:
     """Report that code with a C++ wrapper gets no graph, since Inductor turns graphs off before there is any code."""
     message = "torch._inductor.config.cpp_wrapper is on, and such code can't be cut into partitions; turn it off"

@@ -143,6 +143,23 @@ class TestWrapping(PolicyTestCase):
         self.assertIs(other.current_callable, model)
         self.assertIsNone(policy._thread.graph)
 
+    def test_buffers_of_kernels_that_run_side_by_side(self):
+        known = {"is_inference": True, "device_types": {"cpu", "cuda"}}
+        for changes, concurrency, graphs, expected in (
+            ({}, True, True, True),
+            ({}, False, True, False),
+            ({}, True, False, False),
+            ({"is_inference": False}, True, True, False),
+            ({"device_types": {"cpu"}}, True, True, False),
+        ):
+            options = {
+                "triton.cudagraph_concurrency": concurrency,
+                "triton.cudagraphs": graphs,
+            }
+            with inductor_config.patch(options):
+                found = policy.own_buffers(SimpleNamespace(**known | changes))
+            self.assertIs(found, expected)
+
     def test_whose_policy_is_set(self):
         for made, expected in ((self.policy, True), (None, False)):
             with inductor_config.patch(cudagraph_policy=made):
