@@ -94,7 +94,8 @@ def install() -> None:
     if any(isinstance(finder, Finder) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, Finder(landing_stack.NAMES))
-    importlib.import_module("torch._dynamo")  # its modules and AOTAutograd's can be imported in this order alone
+    skipped = importlib.import_module("torch_overlay._skip_files")  # Dynamo traces no frame of the simulated GPU
+    skipped.register(importlib.import_module("torch._dynamo.trace_rules"))
     for path, name in STREAMS:
         setattr(importlib.import_module(path), name, True)
     policy = importlib.import_module("torch_overlay._inductor.relaunch.policy")

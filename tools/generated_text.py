@@ -126,7 +126,7 @@ def _sum(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the texts; run again, it goes on where it was stopped")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="of NAME.MODE")
+    parser.add_argument("--programs", nargs="+", default=[], metavar="PATTERN", help="of NAME.MODE")
     parser.add_argument("--drawn", type=int, default=1000, help="random programs")
     parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
@@ -139,7 +139,7 @@ def main() -> int:
         parser.error("--out or --compare is needed")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part is not None:
-        write_texts(options.out, options.only, options.drawn, options.seed, options.part, options.jobs)
+        write_texts(options.out, options.programs, options.drawn, options.seed, options.part, options.jobs)
         return 0
     command = [sys.executable, __file__, "--out", str(options.out), "--jobs", str(options.jobs)]
     command += [
@@ -147,7 +147,7 @@ def main() -> int:
         str(options.drawn),
         "--seed",
         str(options.seed),
-        *(["--only", *options.only] * bool(options.only)),
+        *(["--programs", *options.programs] * bool(options.programs)),
     ]
     running = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.jobs)]
     failed = [process.wait() for process in running]

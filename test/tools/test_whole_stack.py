@@ -71,7 +71,7 @@ class TestWholeStack(TestCase):
             sides = [Path(folder, name) for name in ("overlay", "stack")]
             for side in sides:
                 command = [str(form.ROOT / "tools" / "generated_text.py"), "--out", str(side), "--jobs", "1"]
-                command += ["--drawn", "6", "--only", *PROGRAMS]
+                command += ["--drawn", "6", "--programs", *PROGRAMS]
                 if side.name == "stack":
                     self.run_there(*command)
                 else:

@@ -10,6 +10,7 @@ from torch._dynamo._streams import objects, registry
 from torch._dynamo._streams.state import StreamState
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
+from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 
 
 def stream(stream_id):
@@ -37,6 +38,9 @@ class TestStreamConstruct(torch._dynamo.test_case.TestCase):
         ):
             function = mock.Mock(return_value=value)
             stack.enter_context(mock.patch.object(owner, name, function))
+        for name in ("_exchange_fn", "_maybe_exchange_fn"):
+            exchange = staticmethod(lambda index: 0)
+            stack.enter_context(mock.patch.object(CUDADeviceVariable, name, exchange))
         # The state that frames have where streams are traced.
         owner, name = symbolic_convert, "SymbolicStreamState"
         stack.enter_context(mock.patch.object(owner, name, StreamState))

@@ -74,16 +74,16 @@ try:
         set_stream(stream1)
         buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
         extern_kernels.mm(x0, x0, out=buf0)
-        set_stream(stream0)
-        buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-        extern_kernels.mm(x0, x0, out=buf1)
-        buf2 = buf0; del buf0  # reuse
-        triton_poi_fused_0.run(buf2, 4096, stream=stream1_raw)
+        buf1 = buf0; del buf0  # reuse
+        triton_poi_fused_0.run(buf1, 4096, stream=stream1_raw)
         ev1.record(stream1_raw)
+        set_stream(stream0)
+        buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+        extern_kernels.mm(x0, x0, out=buf2)
         ev1.wait(stream0_raw)
         del x0
-        buf3 = buf1; del buf1  # reuse
-        triton_poi_fused_1.run(buf3, buf2, 4096, stream=stream0_raw)
+        buf3 = buf2; del buf2  # reuse
+        triton_poi_fused_1.run(buf3, buf1, 4096, stream=stream0_raw)
 finally:
     restore_stream(stream0)
 frame0.leave()
@@ -124,7 +124,7 @@ return (buf3, )""",
     def test_pools_of_memory_planning(self):
         text = self.generate(self.fork_and_join(), memory_planning=True)
         self.assertNotIn("pool1 =", text)
-        self.assertIn("buf3 = buf1; del buf1", text)
+        self.assertIn("buf3 = buf2; del buf2", text)
         self.setUp()
         made = self.call(aten.sin.default, self.product())
         text = self.generate(self.product(made, made), memory_planning=True)
@@ -225,16 +225,16 @@ try:
     restore_stream(stream1_1)
     buf0 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
     extern_kernels.mm(x0, x0, out=buf0)
-    restore_stream(stream0_1)
-    buf1 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
-    extern_kernels.mm(x0, x0, out=buf1)
-    buf2 = buf0; del buf0  # reuse
-    triton_poi_fused_0.run(buf2, 4096, stream=stream1_1_raw)
+    buf1 = buf0; del buf0  # reuse
+    triton_poi_fused_0.run(buf1, 4096, stream=stream1_1_raw)
     ev1_1.record(stream1_1_raw)
+    restore_stream(stream0_1)
+    buf2 = empty_strided_cuda((64, 64), (64, 1), torch.float32)
+    extern_kernels.mm(x0, x0, out=buf2)
     ev1_1.wait(stream0_1_raw)
     del x0
-    buf3 = buf1; del buf1  # reuse
-    triton_poi_fused_1.run(buf3, buf2, 4096, stream=stream0_1_raw)
+    buf3 = buf2; del buf2  # reuse
+    triton_poi_fused_1.run(buf3, buf1, 4096, stream=stream0_1_raw)
 finally:
     restore_stream(stream0_1)
 frame1.leave()
