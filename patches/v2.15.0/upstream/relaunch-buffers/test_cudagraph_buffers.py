@@ -41,14 +41,6 @@ class TestBuffers(TestCase):
         self.assertEqual(self.reused(True), 0)
         self.assertEqual(self.reused(True, own=False), before)
 
-    def test_option_is_in_the_key(self):
-        keys = []
-        for value in (True, False):
-            with inductor_config.patch({"triton.cudagraph_concurrency": value}):
-                keys.append(inductor_config.save_config_portable())
-        name = "triton.cudagraph_concurrency"
-        self.assertEqual([key[name] for key in keys], [True, False])
-
 
 if __name__ == "__main__":
     run_tests()

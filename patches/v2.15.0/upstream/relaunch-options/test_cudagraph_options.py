@@ -8,7 +8,6 @@ VALUES = {
     "triton.cudagraph_templates": 7,
     "triton.cudagraph_executables": 0,
     "triton.cudagraph_verify": True,
-    "triton.cudagraph_concurrency": False,
 }
 
 
@@ -38,8 +37,8 @@ class TestOptions(TestCase):
         with config.patch(VALUES):
             self.assertEqual(key()[1], before)
         self.assertEqual(names, set())
-        for other in ("triton.cudagraph_skip_dynamic_graphs", "triton.nvtx"):
-            with config.patch({other: True}):
+        for other in ("triton.cudagraph_concurrency", "triton.nvtx"):
+            with config.patch({other: not before[other]}):
                 self.assertNotEqual(key()[1], before)
 
 
