@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import difflib
 import re
 import subprocess
@@ -58,6 +59,8 @@ from series import (  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from series import FileChange
 
 DECLARATION, EDITS = "pull_request.toml", "edits.patch"
 MOST_LINES = 800
@@ -91,8 +94,24 @@ class PullRequest:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
         after = {}
         for change in parse_patch(f"{self.name}/edits.patch", self.edits, ROOTS).changes:
-            after[change.path] = apply_change(change, _text(change.path, read)) or ""
+            text = _text(change.path, read)
+            after[change.path] = apply_change(_moved(change, text), text) or ""
         return after
+
+
+def _moved(change: FileChange, text: str) -> FileChange:
+    """Return the change with each hunk where its lines are in `text`: edits of what the pull request needs may have
+    moved them. As git does, it takes the nearest place; a hunk whose lines are nowhere stays.
+    """
+    lines = text.split("\n")
+    hunks, shift = [], 0
+    for hunk in change.hunks:
+        old, expected = hunk.side("-"), hunk.old_start - 1 + shift
+        places = (i for i in range(len(lines) - len(old) + 1) if lines[i : i + len(old)] == old)
+        place = min(places, key=lambda i: abs(i - expected), default=hunk.old_start - 1)
+        shift = place - (hunk.old_start - 1)
+        hunks.append(dataclasses.replace(hunk, old_start=place + 1))
+    return dataclasses.replace(change, hunks=tuple(hunks))
 
 
 def _text(path: str, edited: Mapping[str, str]) -> str:

@@ -193,6 +193,14 @@ class TestDeclarations(TestCase):
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
             request.edited({path: "nothing\n" for path in request.edited({})})
 
+    def test_edit_of_lines_that_were_moved(self):
+        """By edits of the same file by what it needs, which the declaration doesn't count."""
+        request = named("wrapped-numbers")
+        ((path, edited),) = request.edited({}).items()
+        base = (installed_root() / path).read_text()
+        self.assertEqual(request.edited({path: f"# moved\n\n{base}"}), {path: f"# moved\n\n{edited}"})
+        self.assertEqual(request.edited({path: base.partition("\n")[2]}), {path: edited.partition("\n")[2]})
+
     def test_patch_that_is_too_long(self):
         request = named("wrapped-numbers")
         with mock.patch.object(export_upstream, "MOST_LINES", 10), self.assertRaisesRegex(SeriesError, "at most 10"):
@@ -221,11 +229,12 @@ class TestDeclarations(TestCase):
             text = (export_upstream.folder() / f"{request.name}.patch").read_text()
             body = text.partition("\n---\n\n")[2].removesuffix("--\n2.15.0\n")
             changes = {change.path: change for change in parse_patch(request.name, body, ("torch/", "test/")).changes}
-            for path, wanted in request.edited({}).items():
-                before = (installed_root() / path).read_text()
-                self.assertEqual(apply_change(changes[path], before), wanted)
-            new = request.tests.keys() | request.files.keys()
-            self.assertEqual(changes.keys(), request.edited({}).keys() | new)
+            before = export_upstream.with_needs(request, EVERY)
+            after = request.edited(before)
+            for path, wanted in after.items():
+                text = before.get(path) or (installed_root() / path).read_text()
+                self.assertEqual(apply_change(changes[path], text), wanted)
+            self.assertEqual(changes.keys(), after.keys() | request.tests.keys() | request.files.keys())
 
     def test_each_has_a_row_in_the_documents(self):
         text = (form.ROOT / "docs" / "upstreaming.md").read_text()
