@@ -188,6 +188,15 @@ class TestDeclarations(TestCase):
         text = export_upstream._renamed("torch_overlay._inductor.relaunch.runner", names)
         self.assertIn("from torch._inductor.config import triton as config\n", text)
 
+    def test_all_edits_fit_one_tree(self):
+        """Those of one file that don't need each other, too."""
+        texts: dict[str, str] = {}
+        for request in EVERY:
+            texts |= {**request.edited(texts), **request.files}
+        for path, text in texts.items():
+            if path.endswith(".py"):
+                compile(text, path, "exec")
+
     def test_edit_that_does_not_fit_the_base(self):
         request = named("wrapped-numbers")
         with self.assertRaisesRegex(SeriesError, "not what the patch expects"):
