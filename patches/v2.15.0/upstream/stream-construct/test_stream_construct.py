@@ -63,7 +63,7 @@ class TestStreamConstruct(torch._dynamo.test_case.TestCase):
     def test_stream_that_nobody_else_sees(self):
         @self.compile
         def f(x):
-            side = torch.Stream(device="cuda:1", priority=-1)
+            side = torch.Stream(device="cuda:0", priority=-1)
             with side:
                 return x + 1
 
@@ -72,7 +72,7 @@ class TestStreamConstruct(torch._dynamo.test_case.TestCase):
         ((made,),) = self.described
         self.assertEqual((made.origin, made.escapes), ("frame", False))
         self.assertEqual((made.kind, made.priority), ("stream", -1))
-        self.assertEqual(made.device, torch.device("cuda", 1))
+        self.assertEqual(made.device, torch.device("cuda", 0))
         self.assertEqual(self.streams, {made.index})
 
     def test_streams_are_different(self):
