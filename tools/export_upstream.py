@@ -178,7 +178,11 @@ def _renamed(module: str, names: Mapping[str, str]) -> str:
         return f"`{names[other].rpartition('.')[2]}" if other in names else f"`{other}"
 
     text = re.sub(r"`(\w+\.\w+)", mentioned, text)
-    text = re.sub(rf'(?<=["=]){PACKAGE}\b(?!\.)', LOG, text)
+    return with_names(re.sub(rf'(?<=["=]){PACKAGE}\b(?!\.)', LOG, text), names)
+
+
+def with_names(text: str, names: Mapping[str, str]) -> str:
+    """Return a text in which modules of the overlay have upstream's names."""
     for other in sorted(names, key=len, reverse=True):  # a module before its package
         inside = r"(?!\.\w)" if source_of(other).name == "__init__.py" else ""  # a module of it may not be there
         text = re.sub(rf"\b{re.escape(other)}\b{inside}", names[other], text)

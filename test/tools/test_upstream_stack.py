@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,42 @@ class TestStack(TestCase):
         status, said = self.run_tests(tests, at_once=True)
         self.assertEqual(status, 0, said)
         self.assertRegex(said, rf"Ran {sum(text.count('    def test_') for text in tests.values())} tests")
+
+    @form.slow
+    def test_generates_the_code_of_the_overlay(self):
+        """With all pull requests, for random graphs with streams."""
+        texts: dict[str, str] = {}
+        names: dict[str, str] = {}
+        for request in EVERY:
+            texts |= {**request.edited(texts), **request.files}
+            names |= export_upstream._names(export_upstream.folder() / request.name)
+        self.replace(texts)
+        env = run_patched.environment(self.copy) | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        forms = {
+            "overlay": env | {"PYTHONPATH": str(form.ROOT), "TORCH_OVERLAY_CUDAGRAPHS": "trees"},
+            "upstream": env | {"PYTHONPATH": str(self.copy), "TORCH_OVERLAY_DISABLE": "1"},
+        }
+        program = form.ROOT / "test" / "drawn_schedules.py"
+        found = {}
+        with tempfile.TemporaryDirectory() as folder:
+            renamed = Path(folder, program.name)
+            text = program.read_text().replace("from schedule_stand_in", "from test.schedule_stand_in")
+            renamed.write_text(export_upstream.with_names(text, names))
+            for name, env in forms.items():
+                out, source = Path(folder, name), program if name == "overlay" else renamed
+                run = subprocess.run([sys.executable, source, "100", out], env=env, capture_output=True, text=True)
+                self.assertEqual(run.returncode, 0, run.stderr)
+                text = export_upstream.with_names(out.read_text(), names)
+                found[name] = re.sub(r"(?m)^# kernel path: .*\n", "", text).split("\f")
+        self.assertEqual(found["upstream"], found["overlay"])
+        for part in (
+            "_region0 = region(",
+            "_outer = region(",
+            "if multi_stream: ",
+            "aligned(",
+            "profiler_ranges.push(",
+        ):
+            self.assertIn(part, "".join(found["upstream"]))
 
 
 @form.overlay_only
