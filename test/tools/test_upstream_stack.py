@@ -57,9 +57,8 @@ class TestStack(TestCase):
             Path("ruff.toml").write_text('line-length = 60\n[format]\nquote-style = "single"\n')
             self.assertEqual(export_upstream.main(["--check"]), 0)
 
-    def run_tests(self, tests: Mapping[str, str], *, at_once: bool = False) -> tuple[int, str]:
-        """Run test files, each as upstream does or all in one process. Return the first status that is not 0, and the
-        output."""
+    def run_tests(self, tests: Mapping[str, str]) -> tuple[int, str]:
+        """Run test files, each as upstream does. Return the first status that is not 0, and the output."""
         run = ""
         env = run_patched.environment(self.copy) | {"TORCH_OVERLAY_DISABLE": "1", "PYTHONPATH": str(self.copy)}
         env.pop("CI", None)  # there upstream's run_tests writes reports, with packages that are not required
@@ -67,9 +66,9 @@ class TestStack(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for name, text in files.items():
                 Path(folder, name).write_text(text)
-            for options in [["-m", "unittest", *files]] if at_once else [[name] for name in files]:
+            for name in files:
                 done = subprocess.run(
-                    [sys.executable, *options], env=env, cwd=folder, capture_output=True, text=True, timeout=600
+                    [sys.executable, name], env=env, cwd=folder, capture_output=True, text=True, timeout=600
                 )
                 run += done.stderr + done.stdout
                 if done.returncode:
@@ -111,20 +110,6 @@ class TestStack(TestCase):
         self.replace({**after, **request.files})
         status, said = self.run_tests(request.tests)
         self.assertEqual(status, 0, said)
-
-    def test_new_files_work_together(self):
-        """Those of all pull requests that edit nothing, with what they need: each by itself runs with `--slow`."""
-        pure = [request for request in EVERY if not request.edits]
-        wanted = {other.name for request in pure for other in (request, *export_upstream.needed(request, EVERY))}
-        texts: dict[str, str] = {}
-        for request in EVERY:
-            if request.name in wanted:
-                texts |= {**request.edited(texts), **request.files}
-        self.replace(texts)
-        tests = {path: text for request in pure for path, text in request.tests.items()}
-        status, said = self.run_tests(tests, at_once=True)
-        self.assertEqual(status, 0, said)
-        self.assertRegex(said, rf"Ran {sum(text.count('    def test_') for text in tests.values())} tests")
 
 
 @form.overlay_only
