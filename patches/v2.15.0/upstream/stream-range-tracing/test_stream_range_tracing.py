@@ -18,7 +18,7 @@ def stream(stream_id, device=0):
 class TestRangeTracing(torch._dynamo.test_case.TestCase):
     def setUp(self):
         super().setUp()
-        self.x, self.side, self.other = torch.ones(2), stream(8), stream(9)
+        self.x, self.side = torch.ones(2), stream(8)
         self.graphs = []  # of each, the operations and their streams
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
