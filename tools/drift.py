@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import export_upstream  # noqa: E402
-from series import base, installed_root, parse_patch, read_series, series_folder, SeriesError  # noqa: E402
+from series import base, installed_root, read_series, series_folder, SeriesError  # noqa: E402
 
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Report:
             if found.state != UNCHANGED:
                 lines += [f"  {found.state:9} {found.target}  [{found.patch}]", f"            {found.said}"]
                 lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
-        parts = ("patches of the series, one after the other", self.queue), ("pull requests, each alone", self.stack)
+        parts = ("patches of the series, one after the other", self.queue), ("pull requests, each with what it needs", self.stack)
         for title, patches in parts:
             lines += ["", f"{title}:"]
             for patch in patches:
@@ -330,9 +330,13 @@ def compare(new: Tree) -> Report:
     texts: dict[str, str | None] = {}
     queue = [check_patch(patch.name, patch.changes, texts, new) for patch in read_series(series_folder())]
     stack = []
-    for request in export_upstream.declared():
-        changes = parse_patch(request.name, request.edits, ("torch/", "test/")).changes
-        stack.append(check_patch(request.name, changes, {}, new))
+    every = export_upstream.declared()
+    for request in every:
+        texts = {}
+        for other in export_upstream.needed(request, every):
+            check_patch(other.name, other.edits_of, texts, new)
+            texts |= other.files
+        stack.append(check_patch(request.name, request.edits_of, texts, new))
         for path in request.files:
             if new.read(path) is not None:
                 _worsen(stack[-1], NEEDS_WORK, f"{path} is there already")

@@ -91,10 +91,15 @@ class PullRequest:
     def commit_message(self) -> str:
         return self.message + (f"\n\nNeeds: {', '.join(self.needs)}" if self.needs else "")
 
+    @property
+    def edits_of(self) -> tuple[FileChange, ...]:
+        """The changes of upstream's files."""
+        return parse_patch(f"{self.name}/edits.patch", self.edits, ROOTS).changes
+
     def edited(self, read: Mapping[str, str]) -> dict[str, str]:
         """Return the new text of each file that it edits. `read` has the text of files that were edited before."""
         after = {}
-        for change in parse_patch(f"{self.name}/edits.patch", self.edits, ROOTS).changes:
+        for change in self.edits_of:
             text = _text(change.path, read)
             after[change.path] = apply_change(_moved(change, text), text) or ""
         return after

@@ -25,7 +25,7 @@ class Checkout:
         self.root = Path(folder)
         files = base()["files"]
         assert isinstance(files, dict)
-        edited = {path for request in export_upstream.declared() for path in request.edited({})}
+        edited = {change.path for request in export_upstream.declared() for change in request.edits_of}
         for path in sorted({*files, *edited, "torch/version.py", "torch/__init__.py"}):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(installed_root() / path, self.root / path)

@@ -63,6 +63,8 @@ class RewriteCase(TestCase):
             choice = SimpleNamespace(chosen=self.names, recomputed=again)
             self.size = rewrite(pair, choice, BUDGET_BYTES, True)
             self.forward, self.backward = (gm.graph for gm in graphs)
+            for node in self.forward.nodes:
+                node.meta.pop(OFFLOAD, None)  # it is done
             return graphs
 
         compiler = lambda gm, inputs: make_boxed_func(gm.forward)  # noqa: E731
