@@ -138,7 +138,7 @@ class NoOpPass:
         while todo:
             value = todo.pop()
             if value not in self._left:
-                path = between[value] + [value] * (value not in self._views)
+                path = between[value] if value in self._views else [*between[value], value]
                 new = [given for given in self._inputs[value] if given not in between]
                 between |= dict.fromkeys(new, path)
                 todo += new
