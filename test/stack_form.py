@@ -46,10 +46,10 @@ class Options(ModuleType):
     def _where(self, option: str) -> list[tuple[Any, str]]:
         if option == "streams":
             return [(importlib.import_module(path), name) for path, name in STREAMS]
-        for module, prefix in self.groups:
-            if prefix + option in module._config:
-                return [(module, prefix + option)]
-        raise AttributeError(f"the landing stack has no option {option}")
+        found = [(module, prefix + option) for module, prefix in self.groups if prefix + option in module._config]
+        if not found:
+            raise AttributeError(f"the landing stack has no option {option}")
+        return found
 
     def __getattr__(self, option: str) -> Any:
         if option.startswith("__"):
@@ -96,7 +96,8 @@ def install() -> None:
     sys.meta_path.insert(0, Finder(landing_stack.NAMES))
     skipped = importlib.import_module("torch_overlay._skip_files")  # Dynamo traces no frame of the simulated GPU
     skipped.register(importlib.import_module("torch._dynamo.trace_rules"))
-    for path, name in STREAMS:
-        setattr(importlib.import_module(path), name, True)
-    policy = importlib.import_module("torch_overlay._inductor.relaunch.policy")
-    importlib.import_module("torch._inductor.config").cudagraph_policy = policy.RelaunchPolicy()
+    policy = importlib.import_module("torch_overlay._inductor.relaunch.policy").RelaunchPolicy()
+    switches = dict.fromkeys(STREAMS, True) | {("torch._inductor.config", "cudagraph_policy"): policy}
+    for (path, name), value in switches.items():
+        # As defaults, as they will be: what is set is set for one thread only.
+        importlib.import_module(path)._config[name].default = value

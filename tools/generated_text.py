@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 _CHANGES = [
     (re.compile(r"(?m)^# AOT ID: \['\d+_"), "# AOT ID: ['"),
+    (re.compile(r"\baot\d+_"), "aot_"),  # of backwards in compiled autograd's graph
     (re.compile(r"(?m)^(# kernel path: )\S*/"), r"\1"),
     (re.compile(r"(?m)^(# Original path: ).*"), r"\1"),
     (re.compile(r"(?m)^from torch\S*[._]_?(?:overlay|streams|offload)\S* import "), "from ours import "),
+    (re.compile(r"(?m)^from torch\._inductor import profiler_ranges$"), "from ours import profiler_ranges"),
 ]
 
 

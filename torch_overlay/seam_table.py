@@ -228,7 +228,7 @@ SEAMS: tuple[Seam, ...] = (
     # ---- inductor-no-op-results
     Seam(
         target="torch._inductor.fx_passes.joint_graph:remove_no_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results:remove_no_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results_hook:remove_no_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="59916cf93109b19b",
@@ -237,7 +237,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.post_grad:remove_noop_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results:remove_noop_ops",
+        impl="torch_overlay.upstream_fixes.no_op_results_hook:remove_noop_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="4015e0b85a9bc1a0",
@@ -246,7 +246,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         target="torch._inductor.fx_passes.reinplace:reinplace_inplaceable_ops",
-        impl="torch_overlay.upstream_fixes.no_op_results:reinplace_inplaceable_ops",
+        impl="torch_overlay.upstream_fixes.results_in_inputs:reinplace_inplaceable_ops",
         kind="wrap",
         patch="inductor-no-op-results",
         fingerprint="0fd70a6a266bd8c6",

@@ -22,7 +22,8 @@ if not form.PATCHED:
     import run_patched
     import run_stack
 
-# Of each part that has a say in the code: copies, folding, backwards, graph breaks, partitions, views, random numbers.
+# Of each part that has a say in the code: copies, folding, backwards, graph breaks, partitions, views, random numbers,
+# reuse and donation of buffers, ranges, threads.
 PROGRAMS = (
     "prefetch_loop.*",
     "copy_to_rows_of_host_input.*",
@@ -31,6 +32,10 @@ PROGRAMS = (
     "batch_norm_on_side_stream.*",
     "copied_memory_returned.*",
     "train_dropout.*",
+    "current_and_default_stream.reduce-overhead",
+    "train_several_forwards.reduce-overhead",
+    "train_ranges_kept.default",
+    "train_two_threads.default",
     "drawn_31_[0-5].*",
 )
 
