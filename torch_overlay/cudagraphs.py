@@ -15,8 +15,11 @@ Note [What a policy can't do] of `_inductor.relaunch.policy` says what that is.
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch_overlay._inductor.relaunch import attachments
-from torch_overlay._inductor.relaunch.policy import RelaunchPolicy
+from torch_overlay._inductor.relaunch.causes import CAUSES
+from torch_overlay._inductor.relaunch.policy import RelaunchPolicy, SPLIT_ATTENTION
 
 
 try:
@@ -27,5 +30,6 @@ else:
     check_version(torch_root())
 
 attachments.attach()
+CAUSES["policy-alone"] = dataclasses.replace(CAUSES["policy-alone"], remedy=f"enable the overlay; {SPLIT_ATTENTION}")
 
 __all__ = ["RelaunchPolicy"]

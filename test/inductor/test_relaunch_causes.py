@@ -7,7 +7,8 @@ import unittest
 from typing import TYPE_CHECKING
 
 import form
-from torch_overlay._inductor.relaunch import causes, hooks  # noqa: F401  # with the policy's cause
+from torch_overlay import cudagraphs  # noqa: F401  # with the policy's cause
+from torch_overlay._inductor.relaunch import causes
 
 
 if TYPE_CHECKING:

@@ -61,21 +61,14 @@ def offload_room() -> tuple[int, ...]:
     return (torch.cuda.mem_get_info()[0] >> 30,)
 
 
-def rewritten() -> tuple[object, ...]:
-    """Return how the graph was rewritten. Its text doesn't show that an input is to be copied to the device first."""
-    from torch_overlay._inductor.relaunch.rewrites.graph import current
-
-    found = current()
-    return tuple([kind for kind, _ in found.made]), tuple(map(tuple, found.resident))
-
-
 def overlay_key(gm: torch.fx.GraphModule | None, is_dynamo_graph: bool) -> tuple[Any, ...]:
     """Return everything of the overlay's that the code compiled for a graph depends on. Upstream adds the version of
     torch.
     """
+    from torch_overlay._inductor.relaunch.rewrites.graph import current
     from torch_overlay.version import __version__, source_digest
 
-    own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room(), *rewritten())
+    own = (__version__, source_digest(), config_digest(), *graphs(), *offload_room(), *current().key())
     if gm is None:
         return own
     return (*own, placement(gm), stream_objects() if is_dynamo_graph else ())

@@ -1,10 +1,9 @@
 """Tells captures about the streams of compiled code, and about saved activations in host memory, which know nothing of
-captures: Note [Streams of a capture] of `capture.recording`; and the policy, what helps where it is alone."""
+captures: Note [Streams of a capture] of `capture.recording`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -14,9 +13,7 @@ from torch_overlay._functorch.offload import runtime
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of
 from torch_overlay._inductor.relaunch.capture.checks import checks, names_in
 from torch_overlay._inductor.relaunch.capture.streams import CALLERS, exchanges
-from torch_overlay._inductor.relaunch.causes import CAUSES
 from torch_overlay._inductor.relaunch.host_memory import Keeper, keepers
-from torch_overlay._inductor.relaunch.policy import SPLIT_ATTENTION
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 from torch_overlay._inductor.streams.runtime import Spec
 
@@ -74,9 +71,7 @@ def _orders_others(spec: Spec) -> bool:
 
 def attach() -> None:
     """Have every capture of this process replace these streams, every graph keep addresses of slabs, and no code that
-    orders the caller's streams captured. Tell users of the policy alone to enable the overlay."""
+    orders the caller's streams captured."""
     checks[:] = [check_streams]
     exchanges[:] = [exchanged_copy_streams, exchanged_objects]
-    alone = CAUSES["policy-alone"]
-    CAUSES["policy-alone"] = dataclasses.replace(alone, remedy=f"enable the overlay; {SPLIT_ATTENTION}")
     keepers[:] = [Keeper(runtime.holds, lambda tensor: runtime.identity(tensor) if runtime.is_slab(tensor) else None)]

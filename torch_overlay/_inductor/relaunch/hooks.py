@@ -18,16 +18,15 @@ from torch_overlay._inductor import profiler_ranges
 from torch_overlay._inductor.relaunch import attachments, notes, partitions
 from torch_overlay._inductor.relaunch.describe import describe_whole
 from torch_overlay._inductor.relaunch.policy import (
-    forget,
+    is_asked,
     is_set,
     own_buffers,
     refuse_cpp_wrapper,
     RelaunchPolicy,
-    rewritten,
+    wrapping,
 )
-from torch_overlay._inductor.relaunch.rewrites import graph as rewrites
-from torch_overlay._inductor.relaunch.rewrites.graph import Rewrites
-from torch_overlay._inductor.relaunch.rewrites.resident import Residents
+from torch_overlay._inductor.relaunch.rewrites.compiled import is_wanted, residing, rewritten
+from torch_overlay._inductor.relaunch.rewrites.graph import current
 from torch_overlay._inductor.streams.saved_memory import owners_of, settle_owners
 
 
@@ -63,26 +62,10 @@ def compile_fx_inner(
     original: Callable[..., Any], gm: GraphModule, example_inputs: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Seam of _compile_fx_inner: rewrite the graph, if it is to have CUDA graphs."""
-    if not _is_rewritten(kwargs.get("cudagraphs")):
+    if not (are_ours() and is_wanted(kwargs.get("cudagraphs"))):
         return original(gm, example_inputs, *args, **kwargs)
-    found, inputs = rewrites.rewrite(gm, example_inputs, _donated() if kwargs.get("is_backward") else ())
-    with rewrites.compiling(found):
+    with rewritten(gm, example_inputs, kwargs.get("is_backward", False)) as inputs:
         return original(gm, inputs, *args, **kwargs)
-
-
-def _is_rewritten(cudagraphs: Any) -> bool:
-    from torch._inductor.virtualized import V
-
-    asked = inductor_config.triton.cudagraphs if cudagraphs is None else cudagraphs
-    allowed = config.cudagraph_rewrites and inductor_config.graph_partition and not V.aot_compilation
-    return bool(asked and are_ours() and allowed)
-
-
-def _donated() -> Sequence[int]:
-    """Return the positions of a backward's inputs whose memory the compiled code may use for something else."""
-    from torch._inductor.utils import get_donated_idxs
-
-    return get_donated_idxs() or ()
 
 
 def post_compile(
@@ -95,40 +78,35 @@ def post_compile(
     """Seam of CompiledFxGraph.post_compile: wrap code that was just compiled, or comes from a cache, in graphs, and in
     what copies to the device the inputs that it was rewritten to take there. Note for its backward whose memory it
     saves. If the option asks for it, name its calls in profiles."""
-    found = Rewrites.read(getattr(compiled, "relaunch_rewrites", ()))
-    residents = Residents(found.resident)
-    try:
-        with _choosing(graph_kwargs, found, residents):
-            original(compiled, example_inputs, constants, graph_kwargs)
-            if inductor_config.cudagraph_policy is RELAUNCH:
-                RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
-    except BaseException:
-        forget()
-        raise
+    switch = graph_kwargs.get("cudagraphs")
+    with (
+        residing(compiled) as found,
+        _choosing(compiled, switch, graph_kwargs.get("boxed_forward_device_index")),
+        wrapping(compiled, switch, *found),
+    ):
+        original(compiled, example_inputs, constants, graph_kwargs)
+        if inductor_config.cudagraph_policy is RELAUNCH:
+            RELAUNCH.wrap_output(compiled)  # a policy of the user's is asked by Inductor
     settle_owners(getattr(compiled, "_overlay_owners", ()))
-    if residents.rows:
-        compiled.current_callable = residents.around(compiled.current_callable)
     if config.nvtx is True:
         compiled.current_callable = profiler_ranges.within(describe_whole(compiled).name, compiled.current_callable)
 
 
 @contextlib.contextmanager
-def _choosing(graph_kwargs: dict[str, Any], found: Rewrites, residents: Residents) -> Iterator[None]:
+def _choosing(compiled: Any, switch: Any, device_box: Any) -> Iterator[None]:
     """Have Inductor ask our policy inside, or one of the user's, or none."""
-    wanted: Any = graph_kwargs.get("cudagraphs")
-    if is_of_others() or not (wanted or getattr(wanted, "overlay_wanted", False)):
+    if is_of_others() or not (switch or is_asked(compiled)):
         yield
         return
     users = inductor_config.cudagraph_policy
-    mode = "relaunch" if users is not None else chosen_mode(graph_kwargs.get("boxed_forward_device_index"))
+    mode = "relaunch" if users is not None else chosen_mode(device_box)
     if mode != "relaunch":
         if mode == "off":
-            type(wanted).disable(wanted)
+            type(switch).disable(switch)
         yield
         return
-    with inductor_config.patch(cudagraph_policy=users or RELAUNCH), rewritten(found.made, residents):
+    with inductor_config.patch(cudagraph_policy=users or RELAUNCH):
         yield
-    wanted.value = True
 
 
 def maybe_handle_backward_generation(original: Callable[..., None], compiled_graph: Any, device_box: Any) -> None:
@@ -138,18 +116,13 @@ def maybe_handle_backward_generation(original: Callable[..., None], compiled_gra
 
 
 def note_outputs(original: Callable[..., None], compiled: Any, *args: Any, **kwargs: Any) -> None:
-    """Seam of CompiledFxGraph.__init__: note what only the FX graph says, and if the constructor disables CUDA
-    graphs."""
+    """Seam of CompiledFxGraph.__init__: note what only the FX graph says."""
     from torch_overlay._inductor.streams.alignment import left_to_runtime
 
-    given = dict(zip(("current_callable", "graph", "gm", *[""] * 4, "cudagraphs"), args)) | kwargs
-    wanted = given["cudagraphs"]
-    before = bool(wanted)
+    given = dict(zip(("current_callable", "graph", "gm"), args)) | kwargs
     original(compiled, *args, **kwargs)
-    if before and not wanted:
-        wanted.overlay_wanted = True
     notes.note(compiled, given["graph"], given["gm"])
-    compiled.relaunch_rewrites = rewrites.current().plain()
+    compiled.relaunch_rewrites = current().plain()
     compiled._overlay_owners = owners_of(given["graph"])
     compiled.inputs_to_check = left_to_runtime(given["graph"], compiled.inputs_to_check)
 

@@ -86,7 +86,7 @@ class _Thread(threading.local):
     graph: Any = None  # the CompiledFxGraph between should_wrap and wrap_output
     record: Any = None  # its coverage.CompiledCode, if it asked for graphs
     is_wrapped = False  # did Inductor ask for graphs of it?
-    rewrites: tuple[Sequence[tuple[str, str]], Copies] | None = None  # of code that asked for graphs
+    rewrites: tuple[Sequence[tuple[str, str]], Copies | None] | None = None  # of code that asked for graphs
 
 
 _thread = _Thread()
@@ -101,7 +101,7 @@ class RelaunchPolicy(CUDAGraphPolicy):
     def should_wrap(self, compiled_graph: Any) -> bool:
         """Return False for code of which Inductor makes no graph, after a refusal that says why."""
         record, reasons = None, getattr(compiled_graph.cudagraph_info, "cudagraph_fail_reasons", None)
-        if _thread.rewrites is not None or _is_asked(compiled_graph):
+        if _thread.rewrites is not None or is_asked(compiled_graph):
             parts = notes.partitions_of(compiled_graph)
             made, residents = _thread.rewrites or ((), None)
             record = coverage.CompiledCode(describe_whole(compiled_graph), parts, made, residents)
@@ -169,16 +169,27 @@ def is_set() -> bool:
 
 
 @contextlib.contextmanager
-def rewritten(made: Sequence[tuple[str, str]], residents: Copies) -> Iterator[None]:
-    """Code that is wrapped inside asked for graphs, and was rewritten so."""
-    before, _thread.rewrites = _thread.rewrites, (made, residents)
+def wrapping(
+    compiled: CompiledFxGraph, switch: Any, made: Sequence[tuple[str, str]] = (), residents: Copies | None = None
+) -> Iterator[None]:
+    """Have compiled code finished inside. If it asked for relaunched graphs, note how it was rewritten, and turn
+    Inductor's switch on at the end, which a forward and its backward share: Note [Nobody is left without a graph or a
+    reason]."""
+    before, is_ours = _thread.rewrites, is_set() and bool(switch or is_asked(compiled))
+    if is_ours:
+        _thread.rewrites = made, residents
     try:
         yield
+    except BaseException:
+        forget()
+        raise
     finally:
         _thread.rewrites = before
+    if is_ours:
+        switch.value = True
 
 
-def _is_asked(compiled: CompiledFxGraph) -> bool:
+def is_asked(compiled: CompiledFxGraph) -> bool:
     """True if code asked for graphs, and Inductor may have decided against them since."""
     import torch._inductor.config as inductor_config
 

@@ -18,6 +18,7 @@ class TestOptions(TestCase):
         self.assertEqual(triton.cudagraph_executables, 64)
         self.assertIs(triton.cudagraph_verify, False)
         self.assertIs(triton.cudagraph_concurrency, True)
+        self.assertIs(triton.cudagraph_rewrites, True)
         self.assertIs(triton.nvtx, False)
 
     def test_patch(self):
@@ -37,7 +38,8 @@ class TestOptions(TestCase):
         with config.patch(VALUES):
             self.assertEqual(key()[1], before)
         self.assertEqual(names, set())
-        for other in ("triton.cudagraph_concurrency", "triton.nvtx"):
+        for other in ("cudagraph_concurrency", "cudagraph_rewrites", "nvtx"):
+            other = f"triton.{other}"
             with config.patch({other: not before[other]}):
                 self.assertNotEqual(key()[1], before)
 

@@ -72,6 +72,11 @@ class Rewrites(NamedTuple):
         """Return it without types, for the cache: a pickle of these doesn't depend on where this module is."""
         return tuple(map(tuple, self.made)), tuple(map(tuple, self.resident))
 
+    def key(self) -> tuple[Any, ...]:
+        """Return it for the keys of caches, without lines. A graph's text doesn't show that an input is to be copied to
+        the device first."""
+        return tuple([kind for kind, _ in self.made]), tuple(map(tuple, self.resident))
+
     @staticmethod
     def read(plain: tuple[Any, ...]) -> Rewrites:
         made, resident = plain or ((), ())
