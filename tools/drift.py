@@ -314,7 +314,10 @@ class Report:
             if found.state != UNCHANGED:
                 lines += [f"  {found.state:9} {found.target}  [{found.patch}]", f"            {found.said}"]
                 lines += [f"            {line}" for line in found.diff.splitlines()] if with_diffs else []
-        parts = ("patches of the series, one after the other", self.queue), ("pull requests, each with what it needs", self.stack)
+        parts = (
+            ("patches of the series, one after the other", self.queue),
+            ("pull requests, each with what it needs", self.stack),
+        )
         for title, patches in parts:
             lines += ["", f"{title}:"]
             for patch in patches:
