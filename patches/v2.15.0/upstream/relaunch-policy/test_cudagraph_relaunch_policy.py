@@ -166,9 +166,13 @@ class TestWrapping(PolicyTestCase):
                 self.assertIs(policy.is_set(), expected)
 
     def test_rewrites(self):
-        copies = SimpleNamespace(copies=2)
-        with policy.rewritten([("resident", "model.py:3")], copies):
-            self.run_ = self.wrap(compiled_graph(cudagraph_info=None))
+        graph, switch = compiled_graph(cudagraph_info=None), utils.BoxedBool(True)
+        made, copies = [("resident", "model.py:3")], SimpleNamespace(copies=2)
+        with (
+            inductor_config.patch(cudagraph_policy=self.policy),
+            policy.wrapping(graph, switch, made, copies),
+        ):
+            self.run_ = self.wrap(graph)
         (function,) = coverage.coverage().functions
         self.assertEqual(function.rewrites, (("resident", "model.py:3"),))
         self.assertEqual(function.copies, 2)
