@@ -5,6 +5,7 @@ from unittest import mock
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor.cudagraph_relaunch import coverage, residents
 from torch._inductor.cudagraph_relaunch.policy import RelaunchPolicy
 from torch._inductor.cudagraph_relaunch.rewrites import Resident, Rewrite, Rewrites
@@ -105,9 +106,19 @@ class TestRewriting(TestCase):
         self.assertEqual((self.rewritten, self.copied), ([], []))
 
     def test_donated_inputs_of_a_backward(self):
+        collect = graph_compile.collect_bw_donated_buffer_idxs
+
+        def donated(*args):
+            # As of code without a graph, whether or not relaunched code donates.
+            with inductor_config.patch({"triton.cudagraphs": False}):
+                return collect(*args)
+
         self.found = Rewrites()
         x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
-        torch.compile(lambda x, w: ((x @ w).sin() @ w).sin().sum())(x, w).backward()
+        with mock.patch.object(
+            graph_compile, "collect_bw_donated_buffer_idxs", donated
+        ):
+            torch.compile(lambda x, w: ((x @ w).sin() @ w).sin().sum())(x, w).backward()
         forward, backward = self.rewritten
         self.assertEqual(forward, ())
         self.assertTrue(backward)
