@@ -82,7 +82,7 @@ def _left_behind(streams: Collection[int]) -> list[int]:
     return sorted({*saved_on_streams().values(), *engine}.difference(streams))
 
 
-def _lent_results() -> dict[str, list[int]]:
+def _recorded_results() -> dict[str, list[int]]:
     """Return, for the results of a captured graph that are allocated on the current stream, the streams that their
     memory waits for in eager.
     """
@@ -110,15 +110,15 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     root: Any = root_of(wrapper)
     declare_runtime(root)
     # Copies between devices are ordered by the devices' current streams, which the program need not have named.
-    lent = _lent_results()
-    told = {s for owners in lent.values() for s in owners}.difference(streams, left)
-    used = (*streams, *left, *sorted(told))
+    recorded = _recorded_results()
+    others = {s for owners in recorded.values() for s in owners}.difference(streams, left)
+    used = (*streams, *left, *sorted(others))
     current = {s: there for s in used if (there := callers_device(s)) is not None}
     handles = {f"stream{s}_outer": f"cuda:{written_index(current[s])}" if s in current else s for s in used}
     names = list(handles)[: len(streams)]
     objects = {f"event{e}_outer": e for e in events}
     caller = "stream0_outer"
-    returns = dict.fromkeys(f"stream{s}_outer" for owners in lent.values() for s in owners)
+    returns = dict.fromkeys(f"stream{s}_outer" for owners in recorded.values() for s in owners)
     if objects:
         returns = {caller: None, **returns, **dict.fromkeys(objects)}
     device: int = torch.accelerator.current_device_index()
@@ -152,7 +152,7 @@ def ordered_around(scheduler: Scheduler) -> Iterator[None]:
         objects=objects,
     )
     wrapper.writeline(StreamLine("frame_outer.leave()"))
-    for name, owners in lent.items():
+    for name, owners in recorded.items():
         for stream in owners:
             wrapper.writeline(StreamLine(record_stream_text(name, f"stream{stream}_outer")))
 
