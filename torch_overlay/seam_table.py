@@ -1029,7 +1029,7 @@ SEAMS: tuple[Seam, ...] = (
         kind="wrap",
         patch="dynamo-streams",
         fingerprint="04466f38a1426d5b",
-        why="A copy that blocks the host has an effect in a program with streams.",
+        why="Random functions have an effect, and in a program with streams a copy that blocks the host has one, too.",
         ends="the patch is merged",
     ),
     Seam(

@@ -223,7 +223,9 @@ class TestOnGpu(TestCase):
                 late.copy_(x)
                 torch.cuda.synchronize()
             result = compiled(late, w)
-            with torch.cuda.stream(streams[call % 4]):  # after what the call did on this stream
+            busy = streams[call % 4]
+            busy.wait_stream(torch.cuda.current_stream())  # all branches have read
+            with torch.cuda.stream(busy):
                 late.zero_()
-            torch.cuda.current_stream().wait_stream(streams[call % 4])
+            torch.cuda.current_stream().wait_stream(busy)
             self.assertEqual(result, expected, atol=1e-2, rtol=1e-2)

@@ -206,7 +206,7 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
         now.get(name, 0) - start.get(name, 0)
         for name in ("cudagraph_relaunches", "cudagraph_captures", "cudagraph_refusals")
     )
-    reasons = "; ".join(_overlay_says("refusals", "refusals", [])[-3:])
+    reasons = "; ".join(overlay_says(*REFUSALS, [])[-3:])
     if refused and not program.refusals:
         raise Mismatch(f"{refused} refusals: {reasons}")
     if launched < program.launches:
@@ -218,7 +218,10 @@ def _check_counters(program: Program, start: dict[str, int]) -> None:
         raise Mismatch(f"{captured} captures, expected at most {program.captures}")
 
 
-def _overlay_says(module: str, name: str, default: Any) -> Any:
+REFUSALS, ALIVE = ("refusals", "refusals"), ("live", "counts")  # module and function
+
+
+def overlay_says(module: str, name: str, default: Any) -> Any:
     """What a function of a module of relaunches returns; the default if nobody has loaded that."""
     places = (f"{package}._inductor.relaunch.{module}" for package in ("torch_overlay", "torch._overlay"))
     found = next((sys.modules[place] for place in places if place in sys.modules), None)
@@ -229,7 +232,7 @@ def summary() -> list[str]:
     """What became of the regions of this process."""
     now = counted()
     counts = [f"{now.get('cudagraph_' + name, 0)} {name}" for name in ("captures", "relaunches", "refusals")]
-    return [", ".join(counts), *_overlay_says("refusals", "refusals", [])]
+    return [", ".join(counts), *overlay_says(*REFUSALS, [])]
 
 
 # ---- nothing is left behind
@@ -268,7 +271,7 @@ def footprint() -> dict[str, int]:
             found[kinds[cls]] += 1
         elif issubclass(cls, torch.Tensor) and cls is not FakeTensor and thing.is_cuda:
             found["tensors"] += 1
-    return found | _overlay_says("runner", "live", {})
+    return found | overlay_says(*ALIVE, {})
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:

@@ -56,6 +56,15 @@ class TestCheck(unittest.TestCase):
         self.assertEqual(len(statuses), 3)
         self.assertIn("4 cases", done.stdout.splitlines()[-1])
 
+    def test_what_is_alive_is_asked_of_the_overlay(self) -> None:
+        """By names, since programs also run where nothing has loaded the modules: a name that is gone says nothing."""
+        import torch_overlay._inductor.relaunch.live
+        import torch_overlay._inductor.relaunch.refusals  # noqa: F401
+        from relaunch_programs._check import ALIVE, overlay_says, REFUSALS
+
+        self.assertIn("templates", overlay_says(*ALIVE, {}))
+        self.assertIsInstance(overlay_says(*REFUSALS, None), list)
+
     def test_programs_alone_have_their_environment(self) -> None:
         from relaunch_programs import by_name
 
