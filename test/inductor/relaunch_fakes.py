@@ -243,6 +243,12 @@ class Recording:
     def segments(self) -> list[tuple[int, int]]:
         return list(self.taken)
 
+    def allocations_made(self) -> int:
+        return len(self.taken)
+
+    def allocations(self, first: int) -> list[tuple[int, int]]:
+        return self.taken[first:]
+
     @contextlib.contextmanager
     def apart(self, asked: Any) -> Any:
         apart, before = IsolatedAllocations(), len(self.taken)

@@ -29,6 +29,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, observed, Plan, Watch
+from torch_overlay._inductor.relaunch.capture.library_calls import LibraryCalls
 from torch_overlay._inductor.relaunch.capture.operators import Operators
 from torch_overlay._inductor.relaunch.capture.placing import Placing
 from torch_overlay._inductor.relaunch.memory.chunks import place
@@ -54,6 +55,7 @@ from torch_overlay._inductor.relaunch.proof.nodes import FIXED, Refusal, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch_overlay._inductor.relaunch.capture.library_calls import Call
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.graph.concurrency import Product
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -75,13 +77,14 @@ class Captured:
     numbers: Mapping[int, Any]  # position -> value of the traced inputs
     launches: Launches  # with the uses of these numbers
     asked: Mapping[int, tuple[int, int]]  # as `Plan.asked`, of the operators that had memory of their own
+    calls: list[Call]  # of libraries, if they were noted
 
 
 class Capture:
     """One capture of `model(inputs)`. `alignments`: to how many bytes each input's stand-in is aligned. `holes`: sizes
     of the free blocks of the device's allocator. `with_uses`: note which memory matrix products read and write.
     `numbers`: values of the inputs that are traced, by position. `shapes`: notes sizes that are computed from them.
-    `views`: how tensors lie that stand for those of the inputs, by position."""
+    `views`: how tensors lie that stand for those of the inputs, by position. `with_calls`: note calls of libraries."""
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class Capture:
         numbers: Mapping[int, Any] = MappingProxyType({}),
         shapes: Shapes | None = None,
         views: Mapping[int, View] = MappingProxyType({}),
+        with_calls: bool = False,
     ) -> None:
         self.model, self.inputs, self.alignments, self.plan, self.recording = model, inputs, alignments, plan, recording
         self.holes, self.with_uses, self.numbers = holes, with_uses, numbers
@@ -105,6 +109,7 @@ class Capture:
         self.astray: list[int] = []  # addresses of outputs that lie in the scratch
         self.observer = Placing(plan, recording, self.placed, with_uses, shapes)
         self.operators = Operators(plan, recording, self.observer)
+        self.calls = LibraryCalls(recording, with_calls)
 
     def run(self, code: Code) -> Captured:
         with self.recording:
@@ -119,7 +124,8 @@ class Capture:
                 self.recording.clear_stack()
                 namespace = namespace_of(self.model)
                 tracing = noted(namespace, self.launches) if self.numbers else contextlib.nullcontext()
-                with observed(namespace, self.observer), tracing, watch, self.recording.noting_lines(namespace):
+                lines = self.recording.noting_lines(namespace)
+                with observed(namespace, self.observer), tracing, watch, lines, self.calls.noted(namespace):
                     given, stand_ins = stand_ins, []
                     outputs = self.model(given)
                     del given
@@ -152,7 +158,7 @@ class Capture:
         seen = [lives.life(address, max(size, 1)) for address, size in regions]  # a node may hold any address
         places = _places(layout, parts)
         observer = self.observer
-        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked
+        proven = observer.products, observer.results, self.numbers, self.launches, self.operators.asked, self.calls.made
         return Captured(layout, segments, learned, self.recording, places, seen, *proven)
 
     def _check_kept(self) -> None:

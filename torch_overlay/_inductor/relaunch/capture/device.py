@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.capture.capture import Captured
+    from torch_overlay._inductor.relaunch.capture.library_calls import Again
     from torch_overlay._inductor.relaunch.graph.driver import Driver
     from torch_overlay._inductor.relaunch.memory.arrange import Arrangement
 
@@ -131,7 +132,7 @@ class Cuda:
         """Return what notes the lines of nodes while they are captured, if profiles are to show them."""
         return kernel_names.KernelLines(namespace, nodes) if self.annotates else None
 
-    def read(self, captured: Captured) -> CapturedGraph:
+    def read(self, captured: Captured | Again) -> CapturedGraph:
         """Tidy the graph of a capture, and return it as plain data."""
         for kept in tidy.tidy(captured.recording.graph, driver=self.driver, keeps=host_memory.holds).kept:
             log.info("stays in the graph as it is: %s", kept)

@@ -1,7 +1,8 @@
 """Makes executable graphs of a compiled region: record twice, prove, relax the edges, arrange, instantiate.
 
 record       the region runs on placeholder addresses, and its launches are recorded (`capture`)
-prove        a second capture at other addresses; each argument word that differs must be explained (`proof.prove`)
+prove        a second capture at other addresses; each argument word that differs must be explained (`proof.prove`).
+             For a further size, of the library calls alone that launch functions never seen (`library_calls`)
 relax        edges between nodes that share no memory are removed, so that they run in parallel (`graph.concurrency`)
 arrange      allocations share memory where they can, and a backward may be cut into stages (`memory.arrange`)
 instantiate  the graph, or a part of it for each stage, becomes executable (`launch.launcher`)
@@ -21,6 +22,7 @@ import torch
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
 from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
 from torch_overlay._inductor.relaunch.capture.checks import check
+from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
@@ -35,7 +37,7 @@ from torch_overlay._inductor.relaunch.sizes.functions import without
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory.packing import Life
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
-    Known: TypeAlias = "tuple[list[PointerSlot], Container[int]]"
+    Known: TypeAlias = "tuple[list[PointerSlot], Collection[int]]"
 
 ATTEMPTS = 3
 # Reasons after which other addresses are tried: a number may equal an address of these captures by chance, or a library
@@ -99,26 +101,23 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     holes = device.holes() if code.saved_outputs and not work.is_shared else []
     with_uses = device.concurrent and not code.is_training and not work.is_shared
     others = {k: another(value) for k, value in work.numbers.items()}
+    with_calls = work.is_shared and not work.numbers
 
     def take(recording: Any, **options: Any) -> Captured:
         return work.capture(recording, holes=holes, **options)
 
     with recordings(device) as record:
-        first = take(record(1), with_uses=with_uses)
+        first = take(record(1), with_uses=with_uses, with_calls=with_calls)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
                 break
             work = work._replace(plan=first.plan)  # the capture has learned which allocations are outputs
             first.recording.discard()
-            first = take(record(1), with_uses=with_uses)
+            first = take(record(1), with_uses=with_uses, with_calls=with_calls)
         work = work._replace(plan=dataclasses.replace(work.plan, asked=first.asked))
         graph, lives = device.read(first), first.lives
         known = _known(work, graph)
-        if not known[1]:
-            regions = 1 + max((segment.region for segment in first.segments), default=-1)
-            numbers = slots_of(first.launches.uses, first.numbers, graph)
-            template = Template(regions, graph.nodes, tuple(known[0]), numbers)
-        else:
+        if (template := _prove_alone(work, first, graph, known, record)) is None:
             second = take(record(2), numbers=others)
             try:
                 template = _prove(work, (first, second), graph, known)
@@ -135,6 +134,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
                 template = _prove(work, (first, second), graph, known)
             lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
+        if known[1]:
             sizes.functions.learn(template)
         copies = memcpy_nodes.moving(template)
         if template.numbers and copies:
@@ -171,6 +171,42 @@ def _known(work: Work, graph: CapturedGraph) -> Known:
         why = "; ".join(dict.fromkeys(unknown.values()))
         log.info("a second capture is made for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
     return slots, unknown
+
+
+def _prove_alone(
+    work: Work, first: Captured, graph: CapturedGraph, known: Known, record: Callable[[int], Any]
+) -> Template | None:
+    """Return the template of the capture, of which this is the graph, if no second one of the whole region is needed:
+    the calls of libraries that launch unknown functions are captured again, alone."""
+    slots, unknown = known
+    regions = 1 + max((segment.region for segment in first.segments), default=-1)
+    numbers = slots_of(first.launches.uses, first.numbers, graph)
+    if not unknown:
+        return Template(regions, graph.nodes, tuple(slots), numbers)
+    if not first.calls:
+        return None
+    recording = record(2)
+    try:
+        calls = calls_of(first.calls, set(unknown))
+        indices = [index for call in calls for index in call.nodes]
+        other = work.device.read(capture_again(calls, first.segments, recording))
+        of_calls = [dataclasses.replace(graph.nodes[index], index=k) for k, index in enumerate(indices)]
+        graphs = [
+            dataclasses.replace(g, nodes=tuple(n), edges=(), partial=())
+            for g, n in ((graph, of_calls), (other, other.nodes))
+        ]
+        proven = work.device.prove(graphs, work.namespace)
+    except (Differs, Refusal) as why:
+        log.info("the whole region is captured again: %s", why)
+        return None
+    finally:
+        recording.discard()
+    nodes = list(graph.nodes)
+    for index, node in zip(indices, proven.nodes):
+        if index in unknown:
+            nodes[index] = dataclasses.replace(node, index=index)
+    more = [slot._replace(node=indices[slot.node]) for slot in proven.slots if indices[slot.node] in unknown]
+    return Template(regions, tuple(nodes), (*slots, *more), numbers)
 
 
 @contextlib.contextmanager

@@ -102,6 +102,14 @@ class Recording:
     def covers(self, address: int) -> bool:
         return self.space.low <= address < self.space.high
 
+    def allocations_made(self) -> int:
+        """Return how many allocations there were so far."""
+        return self.space.count()
+
+    def allocations(self, first: int) -> list[tuple[int, int]]:
+        """Return (address, size) of each, from number `first` on."""
+        return self.space.allocations(first)
+
     def segments(self) -> list[tuple[int, int]]:
         """Return (address, size) of all allocations, in order."""
         used = ((address, size) for address, size in self.space.allocations() if address not in self._ignored)

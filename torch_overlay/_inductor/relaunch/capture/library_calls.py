@@ -1,0 +1,190 @@
+"""Notes the calls of library functions in a capture, and captures some of them again, alone.
+
+    calls = LibraryCalls(recording)
+    with calls.noted(namespace):            # generated code calls them as attributes of the global `extern_kernels`
+        region(inputs)
+    again = capture_again(calls_of(calls.made, nodes), segments, other_recording)
+
+A library chooses kernels by size, so most sizes launch a function that no proof has seen. To prove such a node, its
+launch is needed at other addresses, and not that of the whole region. The tensors of a call are described by where they
+lay, for to hold them would change what the capture sees of their lives.
+
+Note [What a library keeps between calls]
+A workspace is allocated by the first call that needs one, and used by later ones. So every call that allocated memory
+is made again, before those that are wanted. Memory of the two captures corresponds if both allocated as much, in the
+same calls and in the same order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import threading
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+
+from torch_overlay._inductor.relaunch.memory.outputs import View, view_of
+from torch_overlay._inductor.relaunch.proof.nodes import Segment
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+LIBRARIES = "extern_kernels"
+FULL = 256  # no library checks for more alignment
+
+
+class Differs(Exception):
+    """The calls can't be made again as they were."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor lay in the capture."""
+
+    address: int
+    view: View
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Place:
+        return _Place(tensor.data_ptr(), view_of(tensor))
+
+
+def _replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """Return the arguments of a call with others in place of those of a kind."""
+    if isinstance(value, kind):
+        return by(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replaced(each, kind, by) for each in value])
+    return {key: _replaced(each, kind, by) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+class Call(NamedTuple):
+    """A call of a library: its arguments, with places for tensors, the numbers of the nodes that it made, and the
+    memory that it allocated, (address, bytes). `returns`: it returns tensors of its own."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    nodes: range
+    allocated: tuple[tuple[int, int], ...]
+    returns: bool
+
+
+class Again(NamedTuple):
+    """A capture of some of the calls."""
+
+    recording: Any
+    segments: list[Segment]
+
+
+class LibraryCalls:
+    """The calls of one capture, if they are `wanted`."""
+
+    def __init__(self, recording: Any, wanted: bool = True) -> None:
+        self.recording, self.wanted = recording, wanted
+        self.made: list[Call] = []
+        self.thread = threading.get_ident()
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return function(*args, **kwargs)
+        recording = self.recording
+        given = [_replaced(value, torch.Tensor, _Place.of) for value in (args, kwargs)]
+        nodes, allocations = recording.count(), recording.allocations_made()
+        recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
+        result = function(*args, **kwargs)
+        made = range(nodes, recording.count()), tuple(recording.allocations(allocations))
+        self.made.append(Call(function, *given, *made, returns="out" not in kwargs))
+        return result
+
+    @contextlib.contextmanager
+    def noted(self, namespace: dict[str, Any] | None) -> Iterator[None]:
+        """Note the calls by the generated module with these globals."""
+        if not self.wanted or namespace is None or LIBRARIES not in namespace:
+            yield
+            return
+        original = namespace[LIBRARIES]
+        namespace[LIBRARIES] = _Libraries(original, self)
+        try:
+            yield
+        finally:
+            namespace[LIBRARIES] = original
+
+
+class _Libraries:
+    """Stands for the global of generated code whose attributes are functions of libraries."""
+
+    def __init__(self, original: Any, calls: LibraryCalls) -> None:
+        self._original, self._calls = original, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._calls.call, getattr(self._original, name))
+
+
+def calls_of(made: Sequence[Call], nodes: set[int]) -> list[Call]:
+    """Return the calls that have to be made again to launch these nodes. Note [What a library keeps between calls].
+    Raises Differs if other code launched one of the nodes."""
+    wanted = [call for call in made if not nodes.isdisjoint(call.nodes)]
+    if others := nodes.difference(*(call.nodes for call in wanted)):
+        raise Differs(f"{len(others)} nodes are not launched by calls of a library")
+    until = 1 + next(i for i, call in enumerate(made) if call is wanted[-1])
+    found = [call for call in made[:until] if call.allocated or not nodes.isdisjoint(call.nodes)]
+    if any(call.returns for call in found):
+        raise Differs("a library returns memory of its own")
+    return found
+
+
+def capture_again(calls: Sequence[Call], segments: Sequence[Segment], recording: Any) -> Again:
+    """Make the calls in another recording, with memory at other addresses. `segments`: those of the capture that they
+    are from; those of the result name the same regions. Raises Differs."""
+    given = _Given(segments, recording)
+    with recording:
+        arguments = [_replaced((call.args, call.kwargs), _Place, given.tensor) for call in calls]
+        with recording.capturing((), False):
+            for call, (args, kwargs) in zip(calls, arguments):
+                before = recording.allocations_made()
+                recording.clear_stack()
+                call.function(*args, **kwargs)
+                given.note(call.allocated, recording.allocations(before))
+    return Again(recording, given.segments)
+
+
+class _Given:
+    """The memory of calls that are made again, in segments like those of the capture."""
+
+    def __init__(self, segments: Sequence[Segment], recording: Any) -> None:
+        self.recording = recording
+        self.known = sorted(segments, key=lambda segment: segment.address)
+        self.starts = [segment.address for segment in self.known]
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.segments: list[Segment] = []
+
+    def segment_of(self, address: int, size: int) -> Segment:
+        at = bisect.bisect_right(self.starts, address) - 1
+        if at < 0 or address + size > self.starts[at] + self.known[at].size:
+            raise Differs("memory of a call is in no region")
+        return self.known[at]
+
+    def tensor(self, place: _Place) -> torch.Tensor:
+        address, view = place
+        segment = self.segment_of(address, view.extent)
+        offset, odd = divmod(address - segment.address, view.dtype.itemsize)
+        if odd:
+            raise Differs("an argument lies between elements of its region")
+        if segment.address not in self.storages:
+            least = segment.address & -segment.address
+            like = self.recording.place(View((segment.size,), (1,), torch.uint8), min(least, FULL))
+            self.storages[segment.address] = like.untyped_storage()
+            self.segments.append(Segment(like.data_ptr(), segment.size, segment.region, segment.delta))
+        made = torch.empty(0, dtype=view.dtype, device=self.recording.device)
+        return made.set_(self.storages[segment.address], offset, view.size, view.stride)
+
+    def note(self, allocated: Sequence[tuple[int, int]], again: Sequence[tuple[int, int]]) -> None:
+        """Note that the memory that a call allocates `again` is that which it had allocated."""
+        if [size for _, size in allocated] != [size for _, size in again]:
+            raise Differs("a library allocates otherwise when it is called alone")
+        for (first, _), (address, _) in zip(allocated, again):
+            segment = self.segment_of(first, 0)
+            self.segments.append(Segment(address, segment.size, segment.region, segment.delta))
