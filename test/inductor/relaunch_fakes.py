@@ -299,10 +299,12 @@ class Recording:
     def graph(self, segments: Any) -> CapturedGraph:
         """An operation has a function by its operator, a block that says how many parameters it has, and which
         operation it is, sizes included, and a grid if it is a kernel's."""
+        count = len(self.operations)
+        last = count - 1 if self.owner.lists_backwards else 0  # node i is operation |last - i|
         nodes = tuple(
             KernelNode(
                 index=i,
-                handle=i,
+                handle=abs(last - i),
                 name=str(operation[0]),
                 func=self.owner.function_of(operation),
                 kern=0,
@@ -312,9 +314,9 @@ class Recording:
                 shared_bytes=0,
                 parameters=tuple((8 * k, address.to_bytes(8, "little")) for k, address in enumerate(operation[4])),
             )
-            for i, operation in enumerate(self.operations)
+            for i, operation in enumerate(self.operations[::-1] if last else self.operations)
         )
-        edges = tuple((i, i + 1) for i in range(len(nodes) - 1))
+        edges = tuple((abs(last - i), abs(last - i - 1)) for i in range(count - 1))
         return CapturedGraph(nodes, edges, tuple(segments), self.low, self.high)
 
     def discard(self) -> None:
@@ -453,6 +455,7 @@ class FakeDevice:
         self.arrangements: list[Any] = []
         self.concurrent = True
         self.relaxed = 0  # graphs in which something runs side by side
+        self.lists_backwards = False  # as the driver may list nodes in another order than that of their launch
         if native is not None:
             me = weakref.ref(self)
             kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))

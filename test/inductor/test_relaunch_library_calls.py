@@ -96,6 +96,18 @@ class TestLibraryCalls(LibraryCallsTestCase):
         self.assertEqual(self.grow(run), 1)
         self.assertEqual(self.alone, [1])
 
+    def test_one_call_of_each_function_is_captured_again(self):
+        source = SIZED.replace(
+            "    return", "    for _ in range(4):\n        extern_kernels.square(b, n, out=c)\n    return"
+        )
+        self.assertEqual(self.grow(self.sized(source)), 1)
+        self.assertEqual(self.alone, [2])
+
+    def test_driver_that_lists_nodes_in_another_order(self):
+        self.device.lists_backwards = True
+        self.assertEqual(self.grow(self.sized()), 1)
+        self.assertEqual(self.alone, [2])
+
     def workspace(self, used):
         """A library that allocates a workspace when it is first used in a capture, and keeps it until the end."""
         kept = {}

@@ -61,8 +61,8 @@ def _replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
 
 
 class Call(NamedTuple):
-    """A call of a library: its arguments, with places for tensors, the numbers of the nodes that it made, and the
-    memory that it allocated, (address, bytes). `returns`: it returns tensors of its own."""
+    """A call of a library: its arguments, with places for tensors, the nodes that it made, by their places in the order
+    of the stream, and the memory that it allocated, (address, bytes). `returns`: it returns tensors of its own."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -91,12 +91,12 @@ class LibraryCalls:
         if threading.get_ident() != self.thread:
             return function(*args, **kwargs)
         recording = self.recording
-        given = [_replaced(value, torch.Tensor, _Place.of) for value in (args, kwargs)]
+        given, named = (_replaced(value, torch.Tensor, _Place.of) for value in (args, kwargs))
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
         result = function(*args, **kwargs)
-        made = range(nodes, recording.count()), tuple(recording.allocations(allocations))
-        self.made.append(Call(function, *given, *made, returns="out" not in kwargs))
+        made, allocated = range(nodes, recording.count()), tuple(recording.allocations(allocations))
+        self.made.append(Call(function, given, named, made, allocated, returns="out" not in kwargs))
         return result
 
     @contextlib.contextmanager

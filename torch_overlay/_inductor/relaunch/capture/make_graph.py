@@ -24,6 +24,7 @@ from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
 from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
+from torch_overlay._inductor.relaunch.graph.concurrency import chain_of
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.memory.arrange import arrange, Arrangement, Proven
 from torch_overlay._inductor.relaunch.memory.outputs import OfInput, SameInput
@@ -33,7 +34,7 @@ from torch_overlay._inductor.relaunch.numbers.words import another, settled, slo
 from torch_overlay._inductor.relaunch.proof.nodes import Refusal, Template
 from torch_overlay._inductor.relaunch.refusals import log
 from torch_overlay._inductor.relaunch.sizes.any_size import arrange_any_size
-from torch_overlay._inductor.relaunch.sizes.functions import without
+from torch_overlay._inductor.relaunch.sizes.functions import one_of_each, without
 
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.compiled_code import Code
     from torch_overlay._inductor.relaunch.memory.packing import Life
     from torch_overlay._inductor.relaunch.memory.sized import Sized
-    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, PointerSlot
+    from torch_overlay._inductor.relaunch.proof.nodes import CapturedGraph, Node, PointerSlot
     from torch_overlay._inductor.relaunch.sizes.any_size import Seen
     from torch_overlay._inductor.relaunch.sizes.sizes import Sizes
 
@@ -134,7 +135,6 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
                 template = _prove(work, (first, second), graph, known)
             lives = [a.either(b) for a, b in zip(first.lives, second.lives, strict=True)]
             second.recording.discard()
-        if known[1]:
             sizes.functions.learn(template)
         copies = memcpy_nodes.moving(template)
         if template.numbers and copies:
@@ -169,7 +169,7 @@ def _known(work: Work, graph: CapturedGraph) -> Known:
     slots, unknown = work.sizes.functions.slots_of(graph)
     if unknown:
         why = "; ".join(dict.fromkeys(unknown.values()))
-        log.info("a second capture is made for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
+        log.info("something is captured again for %d of %d nodes: %s", len(unknown), len(graph.nodes), why)
     return slots, unknown
 
 
@@ -177,36 +177,42 @@ def _prove_alone(
     work: Work, first: Captured, graph: CapturedGraph, known: Known, record: Callable[[int], Any]
 ) -> Template | None:
     """Return the template of the capture, of which this is the graph, if no second one of the whole region is needed:
-    the calls of libraries that launch unknown functions are captured again, alone."""
+    for each unknown function, one call of a library that launches it is captured again, alone."""
     slots, unknown = known
+    functions = work.sizes.functions
+    if unknown and first.calls:
+        recording = record(2)
+        try:
+            functions.learn(_prove_calls(work, first, graph, one_of_each(graph, unknown), recording))
+        except (Differs, Refusal) as why:
+            log.info("the whole region is captured again: %s", why)
+            return None
+        finally:
+            recording.discard()
+        more, unknown = functions.slots_of(graph, unknown)
+        slots = [*slots, *more]
+    if unknown:
+        return None
     regions = 1 + max((segment.region for segment in first.segments), default=-1)
-    numbers = slots_of(first.launches.uses, first.numbers, graph)
-    if not unknown:
-        return Template(regions, graph.nodes, tuple(slots), numbers)
-    if not first.calls:
-        return None
-    recording = record(2)
-    try:
-        calls = calls_of(first.calls, set(unknown))
-        indices = [index for call in calls for index in call.nodes]
-        other = work.device.read(capture_again(calls, first.segments, recording))
-        of_calls = [dataclasses.replace(graph.nodes[index], index=k) for k, index in enumerate(indices)]
-        graphs = [
-            dataclasses.replace(g, nodes=tuple(n), edges=(), partial=())
-            for g, n in ((graph, of_calls), (other, other.nodes))
-        ]
-        proven = work.device.prove(graphs, work.namespace)
-    except (Differs, Refusal) as why:
-        log.info("the whole region is captured again: %s", why)
-        return None
-    finally:
-        recording.discard()
-    nodes = list(graph.nodes)
-    for index, node in zip(indices, proven.nodes):
-        if index in unknown:
-            nodes[index] = dataclasses.replace(node, index=index)
-    more = [slot._replace(node=indices[slot.node]) for slot in proven.slots if indices[slot.node] in unknown]
-    return Template(regions, tuple(nodes), (*slots, *more), numbers)
+    return Template(regions, graph.nodes, tuple(slots), slots_of(first.launches.uses, first.numbers, graph))
+
+
+def _prove_calls(work: Work, first: Captured, graph: CapturedGraph, wanted: set[int], recording: Any) -> Template:
+    """Make the calls of libraries again that launched the wanted nodes, and return a template of these calls' nodes."""
+    order = chain_of(len(graph.nodes), graph.edges)
+    if order is None:
+        raise Differs("its nodes may run side by side")
+    calls = calls_of(first.calls, {place for place, index in enumerate(order) if index in wanted})
+    other = work.device.read(capture_again(calls, first.segments, recording))
+    nodes = [graph.nodes[order[place]] for call in calls for place in call.nodes]
+    others = [other.nodes[index] for index in chain_of(len(other.nodes), other.edges) or ()]
+    return work.device.prove((_alone(graph, nodes), _alone(other, others)), work.namespace)
+
+
+def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
+    """Return a graph of these nodes, in this order, and without edges."""
+    numbered = tuple([dataclasses.replace(node, index=index) for index, node in enumerate(nodes)])
+    return dataclasses.replace(graph, nodes=numbered, edges=(), partial=())
 
 
 @contextlib.contextmanager

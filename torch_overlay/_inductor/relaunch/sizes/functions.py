@@ -53,12 +53,15 @@ class Functions:
                 key = _identity(node)
                 self.places[key] = self.places.get(key, frozenset()) | found[node.index]
 
-    def slots_of(self, graph: CapturedGraph) -> tuple[list[PointerSlot], dict[int, str]]:
-        """Return the pointer slots of the nodes whose functions are known, and why the other nodes are unknown."""
+    def slots_of(
+        self, graph: CapturedGraph, among: Iterable[int] | None = None
+    ) -> tuple[list[PointerSlot], dict[int, str]]:
+        """Return the pointer slots of the nodes whose functions are known, and why the other nodes are unknown.
+        `among`: look at these nodes alone."""
         scan = _Scan(graph)
         slots: list[PointerSlot] = []
         unknown: dict[int, str] = {}
-        for node in graph.nodes:
+        for node in graph.nodes if among is None else [graph.nodes[index] for index in among]:
             try:
                 slots += [slot for slot in self._slots_of(node, scan) if slot.region != FIXED]
             except Unknown as why:
@@ -74,6 +77,15 @@ class Functions:
         if places is None:
             raise Unknown("it is launched for the first time")
         return scan.kernel(node, places)
+
+
+def one_of_each(graph: CapturedGraph, indices: Iterable[int]) -> set[int]:
+    """Return one of these nodes for each function that they launch."""
+    found: dict[Any, int] = {}
+    for index in indices:
+        node = graph.nodes[index]
+        found.setdefault(_identity(node) if isinstance(node, KernelNode) else index, index)
+    return set(found.values())
 
 
 def _identity(node: KernelNode) -> Any:
