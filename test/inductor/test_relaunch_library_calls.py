@@ -149,6 +149,21 @@ class TestLibraryCalls(LibraryCallsTestCase):
 
         self.assertEqual(self.grow(self.sized(double=allocates)), 2)
 
+    def test_library_that_fails_alone(self):
+        calls = []
+
+        def needs_mm(a, n, *, out):
+            if calls[-1] is not getattr(self.device.thread, "recording", None):
+                raise RuntimeError("the library is not ready")
+            return double(a, n, out=out)
+
+        def mm(x, w, *, out):
+            calls.append(getattr(self.device.thread, "recording", None))
+            return torch.mm(x, w, out=out)
+
+        self.assertEqual(self.grow(self.sized(mm=mm, double=needs_mm)), 2)
+        self.assertEqual(self.alone[:1], [2])
+
     def test_kept_pointer_of_an_earlier_call(self):
         """Alone, the library still uses the tensor of the capture before, which is at the same address in both."""
         kept = []
