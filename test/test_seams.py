@@ -216,6 +216,21 @@ for change in changes:
 assert not found, found
 """
 
+    def test_dynamo_has_the_rules_of_originals_for_hooks(self) -> None:
+        """Whether it made its table of rules before the hooks or after; and their originals have them again."""
+        for early in ("torch._dynamo.trace_rules.get_torch_obj_rule_map()", ""):
+            run(
+                early,
+                ENABLE,
+                """
+rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+hook = torch.cuda.memory.memory_stats_as_nested_dict
+assert hook in rules and hook.__wrapped__ not in rules
+torch_overlay.disable()
+assert hook not in rules and torch.cuda.memory.memory_stats_as_nested_dict in rules
+""",
+            )
+
     @form.slow
     def test_no_holder_of_an_original_is_left_when_modules_were_loaded_before(self) -> None:
         run("import_all()", ENABLE, self.REFERRERS)

@@ -110,7 +110,7 @@ class TestPrograms(TestCase):
             compile(r.wrapper, "wrapper", "exec")
             self.assertNotRegex(r.wrapper, r"with stream|_get_stream_by_index|control_deps|torch\.ops\.streams")
             if r.kind == "backward":
-                kept = "record_stream|wait_stream" if name in PASSED_THROUGH else "record_stream"
+                kept = "record_stream|range_" + ("|wait_stream" if name in PASSED_THROUGH else "")
                 self.assertNotRegex(r.graph, rf"streams\.(?!{kept})")
         self.check_races(name, seen)
 

@@ -28,11 +28,11 @@ class TestCompiled(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.enterContext(mock.patch.object(registry, "_has_streams", False))  # another test's programs had streams
+        refusals._refused.clear()
 
     @parametrize("name", form.sampled(COMPILED, 5))
     def test_causes(self, name: str) -> None:
         program = by_name(name)
-        refusals._refused.clear()
         with simulated_gpu(), program.options(), observe() as seen:
             fn = torch.compile(program.body, mode="reduce-overhead", dynamic=program.dynamic)
             fn(*program.arguments(0))

@@ -33,7 +33,9 @@ PAIRS = [(p.name, mode or "default") for p in FORWARD for mode in p.modes]
 
 # What a wrapper must not contain: context managers, operators of the dispatcher, upstream's way to find streams.
 FORBIDDEN = ("with torch.cuda.stream", "with stream", "with default_stream", "_get_stream_by_index", "control_deps")
-FORBIDDEN_OPERATORS = re.compile(r"torch\.ops\.streams\.(?!synchronize_device)\w+")
+# What only the run knows.
+ASKING = "query_event|query_stream|elapsed_time|stream_handle|stream_id|same_stream|is_capturing"
+FORBIDDEN_OPERATORS = re.compile(rf"torch\.ops\.streams\.(?!synchronize_device|{ASKING})\w+")
 HOST_WAIT = re.compile(r"\.synchronize\(\)|synchronize_device|\.item\(\)")
 
 

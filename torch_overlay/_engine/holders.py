@@ -2,9 +2,10 @@
 
 Replacing an attribute of a function's owner does not reach those who took the function by value: modules that imported
 it by name, and objects that stored it when their module was loaded (a dispatch table, a frozen record). The modules are
-found by identity in the namespaces of all loaded modules. The objects are named by the seam, as a path such as
-"torch._dynamo.variables.streams:StreamVariable.tp_methods[record_event].impl"; test/test_seams.py asks the garbage
-collector for every referrer of every original and fails if one is left that no seam names.
+found by identity in the namespaces of all loaded modules, and so are the keys of Dynamo's rules. The objects are named
+by the seam, as a path such as "torch._dynamo.variables.streams:StreamVariable.tp_methods[record_event].impl";
+test/test_seams.py asks the garbage collector for every referrer of every original and fails if one is left that no seam
+names.
 """
 
 from __future__ import annotations
@@ -96,3 +97,16 @@ def rebind(triples: Iterable[tuple[Any, Any, Seam]]) -> None:
                 _, new, seam = successors[id(value)]
                 if is_own or name == seam.qualname.rpartition(".")[2]:
                     namespace[name] = new
+    _rebind_for_dynamo([(old, new) for old, new, _ in successors.values()])
+
+
+def _rebind_for_dynamo(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Replace functions among the keys of Dynamo's rules for torch's functions. Dynamo makes this table when it first
+    asks, and a program may have changed it since."""
+    rules = getattr(sys.modules.get("torch._dynamo.trace_rules"), "get_torch_obj_rule_map", None)
+    if rules is None or not rules.cache_info().currsize:
+        return
+    table = rules()
+    for old, new in pairs:
+        if old in table:
+            table[new] = table.pop(old)
