@@ -50,7 +50,8 @@ _CALLERS = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", 
 def _is_random(name: str) -> bool:
     """True if an operator of ATen of this name draws random numbers, or a function that calls one."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+    is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if is_operator else []
     return name.startswith(_CALLERS) or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
 
 
