@@ -104,11 +104,11 @@ def obligations(plan, buffers, done):
                 found.add((("op", j), i))
         for name in op.writes:
             b = fresh.get(name)
-            if b is None:
+            if b is None or op.stream == HOST:  # the host writes no block of the device
                 continue
             taken.setdefault(b.name, last_on.get(b.stream))
             first = not any(members.get(name, frozenset((name,))) & (r | w) for _, r, w in accesses)
-            if op.stream not in (HOST, b.stream) and first:
+            if op.stream != b.stream and first:
                 found.add((("entry", b.stream), i))
                 if taken[b.name] is not None:
                     found.add((("op", taken[b.name]), i))
