@@ -52,12 +52,12 @@ class TestCanonicalOrder(torch._dynamo.test_case.TestCase):
             return function(second), function(first)
 
         x = torch.rand(4, 8, 9, 9)
+        results = []
         with torch._dynamo.config.patch(canonicalize_output_graph_node_order=True):
-            compiled = torch.compile(fn, backend=backend, fullgraph=True)
-        expected, found = [], []
-        for out, run in ((expected, fn), (found, compiled)):
-            torch.manual_seed(1)
-            out += run(x)
+            for run in (fn, torch.compile(fn, backend=backend, fullgraph=True)):
+                torch.manual_seed(1)
+                results.append(run(x))
+        expected, found = results
         self.assertEqual(found, expected, atol=0, rtol=0)
         (read,) = graphs
         return read
