@@ -21,9 +21,11 @@ import bisect
 import contextlib
 import functools
 import threading
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_overlay._inductor.relaunch.memory.outputs import View, view_of
 from torch_overlay._inductor.relaunch.proof.nodes import Segment
@@ -40,7 +42,8 @@ class Differs(Exception):
     """The calls can't be made again as they were."""
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """Where a tensor lay in the capture."""
 
     address: int
@@ -49,15 +52,6 @@ class _Place(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
         return _Place(tensor.data_ptr(), view_of(tensor))
-
-
-def _replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """Return the arguments of a call with others in place of those of a kind."""
-    if isinstance(value, kind):
-        return by(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(each, kind, by) for each in value])
-    return {key: _replaced(each, kind, by) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 class Call(NamedTuple):
@@ -91,7 +85,7 @@ class LibraryCalls:
         if threading.get_ident() != self.thread:
             return function(*args, **kwargs)
         recording = self.recording
-        given, named = (_replaced(value, torch.Tensor, _Place.of) for value in (args, kwargs))
+        given, named = pytree.tree_map_only(torch.Tensor, _Place.of, (args, kwargs))
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
         result = function(*args, **kwargs)
@@ -126,11 +120,10 @@ class _Libraries:
 def calls_of(made: Sequence[Call], nodes: set[int]) -> list[Call]:
     """Return the calls that have to be made again to launch these nodes. Note [What a library keeps between calls].
     Raises Differs if other code launched one of the nodes."""
-    wanted = [call for call in made if not nodes.isdisjoint(call.nodes)]
-    if others := nodes.difference(*(call.nodes for call in wanted)):
+    wanted = [i for i, call in enumerate(made) if not nodes.isdisjoint(call.nodes)]
+    if others := nodes.difference(*(made[i].nodes for i in wanted)):
         raise Differs(f"{len(others)} nodes are not launched by calls of a library")
-    until = 1 + next(i for i, call in enumerate(made) if call is wanted[-1])
-    found = [call for call in made[:until] if call.allocated or not nodes.isdisjoint(call.nodes)]
+    found = [call for i, call in enumerate(made[: wanted[-1] + 1]) if call.allocated or i in wanted]
     if any(call.returns for call in found):
         raise Differs("a library returns memory of its own")
     return found
@@ -141,7 +134,7 @@ def capture_again(calls: Sequence[Call], segments: Sequence[Segment], recording:
     are from; those of the result name the same regions. Raises Differs."""
     given = _Given(segments, recording)
     with recording:
-        arguments = [_replaced((call.args, call.kwargs), _Place, given.tensor) for call in calls]
+        arguments = [pytree.tree_map_only(_Place, given.tensor, (call.args, call.kwargs)) for call in calls]
         with recording.capturing((), False):
             for call, (args, kwargs) in zip(calls, arguments):
                 before = recording.allocations_made()
@@ -168,7 +161,7 @@ class _Given:
         return self.known[at]
 
     def tensor(self, place: _Place) -> torch.Tensor:
-        address, view = place
+        address, view = place.address, place.view
         segment = self.segment_of(address, view.extent)
         offset, odd = divmod(address - segment.address, view.dtype.itemsize)
         if odd:
