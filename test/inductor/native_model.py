@@ -160,7 +160,7 @@ class Module:
         self.driver = Driver(driver)
         self.lock = threading.RLock()
         self.thread = threading.local()
-        self.blocks: dict[int, Block] = {}
+        self.blocks: list[Block] = []
         self.arenas: list[Arena] = []
         self.ranges: dict[int, Range] = {}
         self.last_id = 0
@@ -177,11 +177,11 @@ class Module:
     def context(self) -> int:
         return self.driver.context()
 
-    def reserve(self, device: int, bytes: int, gap: int = 1) -> int:
-        if bytes <= 0 or gap < 1:
-            raise ValueError("reserve() wants bytes > 0 and gap > 0")
+    def reserve(self, device: int, bytes: int, gap: int = 1, block: int = 0) -> int:
+        if bytes <= 0 or gap < 1 or block < 0:
+            raise ValueError("reserve() wants bytes > 0 and gap > 0, and block >= 0")
         with self.lock, self.driver.relaxed():
-            block = self._block(device)
+            block = self._block(device, max(block, BLOCK))
             whole = _round_up(bytes, block.size)
             try:
                 arena = self._arena(block, whole)
@@ -276,17 +276,21 @@ class Module:
         used = [each for each in self.ranges.values() if each.users and each.arena.device == device]
         return used[0] if len(used) == 1 else None
 
-    def _block(self, device: int) -> Block:
-        if device not in self.blocks:
-            kind = BlockKind(1, 0, Location(1, device))
-            unit, handle = Size(), Address()
-            if code := self.driver.cuMemGetAllocationGranularity(ctypes.byref(unit), ctypes.byref(kind), 0):
-                raise RuntimeError(self.driver.error("cuMemGetAllocationGranularity", code))
-            size = _round_up(BLOCK, unit.value)
-            if code := self.driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(kind), 0):
-                raise RuntimeError(self.driver.error("cuMemCreate", code))
-            self.blocks[device] = Block(device, unit.value, size, handle.value)
-        return self.blocks[device]
+    def _block(self, device: int, least: int) -> Block:
+        for block in reversed(self.blocks):
+            if block.device == device and block.size >= least:
+                return block
+        kind = BlockKind(1, 0, Location(1, device))
+        unit, handle = Size(), Address()
+        if code := self.driver.cuMemGetAllocationGranularity(ctypes.byref(unit), ctypes.byref(kind), 0):
+            raise RuntimeError(self.driver.error("cuMemGetAllocationGranularity", code))
+        size = _round_up(least, unit.value)
+        if code := self.driver.cuMemCreate(ctypes.byref(handle), size, ctypes.byref(kind), 0):
+            if least > BLOCK:
+                return self._block(device, BLOCK)
+            raise RuntimeError(self.driver.error("cuMemCreate", code))
+        self.blocks.append(Block(device, unit.value, size, handle.value))
+        return self.blocks[-1]
 
     def _arena(self, block: Block, whole: int) -> Arena:
         device, unit = block.device, block.unit
@@ -312,7 +316,7 @@ class Module:
 
     def _drop_block(self, block: Block) -> None:
         if not block.ranges:
-            del self.blocks[block.device]
+            self.blocks.remove(block)
             self.driver.cuMemRelease(block.handle)
 
     def _drop_arena(self, arena: Arena) -> None:

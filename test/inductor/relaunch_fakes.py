@@ -541,7 +541,7 @@ class FakeDevice:
                 torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage()).fill_(0xA5)
         return made
 
-    def record(self, gap: int) -> Recording:
+    def record(self, gap: int, inputs: int = 0) -> Recording:
         return Recording(self, gap)
 
     def holes(self) -> list[int]:

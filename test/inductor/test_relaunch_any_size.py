@@ -420,7 +420,7 @@ class TestWhatASizeShows(AnySizeTestCase, RelaunchTestCase):
         instantiate, record = device.instantiate, device.record
         device.guard = guard
         device.instantiate = lambda *args, **kwargs: made.append(device.selected) or instantiate(*args, **kwargs)
-        device.record = lambda gap: made.append(device.selected) or record(gap)
+        device.record = lambda *args: made.append(device.selected) or record(*args)
         for n, m in ((3, 5), (4, 6), (5, 5)):
             self.call(run, n, m)
         self.assertEqual((made, self.captures()), ([0, 0, 0], 2))

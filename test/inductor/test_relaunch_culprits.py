@@ -157,8 +157,8 @@ def region(args):
         """Found before a capture in which its kernel would run on placeholder addresses."""
         made = []
 
-        def record(gap):
-            made.append(original(gap))
+        def record(*args):
+            made.append(original(*args))
             return made[-1]
 
         original, self.device.record = self.device.record, record

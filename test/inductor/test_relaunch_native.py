@@ -70,9 +70,9 @@ class RangeTests(DriverCase):
     def allocate(self, *sizes, device=0):
         return [self.alloc(size, device, None) for size in sizes]
 
-    def fill(self, *sizes, gap=1, device=0, bytes=1 << 40):
+    def fill(self, *sizes, gap=1, device=0, bytes=1 << 40, block=0):
         """A range with these allocations, no longer in use."""
-        made = self.module.reserve(device, bytes, gap)
+        made = self.module.reserve(device, bytes, gap, block)
         before = self.module.use(made)
         addresses = self.allocate(*sizes, device=device)
         self.module.use(before)
@@ -147,6 +147,25 @@ class RangeTests(DriverCase):
         self.assertEqual(maps, [(at, BLOCK, 0, handle) for at in range(0, 3 * BLOCK, BLOCK)])
         self.assertEqual(driver.calls("access"), [[hex(low), str(3 * BLOCK), "device", "0"]])
         self.drop(made, [address])
+
+    def blocks(self):
+        return [int(size) for _, size, *_ in driver.calls("create")]
+
+    def test_range_for_much_memory_maps_a_larger_block(self):
+        small, a = self.fill(100)
+        large, b = self.fill(8 * BLOCK, block=4 * BLOCK)
+        self.assertEqual(self.blocks(), [BLOCK, 4 * BLOCK])
+        self.assertEqual([int(size) for _, size, *_ in driver.calls("map")], [BLOCK, *3 * [4 * BLOCK]])
+        other, c = self.fill(100)
+        self.assertEqual(self.blocks(), [BLOCK, 4 * BLOCK], "the block that is there serves it, too")
+        for made, addresses in ((small, a), (large, b), (other, c)):
+            self.drop(made, addresses)
+
+    def test_larger_block_than_the_device_has_room_for(self):
+        driver.fail("cuMemCreate", OUT_OF_MEMORY)
+        made, addresses = self.fill(3 * BLOCK, block=4 * BLOCK)
+        self.assertEqual({int(size) for _, size, *_ in driver.calls("map")}, {BLOCK})
+        self.drop(made, addresses)
 
     def test_many_small_allocations_need_few_calls(self):
         made, addresses = self.fill(*[100_000] * 1000)
@@ -365,8 +384,8 @@ class RangeTests(DriverCase):
                 getattr(self.module, call)(12345, *([1] if call == "take" else []))
 
     def test_senseless_reservation(self):
-        for arguments in ((0, 0), (0, -1), (0, 1 << 30, 0)):
-            with self.assertRaisesRegex(ValueError, "wants bytes > 0 and gap > 0"):
+        for arguments in ((0, 0), (0, -1), (0, 1 << 30, 0), (0, 1 << 30, 1, -1)):
+            with self.assertRaisesRegex(ValueError, "wants bytes > 0 and gap > 0, and block >= 0"):
                 self.module.reserve(*arguments)
 
     def test_address_space(self):

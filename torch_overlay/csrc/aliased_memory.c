@@ -1,10 +1,10 @@
 /* Memory for captures: a range of addresses that maps one small physical block over and over.
 
-   A capture runs no kernel, so any memory will do. A range is mapped as it fills, a physical block of 12 MiB at a time,
-   for the driver maps only whole blocks. Mapping costs the host the same for a block of any size (on a machine with an
-   H200 36 us to map it and grant access, 22 us to unmap it, and no less per block if many are mapped at once), and a
-   capture should take no more than 16 MiB of the device. Allocations lie 64 KiB times the gap apart, and are aligned as
-   the caching allocator aligns.
+   A capture runs no kernel, so any memory will do. A range is mapped as it fills, a physical block at a time, for the
+   driver maps only whole blocks. Mapping costs the host the same for a block of any size (on a machine with an H200
+   36 us to map it and grant access, 22 us to unmap it, and no less per block if many are mapped at once). A block has
+   12 MiB, or more if the range is for much memory and the device has it. Allocations lie 64 KiB times the gap apart, and
+   are aligned as the caching allocator aligns.
 
    `aliased_alloc` and `aliased_free` are the functions of a pluggable allocator: torch calls them from any thread, with
    or without the GIL, so they touch no Python object and take one lock of their own. `use(range)` selects the range
@@ -139,23 +139,23 @@ static void drop_arena(Arena *arena) {
     free(arena);
 }
 
-static int find_block(int device, Block **result, const char **what) {
+static int find_block(int device, size_t size, Block **result, const char **what) {
     BlockKind kind = {1 /* pinned */, 0, {1 /* device */, device}, NULL, {0}};
     size_t unit = 0;
     Block *block;
     int code;
     for (*result = blocks; *result; *result = (*result)->next)
-        if ((*result)->device == device) return 0;
+        if ((*result)->device == device && (*result)->size >= size) return 0;
     *what = "cuMemGetAllocationGranularity";
     if ((code = cu.MemGetAllocationGranularity(&unit, &kind, 0))) return code;
     if (!(block = calloc(1, sizeof *block))) return 2;
     block->device = device;
     block->unit = unit;
-    block->size = round_up(BLOCK, unit);
+    block->size = round_up(size, unit);
     *what = "cuMemCreate";
     if ((code = cu.MemCreate(&block->handle, block->size, &kind, 0))) {
         free(block);
-        return code;
+        return size > BLOCK ? find_block(device, BLOCK, result, what) : code;
     }
     block->next = blocks;
     *result = blocks = block;
@@ -297,17 +297,18 @@ static PyObject *no_range(uint64_t id) {
 
 static PyObject *py_reserve(PyObject *module, PyObject *args) {
     int device, code, mode;
-    Py_ssize_t bytes, gap = 1;
+    Py_ssize_t bytes, gap = 1, least = 0;
     Block *block = NULL;
     Range *range;
     const char *what = "";
     uint64_t id = 0;
-    if (!PyArg_ParseTuple(args, "in|n", &device, &bytes, &gap)) return NULL;
-    if (bytes <= 0 || gap < 1) return PyErr_Format(PyExc_ValueError, "reserve() wants bytes > 0 and gap > 0");
+    if (!PyArg_ParseTuple(args, "in|nn", &device, &bytes, &gap, &least)) return NULL;
+    if (bytes <= 0 || gap < 1 || least < 0)
+        return PyErr_Format(PyExc_ValueError, "reserve() wants bytes > 0 and gap > 0, and block >= 0");
     if (!(range = calloc(1, sizeof *range))) return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&lock);
     mode = relax();
-    if (!(code = find_block(device, &block, &what))) {
+    if (!(code = find_block(device, (size_t)least > BLOCK ? (size_t)least : BLOCK, &block, &what))) {
         size_t whole = round_up(bytes, block->size);
         if (!(code = find_arena(device, whole, block, &range->arena, &what))) {
             range->block = block;
@@ -503,7 +504,7 @@ static PyObject *py_counts(PyObject *module, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"reserve", py_reserve, METH_VARARGS, "reserve(device, bytes, gap=1): a new range"},
+    {"reserve", py_reserve, METH_VARARGS, "reserve(device, bytes, gap=1, block=0): a new range"},
     {"use", py_use, METH_O, "use(range or None): where this thread allocates; returns what it was"},
     {"take", py_take, METH_VARARGS, "take(range, bytes): an address that no allocator knows of"},
     {"seal", py_seal, METH_O, "seal(range): no allocation any more"},

@@ -224,7 +224,7 @@ class TestBlame(CulpritTestCase):
     def work(self, *lines):
         call, scope = self.region(*lines)
 
-        def record(gap):
+        def record(gap, inputs=0):
             self.recording = Recording()
             self.recording.nodes = lambda: list(self.nodes)
             return self.recording
@@ -240,7 +240,9 @@ class TestBlame(CulpritTestCase):
             is_capture_broken=lambda: self.broken,
             handle_of=lambda captured, number: HANDLES[number],
         )
-        return SimpleNamespace(namespace=scope, device=device, capture=capture)
+        return SimpleNamespace(
+            namespace=scope, device=device, capture=capture, inputs=()
+        )
 
     def tearDown(self):
         self.assertTrue(self.recording.closed)

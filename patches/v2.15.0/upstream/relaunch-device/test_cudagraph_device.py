@@ -90,8 +90,8 @@ class TestMemory(DeviceTestCase):
         recording = self.replace(module, "Recording")
         backend = self.replace(torch.cuda, "get_allocator_backend")
         backend.return_value = "native"
-        self.assertIs(self.device.record(2), recording.return_value)
-        recording.assert_called_once_with(self.device, 2)
+        self.assertIs(self.device.record(2, 8), recording.return_value)
+        recording.assert_called_once_with(self.device, 2, 8)
         backend.return_value = "cudaMallocAsync"
         with self.assertRaisesRegex(Refusal, "cudaMallocAsync can't be") as caught:
             self.device.record(2)

@@ -103,7 +103,7 @@ class Device:
     def __init__(self):
         self.recordings, self.proofs, self.failing, self.made = [], [], [], []
 
-    def record(self, gap):
+    def record(self, gap, inputs):
         self.recordings.append(Recording(gap))
         return self.recordings[-1]
 

@@ -75,7 +75,7 @@ class Space:
 
     low, high = LOW, HIGH
 
-    def __init__(self, device, gap):
+    def __init__(self, device, gap, inputs):
         self.given, self.next, self.closed, self.entered = [], LOW, False, 0
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""Provides the address space of one capture: a region may allocate any amount in it, on a few MiB of the device.
+"""Provides the address space of one capture: a region may allocate any amount in it, on little memory of the device.
 
     space = AddressSpace(device)
     with space:                                         # this thread's pools of the space take memory from here
@@ -9,8 +9,9 @@
     space.close()                                       # after this the addresses are unmapped
 
 A capture runs no kernel, so any memory will do. A space is a range of addresses that maps the same small physical block
-over and over (`csrc/aliased_memory.c`), however many GiB are allocated in it. Two captures that are to be compared use
-different gaps.
+over and over (`csrc/aliased_memory.c`), however many GiB are allocated in it. Each block's worth of addresses takes the
+driver some 60 us, so a region with many GiB of weights gets a larger block than the usual 12 MiB. Two captures that are
+to be compared use different gaps.
 
 Life: 1. A space allocates only while it is entered, and never after that. 2. Its pools belong to it: close() drops
 them. A graph that was captured with a pool retains the pool, and torch counts the pool's segments as reserved memory
@@ -32,6 +33,8 @@ from torch_overlay._inductor.relaunch.proof.nodes import Refusal
 
 # Address space costs nothing until it is mapped, and the unused rest is freed when the space is sealed.
 SIZE = 1 << 40
+BLOCKS = 128  # so many blocks should do for the inputs,
+LARGEST = 64 << 20  # unless one would have more bytes
 
 pools_made: set[tuple[int, int]] = set()  # ids of the pools of all spaces: torch's statistics list them for ever
 
@@ -51,13 +54,15 @@ def _allocator(module: Any) -> Any:
 
 
 class AddressSpace:
-    def __init__(self, device: int | torch.device, *, gap: int = 1, size: int = SIZE, module: Any = None) -> None:
+    def __init__(
+        self, device: int | torch.device, *, gap: int = 1, size: int = SIZE, inputs: int = 0, module: Any = None
+    ) -> None:
         """Reserve the address space. `gap`: distance between two allocations, in units of 64 KiB. `size`: more bytes of
-        address space than the capture can ask for."""
+        address space than the capture can ask for. `inputs`: how many bytes its inputs have."""
         index = device if isinstance(device, int) else device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._module = module or _functions()
-        self._range: int | None = self._module.reserve(self.device.index, size, gap)
+        self._range: int | None = self._module.reserve(self.device.index, size, gap, min(inputs // BLOCKS, LARGEST))
         self._pools: list[torch.cuda.MemPool] = []
         self._before: list[int | None] = []
         # Bounds, allocations and error, after close().

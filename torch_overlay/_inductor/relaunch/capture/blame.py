@@ -86,7 +86,7 @@ def find_culprit(work: Work, blocking: bool = False) -> Culprit | None:
     """Capture as the first capture of `make_graph` does, and return the operator in which that fails. `blocking`: while
     nothing may be launched on the default stream. Note [Opaque operators]"""
     suspects = Suspects(work.namespace, work.device.is_capture_broken)
-    with contextlib.suppress(Exception), recordings(work.device) as record:
+    with contextlib.suppress(Exception), recordings(work) as record:
         recording = record(1)
         recording.blocking = blocking
         with suspects:
@@ -99,7 +99,7 @@ def find_launcher(work: Work, refusal: Refusal) -> Culprit | None:
     number = refusal.node.partition(" ")[0]
     if not number.isdigit():
         return None
-    with contextlib.suppress(Exception), recordings(work.device) as record:
+    with contextlib.suppress(Exception), recordings(work) as record:
         recording = record(1)
         with Launchers(work.namespace, recording.nodes) as launchers:
             captured = work.capture(recording)

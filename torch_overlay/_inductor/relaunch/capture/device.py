@@ -105,10 +105,10 @@ class Cuda:
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.device(self.index)
 
-    def record(self, gap: int) -> Recording:
+    def record(self, gap: int, inputs: int = 0) -> Recording:
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise Refusal("allocator", f"the allocator {backend} can't be told to allocate elsewhere for a capture")
-        return Recording(self, gap)
+        return Recording(self, gap, inputs)
 
     def generators(self, inputs: Sequence[Any]) -> list[torch.Generator]:
         """Return the random generators that a region with these inputs can draw from."""

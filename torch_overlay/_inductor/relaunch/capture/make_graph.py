@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 import torch
 
 from torch_overlay._inductor.relaunch.capture.allocations import namespace_of, Plan
-from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured
+from torch_overlay._inductor.relaunch.capture.capture import Capture, Captured, is_region
 from torch_overlay._inductor.relaunch.capture.checks import check
 from torch_overlay._inductor.relaunch.capture.library_calls import calls_of, capture_again, Differs
 from torch_overlay._inductor.relaunch.capture.recording import no_collection
@@ -107,7 +107,7 @@ def _make_graph(work: Work) -> tuple[Arrangement, list[Any]]:
     def take(recording: Any, **options: Any) -> Captured:
         return work.capture(recording, holes=holes, **options)
 
-    with recordings(device) as record:
+    with recordings(work) as record:
         first = take(record(1), with_uses=with_uses, with_calls=with_calls)
         for _ in range(ATTEMPTS - 1):
             if first.plan == work.plan:
@@ -152,7 +152,7 @@ def make_graph_for_any_size(work: Work, seen: Seen) -> tuple[Arrangement, list[A
     the region itself raises. Note [Graphs for any size] of `sizes.any_size`"""
     device = work.device
     check(work.model)
-    with no_collection(), recordings(device) as record:
+    with no_collection(), recordings(work) as record:
         first = work.capture(record(1), shapes=Shapes())
         second = work.capture(record(2), shapes=Shapes(), numbers=seen.numbers, views=seen.views)
         graphs = device.read(first), device.read(second)
@@ -222,12 +222,13 @@ def _alone(graph: CapturedGraph, nodes: Sequence[Node]) -> CapturedGraph:
 
 
 @contextlib.contextmanager
-def recordings(device: Any) -> Iterator[Callable[[int], Any]]:
+def recordings(work: Work) -> Iterator[Callable[[int], Any]]:
     """Yield a function that makes recordings, by the width of their gaps; close all of them at the end."""
     made: list[Any] = []
+    inputs = sum(v.nbytes for v in work.inputs if is_region(v) and v.layout is torch.strided)
 
     def record(gap: int) -> Any:
-        made.append(device.record(gap))
+        made.append(work.device.record(gap, inputs))
         return made[-1]
 
     try:

@@ -59,13 +59,14 @@ class IsolatedAllocations:
 
 
 class Recording:
-    """A capture of `owner`, a device, with `gap` times as much room as usual between allocations."""
+    """A capture of `owner`, a device, with `gap` times as much room as usual between allocations. `inputs`: bytes of
+    the region's inputs."""
 
     blocking = False  # nothing may be launched on the default stream meanwhile: Note [Opaque operators]
 
-    def __init__(self, owner: Any, gap: int) -> None:
+    def __init__(self, owner: Any, gap: int, inputs: int = 0) -> None:
         self.owner, self.device = owner, owner.device
-        self.space: Any = AddressSpace(owner.device, gap=gap)
+        self.space: Any = AddressSpace(owner.device, gap=gap, inputs=inputs)
         self.graph: Any = torch.cuda.CUDAGraph(keep_graph=True)
         self._placed: dict[int, tuple[int, int]] = {}  # address of the segment -> (address of the tensor, bytes)
         self._ignored: set[int] = set()
