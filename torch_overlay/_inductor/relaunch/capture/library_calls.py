@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = "extern_kernels"
 FULL = 256  # no library checks for more alignment
+LEAVES = frozenset([int, float, bool, str, type(None)])
 
 
 class Differs(Exception):
@@ -85,7 +86,7 @@ class LibraryCalls:
         if threading.get_ident() != self.thread:
             return function(*args, **kwargs)
         recording = self.recording
-        given, named = pytree.tree_map_only(torch.Tensor, _Place.of, (args, kwargs))
+        given, named = _exchanged(torch.Tensor, _Place.of, args, kwargs)
         nodes, allocations = recording.count(), recording.allocations_made()
         recording.clear_stack()  # so that the launchers find there what they find when the call is made alone
         result = function(*args, **kwargs)
@@ -117,6 +118,18 @@ class _Libraries:
         return functools.partial(self._calls.call, getattr(self._original, name))
 
 
+def _exchanged(kind: type, by: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with others in place of those of a kind. Most are tensors and numbers, and a tree
+    takes longer to walk than the call to make."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, kind):
+            return by(value)
+        return value if type(value) in LEAVES else pytree.tree_map_only(kind, by, value)
+
+    return tuple([one(value) for value in args]), {name: one(value) for name, value in kwargs.items()}
+
+
 def calls_of(made: Sequence[Call], nodes: set[int]) -> list[Call]:
     """Return the calls that have to be made again to launch these nodes. Note [What a library keeps between calls].
     Raises Differs if other code launched one of the nodes."""
@@ -134,7 +147,7 @@ def capture_again(calls: Sequence[Call], segments: Sequence[Segment], recording:
     are from; those of the result name the same regions. Raises Differs."""
     given = _Given(segments, recording)
     with recording:
-        arguments = [pytree.tree_map_only(_Place, given.tensor, (call.args, call.kwargs)) for call in calls]
+        arguments = [_exchanged(_Place, given.tensor, call.args, call.kwargs) for call in calls]
         with recording.capturing((), False):
             for call, (args, kwargs) in zip(calls, arguments):
                 before = recording.allocations_made()
