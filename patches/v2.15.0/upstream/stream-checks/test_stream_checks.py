@@ -1,40 +1,18 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
-from unittest import mock
-
 import torch
 import torch._dynamo.config
 import torch._dynamo.test_case
-from torch._dynamo._streams import objects
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class TestStreamChecks(torch._dynamo.test_case.TestCase):
     def setUp(self):
         super().setUp()
         self.x, self.side = torch.ones(2), stream(8)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-
-        def current(device=0):
-            return stream(7)
-
-        for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda")),
-            (torch._C, "_accelerator_getDeviceIndex", lambda: 0),
-            (torch._C, "_accelerator_getStream", current),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(torch._dynamo.config.patch(streams=True))
+        self.enterContext(accelerator(lambda device=None: stream(7)))
+        self.enterContext(torch._dynamo.config.patch(streams=True))
 
     def traced(self, function, *args):
         """Return the operations of the function's graph, which doesn't run."""

@@ -1,20 +1,16 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 from unittest import mock
 
 import torch
 import torch._dynamo.test_case
 from torch._dynamo import symbolic_convert
-from torch._dynamo._streams import objects, registry
+from torch._dynamo._streams import registry
 from torch._dynamo._streams.state import StreamState
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
-
-
-def stream(stream_id):
-    return torch.Stream(stream_id=stream_id, device_index=0, device_type=1)
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class TestStreamConstruct(torch._dynamo.test_case.TestCase):
@@ -22,28 +18,16 @@ class TestStreamConstruct(torch._dynamo.test_case.TestCase):
 
     def setUp(self):
         super().setUp()
-        self.x = torch.ones(2)
+        self.x, self.device = torch.ones(2), 0
         self.described = []  # the objects of each frame, without the current stream
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
         current = stream(7)
-        for owner, name, value in (
-            (torch.accelerator, "is_available", True),
-            (torch.accelerator, "current_accelerator", torch.device("cuda")),
-            (torch.accelerator, "current_device_index", 0),
-            (torch.accelerator, "current_stream", current),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
-        ):
-            function = mock.Mock(return_value=value)
-            stack.enter_context(mock.patch.object(owner, name, function))
+        self.enterContext(accelerator(lambda device=None: current, lambda: self.device))
         for name in ("_exchange_fn", "_maybe_exchange_fn"):
             exchange = staticmethod(lambda index: 0)
-            stack.enter_context(mock.patch.object(CUDADeviceVariable, name, exchange))
+            self.enterContext(mock.patch.object(CUDADeviceVariable, name, exchange))
         # The state that frames have where streams are traced.
         owner, name = symbolic_convert, "SymbolicStreamState"
-        stack.enter_context(mock.patch.object(owner, name, StreamState))
+        self.enterContext(mock.patch.object(owner, name, StreamState))
 
     def compile(self, function):
         def backend(gm, inputs):
@@ -93,7 +77,7 @@ class TestStreamConstruct(torch._dynamo.test_case.TestCase):
             with torch.Stream():
                 return x + 1
 
-        torch.accelerator.current_device_index.return_value = 2
+        self.device = 2
         f(self.x)
         ((made,),) = self.described
         self.assertEqual(made.device, torch.device("cuda", 2))

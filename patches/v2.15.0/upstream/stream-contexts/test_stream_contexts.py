@@ -1,22 +1,17 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 from unittest import mock
 
 import torch
 import torch._dynamo.test_case
 from torch._dynamo import symbolic_convert
-from torch._dynamo._streams import objects
 from torch._dynamo._streams.state import StreamState
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.variables.base import Method
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.ctx_manager import CUDADeviceVariable
 from torch._dynamo.variables.streams import StreamVariable
-
-
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class TestStreamContexts(torch._dynamo.test_case.TestCase):
@@ -30,19 +25,9 @@ class TestStreamContexts(torch._dynamo.test_case.TestCase):
         self.seen = []  # the same, where the graph breaks
         self.traced = []  # (device, stream) of each synchronize()
         self.x, self.side, self.far = torch.ones(2), stream(8), stream(9, 1)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        current = mock.Mock(side_effect=lambda device=None: stream(7, self.device))
         exchange = staticmethod(self.exchange_device)
         notes = {"synchronize": Method(self.note), "query": Method(self.set_stream)}
         for owner, name, value in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
-            (torch.accelerator, "current_device_index", lambda: self.device),
-            (torch.accelerator, "current_stream", current),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
             (CUDADeviceVariable, "_exchange_fn", exchange),
             (CUDADeviceVariable, "_maybe_exchange_fn", exchange),
             (CUDADeviceVariable, "_get_device_index_fn", lambda index, **_: index),
@@ -51,8 +36,11 @@ class TestStreamContexts(torch._dynamo.test_case.TestCase):
             # The state that frames have where streams are traced.
             (symbolic_convert, "SymbolicStreamState", StreamState),
         ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(mock.patch.dict(StreamVariable.tp_methods, notes))
+            self.enterContext(mock.patch.object(owner, name, value))
+        self.enterContext(mock.patch.dict(StreamVariable.tp_methods, notes))
+        self.enterContext(
+            accelerator(lambda device=None: stream(7, self.device), lambda: self.device)
+        )
 
         @torch._dynamo.disable
         def break_graph():

@@ -1,18 +1,16 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 import threading
-from unittest import mock
 
 import torch
 import torch._dynamo.test_case
 from torch._dynamo import config
-from torch._dynamo._streams import objects
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id):
-    return torch.Stream(stream_id=stream_id, device_index=0, device_type=1)
+from torch.testing._internal.accelerator_stand_in import (
+    accelerator,
+    stream,
+    take_operations,
+)
 
 
 def in_thread(function):
@@ -34,31 +32,16 @@ class TestStreamFrames(torch._dynamo.test_case.TestCase):
         super().setUp()
         self.x = torch.ones(2)
         self.graphs = 0
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
         current = stream(7)
-        for owner, name, value in (
-            (torch.accelerator, "is_available", True),
-            (torch.accelerator, "current_accelerator", torch.device("cuda")),
-            (torch.accelerator, "current_device_index", 0),
-            (torch.accelerator, "current_stream", current),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
-        ):
-            function = mock.Mock(return_value=value)
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(config.patch(streams=True))
+        self.enterContext(accelerator(lambda device=None: current))
+        self.enterContext(config.patch(streams=True))
 
     def compile(self, function, fullgraph=False):
         """Compile the function; its graphs run without what they do to streams."""
 
         def backend(gm, inputs):
             self.graphs += 1
-            for node in list(gm.graph.nodes):
-                if str(node.target).startswith("streams."):
-                    gm.graph.erase_node(node)
-            gm.recompile()
+            take_operations(gm)
             return gm
 
         return torch.compile(function, backend=backend, fullgraph=fullgraph)

@@ -1,18 +1,15 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
-from unittest import mock
-
 import torch
 import torch._dynamo.config
 import torch._dynamo.test_case
-from torch._dynamo._streams import objects
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
+from torch.testing._internal.accelerator_stand_in import (
+    accelerator,
+    stream,
+    take_operations,
+)
 
 
 class TestStreamFunctions(torch._dynamo.test_case.TestCase):
@@ -22,41 +19,17 @@ class TestStreamFunctions(torch._dynamo.test_case.TestCase):
         self.current = {device: stream(7, device) for device in range(2)}
         self.graphs = []  # of each, the operations and their streams
         self.left = []  # streams that code makes current
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
 
         def current(device=0):
             index = device.index if isinstance(device, torch.device) else device
             return self.current[index or 0]
 
-        for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
-            (torch._C, "_accelerator_getDeviceIndex", lambda: 0),
-            (torch._C, "_accelerator_getStream", current),
-            (torch._C, "_accelerator_setStream", self.left.append),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(torch._dynamo.config.patch(streams=True))
+        self.enterContext(accelerator(current, set_stream=self.left.append))
+        self.enterContext(torch._dynamo.config.patch(streams=True))
 
     def compile(self, function):
         def backend(gm, inputs):
-            found = []
-            for node in list(gm.graph.nodes):
-                name = str(node.target)
-                if name.startswith("streams."):
-                    found.append((name.split(".")[1], *node.args))
-                    gm.graph.erase_node(node)
-                elif isinstance(node.meta.get("example_value"), torch.Tensor):
-                    custom = node.meta.get("custom", {})
-                    if node.op == "call_function":
-                        found.append((node.name, custom.get("stream")))
-            self.graphs.append(found)
-            gm.graph.eliminate_dead_code()
-            gm.recompile()
+            self.graphs.append(take_operations(gm, with_tensors=True))
             return gm
 
         return torch.compile(function, backend=backend, fullgraph=True)

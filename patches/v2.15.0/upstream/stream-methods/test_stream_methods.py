@@ -1,6 +1,5 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 from unittest import mock
 
 import torch
@@ -10,10 +9,11 @@ from torch._dynamo._streams import objects
 from torch._dynamo._streams.state import StreamState
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
+from torch.testing._internal.accelerator_stand_in import (
+    accelerator,
+    stream,
+    take_operations,
+)
 
 
 class Event(torch.Event):
@@ -35,35 +35,14 @@ class TestStreamMethods(torch._dynamo.test_case.TestCase):
         self.event, self.end = Event("cuda"), Event("cuda")
         self.graphs = []  # of each, the operations on streams
         self.current = stream(7)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
-            (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "current_stream", lambda device=None: self.current),
-            (torch._dynamo.utils, "get_current_stream", lambda device: self.current),
-            (torch._dynamo.guards, "get_current_stream", lambda device: self.current),
-            (objects, "callers_stream", lambda device=-1: self.current),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+        self.enterContext(accelerator(lambda device=None: self.current))
         # The state that frames have where streams are traced.
         owner, name = symbolic_convert, "SymbolicStreamState"
-        stack.enter_context(mock.patch.object(owner, name, StreamState))
+        self.enterContext(mock.patch.object(owner, name, StreamState))
 
     def compile(self, function):
         def backend(gm, inputs):
-            found = []
-            for node in list(gm.graph.nodes):
-                name = str(node.target)
-                if name.startswith("streams.") and not node.users:
-                    found.append((name.split(".")[1], *node.args))
-                    gm.graph.erase_node(node)
-                elif "streams" in name:
-                    found.append((name.split(".")[1], *node.args))
-            self.graphs.append(found)
-            gm.graph.eliminate_dead_code()
-            gm.recompile()
+            self.graphs.append(take_operations(gm))
             return gm
 
         return torch.compile(function, backend=backend, fullgraph=True)

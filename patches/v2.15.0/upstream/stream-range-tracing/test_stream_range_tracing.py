@@ -6,13 +6,9 @@ from unittest import mock
 import torch
 import torch._dynamo.config
 import torch._dynamo.test_case
-from torch._dynamo._streams import objects
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class TestRangeTracing(torch._dynamo.test_case.TestCase):
@@ -20,23 +16,8 @@ class TestRangeTracing(torch._dynamo.test_case.TestCase):
         super().setUp()
         self.x, self.side = torch.ones(2), stream(8)
         self.graphs = []  # of each, the operations and their streams
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-
-        def current(device=0):
-            return stream(7)
-
-        for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
-            (torch._C, "_accelerator_getDeviceIndex", lambda: 0),
-            (torch._C, "_accelerator_getStream", current),
-            (torch._dynamo.utils, "get_current_stream", current),
-            (torch._dynamo.guards, "get_current_stream", current),
-            (objects, "callers_stream", current),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(torch._dynamo.config.patch(streams=True, nvtx=True))
+        self.enterContext(accelerator(lambda device=None: stream(7)))
+        self.enterContext(torch._dynamo.config.patch(streams=True, nvtx=True))
 
     def compile(self, function, fullgraph=True):
         def backend(gm, inputs):

@@ -1,18 +1,18 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 from unittest import mock
 
 import torch
 import torch._dynamo.test_case
 import torch.fx.traceback as fx_traceback
 from torch._dynamo import graph_bytecode_inputs as numbering
-from torch._dynamo._streams import objects, registry, state
+from torch._dynamo._streams import registry, state
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.test_case import run_tests
 from torch._dynamo.variables.streams import StreamVariable
 from torch._guards import tracing, TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class Translator:
@@ -58,25 +58,17 @@ class Code:
         self.emitted.append(f"call {count}")
 
 
-def stream(stream_id, device=0):
-    return torch.Stream(stream_id=stream_id, device_index=device, device_type=1)
-
-
 class TestStreamState(torch._dynamo.test_case.TestCase):
     def setUp(self):
         super().setUp()
         self.callers = {device: stream(10 + device, device) for device in range(3)}
         self.device = 1
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
-            (torch.accelerator, "current_device_index", lambda: self.device),
-            (torch.accelerator, "current_stream", lambda: self.callers[self.device]),
-            (objects, "callers_stream", lambda device: self.callers[device]),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(tracing(TracingContext(FakeTensorMode())))
+
+        def current(device=None):
+            return self.callers[self.device if device is None else device]
+
+        self.enterContext(accelerator(current, lambda: self.device))
+        self.enterContext(tracing(TracingContext(FakeTensorMode())))
         self.addCleanup(numbering.reset_user_object_tracking)
         self.tx, self.state = Translator(), state.StreamState()
 
@@ -199,11 +191,11 @@ class TestStreamState(torch._dynamo.test_case.TestCase):
         self.assertTrue(state.handled(self.tx))
         self.tx.symbolic_stream_state = state.SymbolicStreamState()
         self.assertFalse(state.handled(self.tx))
-        for accelerator, applies in (("cuda", True), ("xpu", False), (None, True)):
+        for kind, applies in (("cuda", True), ("xpu", False), (None, True)):
             current = mock.patch.object(
                 torch.accelerator,
                 "current_accelerator",
-                return_value=accelerator and torch.device(accelerator),
+                return_value=kind and torch.device(kind),
             )
             with current:
                 self.assertEqual(state.applies(), applies)

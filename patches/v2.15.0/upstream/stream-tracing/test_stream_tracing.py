@@ -1,6 +1,5 @@
 # Owner(s): ["module: dynamo"]
 
-import contextlib
 from unittest import mock
 
 import torch
@@ -8,10 +7,7 @@ import torch._dynamo.test_case
 from torch._dynamo import config
 from torch._dynamo._streams import objects
 from torch._dynamo.test_case import run_tests
-
-
-def stream(stream_id):
-    return torch.Stream(stream_id=stream_id, device_index=0, device_type=1)
+from torch.testing._internal.accelerator_stand_in import accelerator, stream
 
 
 class TestStreamTracing(torch._dynamo.test_case.TestCase):
@@ -21,18 +17,12 @@ class TestStreamTracing(torch._dynamo.test_case.TestCase):
         self.cuda, self.plain = stream(7), stream(7)
         self.accelerator = torch.device("cuda")
         self.tables = []
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
+        self.enterContext(accelerator(lambda device=None: self.plain))
         for owner, name, function in (
-            (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "current_accelerator", lambda: self.accelerator),
-            (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "current_stream", lambda: self.plain),
-            (torch._dynamo.utils, "get_current_stream", lambda device: self.plain),
-            (torch._dynamo.guards, "get_current_stream", lambda device: self.plain),
             (objects, "callers_stream", lambda device: self.cuda),
         ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+            self.enterContext(mock.patch.object(owner, name, function))
 
     def table(self):
         """Return the objects that a graph is passed."""
