@@ -188,7 +188,7 @@ def schedules(draw):
         position = draw(st.integers(0, count))
         ops.insert(position, Op("cat", None, frozenset(parts), frozenset(("cat",))))
         for i in draw(st.lists(st.integers(0, count), max_size=3)):
-            if i > position:
+            if i > position and ops[i].stream is not None and not (ops[i].waits and ops[i].requires):
                 ops[i] = dataclasses.replace(ops[i], reads=ops[i].reads | {"cat"})
         stream = draw(st.integers(0, streams - 1))
         buffers = [b for b in buffers if b.name not in parts] + [Buffer("cat", stream, views=frozenset(parts))]
