@@ -3,11 +3,11 @@
 
     python tools/bench/split_off.py [--rounds 1] [--jsonl FILE]
 
-The model without the operator and with it take turns. Prints a line for each, us a call (median of 60 calls, each until
-the device is done), the part of kernel launches in graphs, and the largest difference from eager; then graphs of the
-same kernels that are captured and replayed by hand, which is the floor; and last, the time with the operator against
-the sum of the time without it and the operator's own. --jsonl FILE, with --rounds 3, writes what tools/bench/gate.py
-compares.
+The model without the operator and with it take turns. Prints the largest difference of each from eager, and a line for
+each turn: us a call (median of 60 calls, each until the device is done) and the part of kernel launches in graphs; then
+graphs of the same kernels that are captured and replayed by hand, which is the floor; and last, the time with the
+operator against the sum of the time without it and the operator's own. --jsonl FILE, with --rounds 3, writes what
+tools/bench/gate.py compares.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DEVICE = "cuda"
+NAMES = {False: "without it", True: "with the operator"}
 
 
 def _wait() -> None:
@@ -105,24 +106,26 @@ def main() -> None:
     us: dict[bool, list[float]] = {False: [], True: []}
     by_hand: dict[bool, list[float]] = {False: [], True: []}
     outside: list[float] = []
+    turns = (False, True, True, False) * args.rounds
+    compiled, plain = torch.compile(run, mode="reduce-overhead"), torch.compile(run)
     with torch.no_grad():
-        for between[0] in (False, True, True, False) * args.rounds:
-            torch._dynamo.reset()
-            compiled, expected = torch.compile(run, mode="reduce-overhead"), run(ids)
+        for between[0] in (False, True):
+            expected = run(ids)
             for _ in range(8):
                 found = compiled(ids)
+            off = (found.float() - expected.float()).abs().max().item()
+            print(f"{NAMES[between[0]]:18} off by {off:.3f}", flush=True)
+        for between[0] in turns:
             before = torch_overlay.coverage()
-            us[between[0]].append(stream_rows.call_time(lambda: compiled(ids), 60, warmup=0))  # noqa: B023
+            us[between[0]].append(stream_rows.call_time(lambda: compiled(ids), 60, warmup=3))
             share = torch_overlay.coverage().since(before).share
             outside += [100 * (1 - share)] if between[0] else []
-            off = (found.float() - expected.float()).abs().max().item()
-            name = "with the operator" if between[0] else "without it"
-            print(f"{name:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs, off by {off:.3f}")
-        for between[0] in (False, True, True, False) * args.rounds:
-            torch._dynamo.reset()
-            compiled = torch.compile(run)
-            replay = captured_by_hand(functools.partial(compiled, ids))
-            by_hand[between[0]].append(stream_rows.call_time(replay, 60, warmup=3))
+            print(f"{NAMES[between[0]]:18} {us[between[0]][-1]:8.1f} us, {100 * share:.2f} % in graphs", flush=True)
+        replays = {}
+        for between[0] in (False, True):
+            replays[between[0]] = captured_by_hand(functools.partial(plain, ids))
+        for turn in turns:
+            by_hand[turn].append(stream_rows.call_time(replays[turn], 60, warmup=3))
         x = torch.randn(1, 64, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
         alone = stream_rows.call_time(lambda: waits(x), 200, warmup=0)
     ratio, floor = (min(times[True]) / (min(times[False]) + alone) for times in (us, by_hand))
