@@ -9,6 +9,7 @@ import io
 import json
 import tempfile
 import textwrap
+import time
 import unittest
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -20,7 +21,7 @@ import form
 import torch_overlay
 from torch_overlay._cli import doctor
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
-from torch_overlay.analysis.doctor.diagnose import logged
+from torch_overlay.analysis.doctor.diagnose import guards_us, logged
 from torch_overlay.analysis.doctor.remedies import as_text, switches
 from torch_overlay.analysis.doctor.timeline import spans_of, Timeline
 from torch_overlay.testing import simulated_gpu
@@ -202,6 +203,34 @@ class TestTries(unittest.TestCase):
         ):
             facts = {"ms_before": 1.0, "ms_after": 0.5, "is_equal": True, "share_after": 1.0, "error": "", **changes}
             self.assertEqual(Trial("c", "x = 1", share_before=0.5, **facts).helps, helps, changes)
+
+    def test_time_of_guards(self) -> None:
+        model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(100)])
+        first = torch.compile(model, backend=lambda gm, inputs: lambda *given: given[:1])
+        x = torch.zeros(2)
+        self.enterContext(mock.patch("torch.cuda.synchronize"))
+
+        def step() -> None:
+            first(x)
+
+        step()
+        start = time.perf_counter()
+        for _ in range(100):
+            step()
+        ms = 10 * (time.perf_counter() - start)
+        self.assertGreater(guards_us(step, ms) or 0, 300 * ms)  # for the graph runs nothing
+        self.assertIsNone(guards_us(step, 60.0))
+        with torch.compiler.set_stance("eager_on_recompile"):
+            self.assertIsNone(guards_us(step, ms))
+        torch._dynamo.reset()
+        self.assertIsNone(guards_us(step, ms), "it would have to be compiled")
+
+    def test_guards_are_named_where_they_take_long(self) -> None:
+        for share, said in ((None, False), (0.04, False), (0.06, True)):
+            found = Diagnosis("t", "gpu", False, 1.0, 0.5, None, (), guards_us=share and 500 * share)
+            for text in (str(found), found.to_html()):
+                self.assertEqual("guards: 30.0 us of a step" in text and "skip_guard_eval_unsafe" in text, said)
+            self.assertEqual(json.loads(found.to_json())["guards_us"], share and 500 * share)
 
     def test_few_steps_are_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "at least 4, got 3"):

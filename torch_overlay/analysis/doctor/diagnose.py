@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch_overlay._inductor.relaunch.coverage import Coverage
 
 TIMED = 40  # steps, of which the fastest counts: others may use the host meanwhile
+LONG = 50.0  # ms; guards don't count in a step that takes longer
 
 
 def diagnose(
@@ -67,7 +68,8 @@ def diagnose(
         code = findings[0].code if findings else ""
         trials.append(_try(remedy, args, backward, steps, simulated, first, code, name_of(remedy)))
     found = diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
-    found = dataclasses.replace(found, results=tuple(first.results), timeline=first.timeline)
+    more = {"results": tuple(first.results), "timeline": first.timeline, "guards_us": first.guards_us}
+    found = dataclasses.replace(found, **more)
     return logged(found) if tries else found
 
 
@@ -115,6 +117,7 @@ class _Measured:
         self.coverage: Coverage = counts.Coverage(())
         self.findings: list[Finding] = []
         self.ms: float | None = None
+        self.guards_us: float | None = None
         self.results: list[torch.Tensor] = []
         self.timeline = Timeline()
 
@@ -152,6 +155,7 @@ def _measure(
             found.coverage = counts.coverage().since(before)
             found.results = [t.detach().clone() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             found.ms = _least_ms(step)
+            found.guards_us = guards_us(step, found.ms) if detail else None
     found.timeline = timeline.take(step) if detail and not simulated else Timeline()
     times = found.timeline.operators or {}
     counted = max(steps - steps // 2, 1) if not simulated else 1
@@ -177,6 +181,18 @@ def _least_ms(step: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     return 1e3 * min(taken)
+
+
+def guards_us(step: Callable[[], Any], ms: float) -> float | None:
+    """Return how many microseconds Dynamo's guards take of a step, which took so many milliseconds; None if it is too
+    long for them to count, can't do without them, or runs under another stance of the compiler."""
+    if ms > LONG or torch._dynamo.eval_frame._stance != torch._dynamo.eval_frame.DynamoStance():
+        return None
+    try:
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            return max(0.0, 1e3 * (ms - _least_ms(step)))
+    except RuntimeError:  # some of its code isn't compiled: torch._dynamo.config.recompile_limit
+        return None
 
 
 def findings_of(coverage: Coverage, seen: Any, times: dict[str, tuple[float, float]], steps: int) -> list[Finding]:

@@ -89,6 +89,7 @@ class Diagnosis:
     table: str = ""
     error: str = ""
     timeline: Timeline = field(default=Timeline(), repr=False)  # one step; empty if nothing was timed
+    guards_us: float | None = None  # of a step; None if it was not measured
     results: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)  # of the last step counted
 
     def first(self) -> str:
@@ -115,6 +116,8 @@ class Diagnosis:
         if self.ms is not None:
             compared = f", {self.ms_without_graphs:.3f} ms without graphs" if self.ms_without_graphs is not None else ""
             lines += [f"{self.ms:.3f} ms a step{compared}"]
+        if guards := self.guards():
+            lines += [f"{guards} ({_STANCE})"]
         if times := self.device_us():
             lines += [
                 f"device time of a step: {times['device_us_in_graphs']:.1f} us in graphs, "
@@ -136,6 +139,12 @@ class Diagnosis:
     def to_json(self) -> str:
         plain = dataclasses.asdict(dataclasses.replace(self, results=()))
         return json.dumps({**plain, **self.device_us(), "first": self.first()})
+
+    def guards(self) -> str:
+        """Say what Dynamo's guards take of a step; nothing if that is little."""
+        if not self.guards_us or not self.ms or self.guards_us < GUARDS * 1e3 * self.ms:
+            return ""
+        return f"Dynamo's guards: {self.guards_us:.1f} us of a step"
 
     def device_us(self) -> dict[str, float]:
         """Device time of a step, in graphs and outside; empty if nothing was timed."""
@@ -160,6 +169,8 @@ class Diagnosis:
         if times := self.device_us():
             step += f"; on the device {times['device_us_in_graphs']:.1f} us in graphs, "
             step += f"{times['device_us_outside']:.1f} us outside"
+        if guards := self.guards():
+            step += f"; {esc(guards)} (<code>{esc(_STANCE)}</code>)"
         picture = self.timeline.to_html()
         return _PAGE.format(
             title=esc(self.target),
@@ -172,6 +183,10 @@ class Diagnosis:
             timeline=f"<h2>One step</h2>{picture}" if picture else "",
             trials=f"<h2>Tried</h2><ul>{trials}</ul>" if trials else "",
         )
+
+
+GUARDS = 0.05  # of a step's time; less is not shown
+_STANCE = 'torch.compiler.set_stance("default", skip_guard_eval_unsafe=True), once all inputs were seen'
 
 
 def _cost(finding: Finding) -> str:
