@@ -150,6 +150,8 @@ class RegionEmitter(RegionNames):
             else:
                 device = self.region.devices.get(here, callers_device(op.stream))
                 self.wrapper.writeline(OnStream(self, op.stream, device, self.range_of(node, op.stream)))
+        elif node.is_extern():  # a call that returns a view
+            self.wrapper.writeline(OnStream(self, None, None))
 
     def range_of(self, node: BaseSchedulerNode, stream: int) -> str:
         """Return the name of the range that profiles show around a node on a side stream, and those that follow it

@@ -72,8 +72,8 @@ class EndRegion(upstream.WrapperLine):
 
 @dataclasses.dataclass
 class OnStream(upstream.WrapperLine):
-    """A mark: the lines that follow belong to a node of this stream; None: to a node of the host. `range` is the name
-    of the work there in profiles, if it has one."""
+    """A mark: the lines that follow belong to a node of this stream; None: to one that launches nothing on a device.
+    `range` is the name of the work there in profiles, if it has one."""
 
     emitter: Emitter
     stream: int | None
