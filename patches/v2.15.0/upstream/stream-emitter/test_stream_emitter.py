@@ -86,6 +86,11 @@ class EmitterTestCase(TestCase):
         self.emitter.end()
         return self.lines()
 
+    def places(self):
+        """The streams of the lines, with their devices."""
+        marks = [x for x in self.wrapper.lines if isinstance(x, OnStream)]
+        return [(mark.stream, mark.device_index) for mark in marks]
+
     def spec(self):
         """The region as the module defines it."""
         names = {}
@@ -112,13 +117,16 @@ op2
 frame0.leave()""",
         )
         self.assertEqual(plans, [self.region.plan])
-        marks = [x for x in self.wrapper.lines if isinstance(x, OnStream)]
-        places = [(mark.stream, mark.device_index) for mark in marks]
-        self.assertEqual(places, [(1, 0), (0, 0), (0, 0)])
+        self.assertEqual(self.places(), [(1, 0), (0, 0), (0, 0)])
         spec = self.spec()
         record, wait = ("record", "ev0", "stream0"), ("wait", "ev0", "stream1")
         self.assertEqual((spec.entry, spec.exit), ((record, wait), ()))
         self.assertEqual((spec.events, spec.distinct), (2, ("stream0", "stream1")))
+
+    def test_view_by_a_call_launches_nothing(self):
+        made = self.call(aten.complex.default, self.x, self.x, stream=1)
+        self.write(self.call(aten.view_as_real.default, made))
+        self.assertEqual(self.places(), [(1, 0), (None, None)])
 
     def test_order_at_the_exit(self):
         self.write(self.product(stream=1))
