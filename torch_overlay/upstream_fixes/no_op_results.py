@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from torch_overlay._functorch.streams.eager_memory import results_made
 from torch_overlay._functorch.streams.facts import fact_of
-from torch_overlay._functorch.streams.fx import is_stream_op, is_view, node_stream, viewed
+from torch_overlay._functorch.streams.fx import is_asynchronous_copy, is_stream_op, is_view, node_stream, viewed
 from torch_overlay._inductor.streams.pass_log import COPY_OF
 from torch_overlay.upstream_fixes.results_in_inputs import may_lie_in_written_input
 
@@ -81,7 +81,7 @@ class NoOpPass:
                     continue
                 first, owner = copied[-1], viewed(value)
                 is_elsewhere = any(_is_read_elsewhere(c, reader) for c in copied for reader in readers)
-                if is_elsewhere and (owner.op == "placeholder" or owner in returned or may_lie_in_written_input(owner)):
+                if is_elsewhere and (owner in returned or _may_be_callers(owner)):
                     self._copy(first, value)
                 if first in self._copies and (is_elsewhere or is_stream_op(node)):
                     node.replace_input_with(value, self._copies[first])
@@ -97,7 +97,7 @@ class NoOpPass:
                 gone[maker] = (after[results[0][0]] if bases[0] is None else bases[0].args[0]), bases
         for maker, (value, bases) in gone.items():
             owner = viewed(value)
-            shared = owner.op == "placeholder" or owner in taken or may_lie_in_written_input(owner)
+            shared = owner in taken or _may_be_callers(owner)
             # A stream that is ordered after the result may overwrite it while the value behind it is still read.
             others = self._readers(owner, lambda n: n.users) - self._readers(maker, users.__getitem__)
             others |= {other for other, (given, _) in gone.items() if other is not maker and viewed(given) is owner}
@@ -155,6 +155,11 @@ class NoOpPass:
             todo += [n for n in new if n not in self._left or is_view(n)]
             found |= new
         return {n for n in found if n in self._left and n.op == "call_function" and not is_view(n)}
+
+
+def _may_be_callers(owner: Node) -> bool:
+    """True if the value is an input, or may be computed in an input's memory: by upstream, or by `copies_in_place`."""
+    return owner.op == "placeholder" or may_lie_in_written_input(owner) or is_asynchronous_copy(owner)
 
 
 def _is_read_elsewhere(copy: Node, reader: Node) -> bool:

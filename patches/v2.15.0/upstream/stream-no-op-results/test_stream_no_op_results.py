@@ -54,6 +54,15 @@ class NoOpResultsTestCase(TestCase):
 
 
 class TestCopies(NoOpResultsTestCase):
+    def test_copy_of_an_input_that_an_asynchronous_copy_fills(self):
+        host = self.graph.placeholder("host")
+        host.meta["val"] = self.x.meta["val"]
+        with self.mode:
+            self.x.meta["val"] = torch.empty(4, 4, device="cuda")
+        filled = self.call(aten.copy.default, self.x, host, True, stream=1)
+        results = self.remove_noop_ops(self.call(aten.clone.default, filled))
+        self.assertEqual(self.copies(), list(results))
+
     def read(self, *, copied=None, stream=0, reader=0, copy_before=(), before=()):
         value = self.x if copied is None else copied
         copy = self.call(aten.clone.default, value, stream=stream, before=copy_before)
