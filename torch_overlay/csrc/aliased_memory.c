@@ -3,8 +3,8 @@
    A capture runs no kernel, so any memory will do. A range is mapped as it fills, a physical block at a time, for the
    driver maps only whole blocks. Mapping costs the host the same for a block of any size (on a machine with an H200
    36 us to map it and grant access, 22 us to unmap it, and no less per block if many are mapped at once). A block has
-   12 MiB, or more if the range is for much memory and the device has it. Allocations lie 64 KiB times the gap apart, and
-   are aligned as the caching allocator aligns.
+   12 MiB, or more if the range is for much memory and the device has it. Allocations lie 64 KiB times the gap apart,
+   and are aligned as the caching allocator aligns.
 
    `aliased_alloc` and `aliased_free` are the functions of a pluggable allocator: torch calls them from any thread, with
    or without the GIL, so they touch no Python object and take one lock of their own. `use(range)` selects the range
