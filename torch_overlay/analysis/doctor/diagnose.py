@@ -68,8 +68,7 @@ def diagnose(
         code = findings[0].code if findings else ""
         trials.append(_try(remedy, args, backward, steps, simulated, first, code, name_of(remedy)))
     found = diagnosis(target, simulated, first.coverage, findings, first.ms, without, trials)
-    more = {"results": tuple(first.results), "timeline": first.timeline, "guards_us": first.guards_us}
-    found = dataclasses.replace(found, **more)
+    found = dataclasses.replace(found, results=tuple(first.results), timeline=first.timeline, guards_us=first.guards_us)
     return logged(found) if tries else found
 
 
