@@ -453,7 +453,7 @@ class FakeDevice:
         self.numbers: dict[str, int] = {}
         self.numbered: list[Any] = [None]
         self.arrangements: list[Any] = []
-        self.concurrent = True
+        self.concurrent = self.cuts = True  # may nodes run side by side, and can a graph be cut into stages?
         self.relaxed = 0  # graphs in which something runs side by side
         self.lists_backwards = False  # as the driver may list nodes in another order than that of their launch
         if native is not None:
@@ -576,6 +576,8 @@ class FakeDevice:
 
     def instantiate(self, captured: Any, arrangement: Any, varies: Any = None) -> tuple[Any, list[Launcher]]:
         operations = captured.recording.operations
+        if arrangement.stages and not self.cuts:
+            arrangement = arrangement.whole
         self.arrangements.append(arrangement)
         at = {node: i for i, node in enumerate(some_order(len(operations), self.edges))}
         made = []

@@ -233,7 +233,8 @@ class TestExecutables(DeviceTestCase):
 
     def instantiate(self, *given, stages=(), **fields):
         found = captured(**fields)
-        arrangement = Arrangement(None, self.template, stages)
+        self.whole = Arrangement(None, self.template)
+        arrangement = Arrangement(None, self.template, stages, whole=self.whole)
         found.recording.graph.instantiate = lambda: self.done.append("instantiate")
         self.graph = found.recording.graph
         return self.device.instantiate(found, arrangement, *given)
@@ -274,7 +275,8 @@ class TestExecutables(DeviceTestCase):
         with self.assertLogs(module.log, "WARNING") as logs:
             arrangement, launchers = self.instantiate(stages=self.stages)
         self.assertIn("a backward is launched as a whole", logs.output[0])
-        self.assertEqual((arrangement.stages, len(launchers)), ((), 1))
+        self.assertIs(arrangement, self.whole)
+        self.assertEqual(len(launchers), 1)
         self.launcher.assert_called_once_with(self.graph, self.template, True, None)
         self.graph.reset.assert_not_called()
 

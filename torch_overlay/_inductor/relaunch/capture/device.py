@@ -19,7 +19,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from typing import Any, TYPE_CHECKING
@@ -199,7 +198,8 @@ class Cuda:
                 launchers = self._parts(graph, arrangement, shared)
             except DriverError as error:  # the whole graph takes more memory, but works
                 log.warning("a backward is launched as a whole, for its graph could not be cut: %s", error)
-                arrangement = dataclasses.replace(arrangement, stages=())
+                assert arrangement.whole is not None
+                arrangement = arrangement.whole
             else:
                 self._annotate(captured, [stage.template for stage in arrangement.stages], launchers)
                 graph.reset()

@@ -68,6 +68,7 @@ class Arrangement:
     starts: tuple[int, ...] = ()  # of the stages, in the order of the nodes
     slots: int = 0
     results: tuple[tuple[int, int], ...] = ()  # (output, slot) of the outputs that stages make, repeated ones too
+    whole: Arrangement | None = None  # of the same graph without stages
 
     @property
     def numbers(self) -> list[int]:
@@ -118,12 +119,12 @@ def arrange(proven: Proven, starts: Sequence[int] = ()) -> Arrangement:
         return _whole(proven, *_one_by_one(proven))
     pointer_slots = [(s.node, s.region) for s in proven.template.slots if s.region != FIXED]
     order = Order(len(proven.template.nodes), proven.edges, proven.lives, pointer_slots)
+    spans = [order.span(r) for r in range(len(proven.lives))]
+    if starts and proven.stages and not layout.saved_size:  # there are executables of the stages, so nothing is packed
+        return _Cut(proven, _whole(proven, *_one_by_one(proven)), order, spans, starts).arrangement()
     whole = _whole(proven, *order.pack(pieces))
     if not proven.stages or layout.saved_size:
         return whole
-    spans = [order.span(r) for r in range(len(proven.lives))]
-    if starts:
-        return _Cut(proven, whole, order, spans, starts).arrangement()
     held = _held(proven, spans, order)
     length = len(order.order)
     at_once = need_of(held, [0], length)
@@ -282,6 +283,7 @@ class _Cut:
             starts=tuple(self.starts),
             slots=self.slots,
             results=results,
+            whole=self.whole,
         )
 
     def _make(self, number: int) -> Stage:
