@@ -48,7 +48,10 @@ def begin_pass(gm: GraphModule) -> PassLog | None:
         return None
     return PassLog(
         gm,
-        {n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users)) for n in gm.graph.nodes},
+        {
+            n: Placed(n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users), is_view(n))
+            for n in gm.graph.nodes
+        },
     )
 
 
@@ -90,7 +93,7 @@ def _restore(graph: Graph, log: PassLog) -> None:
     readers = [
         n
         for n, p in before.items()
-        if n not in left and n not in done_anew and p.custom and n.op == "call_function" and not is_view(n)
+        if n not in left and n not in done_anew and p.custom and n.op == "call_function" and not p.is_view
     ]
     results = _given_to_caller(graph) if readers else set()
     for node in readers:

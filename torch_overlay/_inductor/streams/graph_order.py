@@ -55,24 +55,38 @@ def order_graph(graph: torch.fx.Graph) -> None:
     after[nodes[-1]].update(nodes[:-1])  # the output
     wanted = {node: set(needed) for node, needed in after.items()}
     awaited = barrier = None
+    earlier: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # a pass may have merged nodes before and after it into one
     for node in nodes:
         if is_synchronization(node):
             awaited, barrier = node, node if is_device_synchronization(node) else barrier
-        elif awaited is not None and touches_host_memory(node) and not _promises(node, awaited):
-            wanted[node].add(awaited)
-        if barrier is not None and touches_callers_memory(node) and not _promises(node, barrier):
-            wanted[node].add(barrier)
+            earlier[node] = _all_before(node, after)
+        elif awaited is not None and touches_host_memory(node) and node not in earlier[awaited]:
+            if not _promises(node, awaited):
+                wanted[node].add(awaited)
+        if barrier is not None and touches_callers_memory(node) and node not in earlier[barrier]:
+            if not _promises(node, barrier):
+                wanted[node].add(barrier)
     in_ranges = {node: set(needed) for node, needed in wanted.items()}
     for first, second in ranges.order(nodes):
         in_ranges[second].add(first)
-    # A pass may have merged nodes before and after a synchronisation, or the end of a range, into one node.
-    choices = (in_ranges, wanted, after)
-    order = next((found for edges in choices if len(found := _sorted(nodes, edges)) == len(nodes)), None)
+    # A pass may have merged nodes before and after the end of a range, too.
+    order = next((found for edges in (in_ranges, wanted) if len(found := _sorted(nodes, edges)) == len(nodes)), None)
     if order is None:
         raise AssertionError("the stream program contradicts the order of the data that it synchronises")
     if order != nodes:
         for node in order[:-1]:
             order[-1].prepend(node)
+
+
+def _all_before(last: torch.fx.Node, after: dict[torch.fx.Node, set[torch.fx.Node]]) -> set[torch.fx.Node]:
+    """Return all nodes that come before a node."""
+    found: set[torch.fx.Node] = set()
+    todo = [last]
+    while todo:
+        new = after[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
 
 
 def _keep_updates_in_order(nodes: list[torch.fx.Node], after: dict[torch.fx.Node, set[torch.fx.Node]]) -> None:

@@ -29,11 +29,14 @@ _open: dict[GraphModule, PassLog] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A node's `custom` before a pass, the nodes that it read, and its readers."""
+    """A node's `custom` before a pass, the nodes that it read, its readers, and whether it was a view, which its
+    operands tell: a pass may have taken them away.
+    """
 
     custom: dict[str, Any] | None
     inputs: frozenset[Node]
     users: frozenset[Node]
+    is_view: bool
 
 
 @dataclasses.dataclass

@@ -117,6 +117,17 @@ class TestSynchronizations(GraphTestCase):
         copy = self.call("copy", aten.sin.default, made, before=(H0,))
         self.assertEqual(self.ordered(again, copy), "made copy sync read again")
 
+    def test_what_a_pass_has_merged(self):
+        """A node that belongs before a synchronisation takes along what it reads.
+        All else stays behind."""
+        for target in (SYNC, DEVICE_SYNC):
+            self.begin()
+            self.visible("sync", 0, H0, target)
+            read = self.call("read", aten.sin.default, self.host, device="cpu")
+            made = self.call("made", aten.cos.default, self.host, device="cpu")
+            merged = self.call("merged", aten.sin.default, made, before=(H0,))
+            self.assertEqual(self.ordered(read, merged), "made merged sync read")
+
     def test_write_back_that_was_promised(self):
         for target in (SYNC, DEVICE_SYNC):
             self.begin()

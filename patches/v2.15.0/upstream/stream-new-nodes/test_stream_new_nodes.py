@@ -52,7 +52,10 @@ class NewNodesTestCase(TestCase):
         """Run a pass, and place its nodes. Return what each new node replaces."""
         before = {
             n: Placed(
-                n.meta.get("custom"), frozenset(n.all_input_nodes), frozenset(n.users)
+                n.meta.get("custom"),
+                frozenset(n.all_input_nodes),
+                frozenset(n.users),
+                is_view=False,
             )
             for n in self.graph.nodes
         }
