@@ -194,7 +194,7 @@ MORE_OPERATIONS = (
         2,
         full,
         largest,
-        saves="o",
+        saves="or",
     ),
     Operation("{a}.sigmoid() * {a}.tanh()", bound=largest, saves="o"),
     Operation("torch.addcmul({a}, {b}, {b})", 2, bound=largest, saves="o"),
