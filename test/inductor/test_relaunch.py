@@ -1293,6 +1293,25 @@ class TestFailures(RelaunchTestCase):
             self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
         self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
 
+    def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
+        """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""
+        source = """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.complex64)
+    torch.mul(x, 2, out=buf0)
+    return ({},)
+"""
+        for text in ("aten._conj.default(buf0)", "aten._neg_view.default(buf0)", "aten._conj.default(buf0 + 1)"):
+            refusals._refused.clear()
+            run = self.runner(source.format(text))
+            for _ in range(3):
+                x = torch.full((4,), 1 + 2j)
+                wanted = eval(text, {"buf0": 2 * x, "aten": torch.ops.aten})
+                self.assertEqual(run([x])[0].resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
+            self.assertIn("[output]: output 0 is not a plain tensor", refusals.refusals()[0])
+
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
         code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
         with (
