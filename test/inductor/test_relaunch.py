@@ -834,6 +834,21 @@ def region(args):
             self.assertEqual((x, view), (wanted, wanted.t()))
         self.assertEqual(view.data_ptr(), x.data_ptr())
 
+    def test_misaligned_input_that_a_partition_returns_and_the_next_one_writes(self):
+        first = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    return (x.sum(), x)\n", mutated=[0]
+        )
+        second = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    x.add_(1)\n    return ()\n", mutated=[0]
+        )
+        for skew in (4, 4, 0, 8, 4):
+            x = self.at(skew)
+            wanted = x + 1
+            _, same = first([x])
+            second([same])
+            self.assertIs(same, x)
+            self.assertEqual(x, wanted)
+
     def test_what_lies_between_the_elements_of_a_misaligned_input_is_not_copied_back(self):
         """Another input may have written it: AOTAutograd has no common base for columns that don't overlap."""
         source = """
