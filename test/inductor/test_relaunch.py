@@ -834,6 +834,43 @@ def region(args):
             self.assertEqual((x, view), (wanted, wanted.t()))
         self.assertEqual(view.data_ptr(), x.data_ptr())
 
+    def test_misaligned_input_that_a_partition_returns_and_the_next_one_writes(self):
+        first = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    return (x.sum(), x)\n", mutated=[0]
+        )
+        second = self.runner(
+            "def region(args):\n    x, = args\n    args.clear()\n    x.add_(1)\n    return ()\n", mutated=[0]
+        )
+        for skew in (4, 4, 0, 8, 4):
+            x = self.at(skew)
+            wanted = x + 1
+            _, same = first([x])
+            second([same])
+            self.assertIs(same, x)
+            self.assertEqual(x, wanted)
+
+    def test_what_lies_between_the_elements_of_a_misaligned_input_is_not_copied_back(self):
+        """Another input may have written it: AOTAutograd has no common base for columns that don't overlap."""
+        source = """
+def region(args):
+    x, y = args
+    args.clear()
+    x.mul_(2)
+    y.mul_(3)
+    return ()
+"""
+        for first, second in ((slice(1, 3), slice(3, 6)), (slice(4, 8), slice(1, 3))):
+            run = self.runner(source, mutated=[0, 1])
+            for _ in range(4):
+                base = torch.arange(32.0).reshape(4, 8)
+                wanted = base.clone()
+                wanted[:, first] *= 2
+                wanted[:, second] *= 3
+                run([base[:, first], base[:, second]])
+                self.assertEqual(base, wanted)
+            self.assertEqual(self.counted("captures"), 1)
+            counters.clear()
+
 
 class TestCopyOnWriteInC(Native, TestCopyOnWrite):
     pass
@@ -1270,6 +1307,25 @@ class TestFailures(RelaunchTestCase):
         for _ in range(3):
             self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
         self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
+
+    def test_output_with_a_bit_that_its_memory_does_not_show_is_refused(self):
+        """Inductor calls aten._conj for x.conj(): the result has the memory of x, and a bit."""
+        source = """
+def region(args):
+    x, = args
+    args.clear()
+    buf0 = empty_strided_cuda((4,), (1,), torch.complex64)
+    torch.mul(x, 2, out=buf0)
+    return ({},)
+"""
+        for text in ("aten._conj.default(buf0)", "aten._neg_view.default(buf0)", "aten._conj.default(buf0 + 1)"):
+            refusals._refused.clear()
+            run = self.runner(source.format(text))
+            for _ in range(3):
+                x = torch.full((4,), 1 + 2j)
+                wanted = eval(text, {"buf0": 2 * x, "aten": torch.ops.aten})
+                self.assertEqual(run([x])[0].resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
+            self.assertIn("[output]: output 0 is not a plain tensor", refusals.refusals()[0])
 
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
         code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from relaunch_case import Native, RelaunchTestCase
 from relaunch_fakes import Kernel
 from torch._dynamo.test_case import run_tests
+from torch._dynamo.utils import counters
 
 import form  # noqa: F401
 from torch_overlay import config
@@ -239,6 +240,12 @@ def region(args):
     def test_long_expression(self):
         body = "for _ in range(70): n = n + 1\n    scale.run(x, out, n, stream=0)"
         self.assertIn("steps", self.run_in_key(body, lambda n: n + 70, scale=self.scale()))
+
+    def test_constant_of_more_than_64_bits(self):
+        for text in ("n % 2**64", "n + 2**63 - 2**63", "n // -2**64 + n + 1"):
+            why = self.in_key(self.region(text), (1, 2, 3))
+            self.assertIn("has more than 64 bits", why)
+            counters.clear()
 
     def test_one_of_two(self):
         source = """

@@ -37,7 +37,13 @@ def clone_flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(original: torch.Tensor, clone: torch.Tensor) -> None:
-    _flat(original).copy_(_flat(clone))
+    """Copy the elements of the clone, each once. Those in memory between them may be another input's."""
+    _once(original).copy_(_once(clone))
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    size = [n if stride else min(n, 1) for n, stride in zip(tensor.size(), tensor.stride())]
+    return torch.as_strided(tensor.detach(), size, tensor.stride())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

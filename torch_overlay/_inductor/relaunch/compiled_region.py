@@ -33,12 +33,16 @@ class CompiledRegion:
 
     def plain(self, inputs: list[Any]) -> Any:
         """Run the region as compiled. Compiled code aligns the inputs that it only reads; the ones that it writes are
-        aligned here."""
+        aligned here. A partition returns the inputs that later ones use, which may write to them: these are no copies.
+        """
         clones = self.align(inputs, self.code.mutated_inputs)
         result = self.model(inputs)
         for _, original, clone in clones:
             copy_back(original, clone)
-        return result
+        if not clones or not isinstance(result, (list, tuple)):
+            return result
+        originals = {id(clone): original for _, original, clone in clones}
+        return tuple([originals.get(id(value), value) for value in result])
 
     def launch(self, relaunch: Any, inputs: list[Any], originals: Sequence[Any], clones: Clones) -> tuple[Any, ...]:
         """Launch a graph on aligned inputs, and copy those back that it writes. `originals`: the inputs before they

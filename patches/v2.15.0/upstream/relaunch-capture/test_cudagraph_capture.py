@@ -219,7 +219,12 @@ return x, x[1:3], a, a, n, None, none, a[2:]"""
             self.assertEqual(caught.exception.reason, reason)
 
     def test_outputs_that_are_refused(self):
-        for value in ("torch.eye(2).to_sparse()", "torch.empty(2, device='meta')"):
+        for value in (
+            "torch.eye(2).to_sparse()",
+            "torch.empty(2, device='meta')",
+            "torch.ones(2, dtype=torch.complex64).conj()",
+            "torch._neg_view(torch.ones(2))",
+        ):
             with self.assertRaisesRegex(Refusal, "output 0 is") as caught:
                 self.capture(f"return [{value}]")
             self.assertEqual(caught.exception.reason, "output")

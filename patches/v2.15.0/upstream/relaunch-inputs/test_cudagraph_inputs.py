@@ -133,6 +133,14 @@ class TestAlignment(TestCase):
             copy_back(tensor, clone)
             self.assertTrue(bool((tensor == 7).all()))
 
+    def test_elements_of_others_are_not_copied_back(self):
+        base = torch.zeros(4, 4)
+        left, right = base[:, :2], base[:, 2:]
+        clone = clone_flat(left).fill_(1.0)
+        right.fill_(2.0)
+        copy_back(left, clone)
+        self.assertEqual((left, right), (torch.ones(4, 2), torch.full((4, 2), 2.0)))
+
     def test_elements_between_those_of_a_tensor(self):
         base = torch.arange(12.0)
         rows = base.reshape(3, 4)[:, :2]

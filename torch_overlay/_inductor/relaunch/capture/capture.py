@@ -178,7 +178,7 @@ class Capture:
             return Traced.input(position, self.numbers[position])
         if not is_region(value):
             return value
-        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+        if not _is_plain(value):
             raise Refusal("input", f"input {position} is not a plain tensor: {value.layout}, {value.dtype}")
         if value.device != self.recording.device:
             raise Refusal("device", f"input {position} is on {value.device}")
@@ -193,7 +193,7 @@ class Capture:
         """Replace outputs in the scratch by copies, one for each storage."""
         copies: dict[int, torch.Tensor] = {}
         for i, out in enumerate(outputs):
-            if not isinstance(out, torch.Tensor) or out.layout is not torch.strided:
+            if not isinstance(out, torch.Tensor) or not _is_plain(out):
                 continue
             storage = out.untyped_storage()
             address = storage.data_ptr()
@@ -230,8 +230,9 @@ class Capture:
         return recipes, list(addresses)
 
     def _recipe(self, number: int, out: torch.Tensor, addresses: dict[int, int]) -> Recipe:
-        if out.layout is not torch.strided or type(out) not in (torch.Tensor, torch.nn.Parameter):
-            raise Refusal("output", f"output {number} is not a plain tensor: {type(out).__name__}, {out.layout}")
+        if not _is_plain(out) or type(out) not in (torch.Tensor, torch.nn.Parameter):
+            what = f"{type(out).__name__}, {out.layout}, {out.dtype}"
+            raise Refusal("output", f"output {number} is not a plain tensor: {what}")
         address = out.untyped_storage().data_ptr()
         if not address and out.device == self.recording.device:
             return Empty(view_of(out))
@@ -252,6 +253,11 @@ def _places(layout: Layout, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int
     for number, offset in parts:
         places.append((own.get(number, layout.saved_region), layout.storages[number].offset + offset))
     return tuple(places)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if the tensor's values are those in its memory, at its strides."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def is_region(value: Any) -> bool:

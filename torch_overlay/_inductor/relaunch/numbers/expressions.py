@@ -108,7 +108,7 @@ def evaluate(expression: Expression, inputs: Any) -> Any:
             raise Unfit(f"input {operands[0]} is a {type(value).__name__} instead of a {operands[1].__name__}")
         return _fit(value)
     if kind == "const":
-        return operands[0]
+        return _fit(operands[0])
     values = [evaluate(operand, inputs) for operand in operands]
     if kind == "float" and abs(values[0]) > 1 << BITS_OF_FLOAT:
         raise Unfit(f"{values[0]} has more than {BITS_OF_FLOAT} bits")
