@@ -165,7 +165,7 @@ class Relaunch:
             if any(map(and_, given, masks)):
                 raise Misaligned
             try:
-                values = values_of(numbers, inputs)
+                values = values_of(numbers, inputs, layout.computed)
             except Unfit as error:
                 raise Misaligned from error
             made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}
