@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 import form
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
-from torch_overlay._inductor.relaunch.capture import allocations, capture
+from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.exact import exact
@@ -776,6 +776,27 @@ class TestAlignment(RelaunchTestCase):
             self.assertEqual(run([x, w])[0], x * w + x)
         self.assertEqual(self.counted("captures"), 2)
         self.assertEqual(self.counted("relaunches"), 7)
+
+    def test_less_aligned_input_whose_first_capture_fails(self):
+        """It is tried again, for there is only a graph for other alignments."""
+        run = self.runner(ADD)
+        for i, skew in enumerate((0, 0, 16, 16, 16, 0)):
+            self.device.fail_captures = 1 if i == 2 else 0
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+        self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
+
+    def test_less_aligned_input_while_another_thread_captures(self):
+        run = self.runner(ADD)
+        for skew in (0, 0):
+            run([self.at(skew), self.at(0)])
+        with make_graph.capturing:
+            run([self.at(16), self.at(0)])
+        for skew in (16, 16):
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 3))
 
     def test_misaligned_input_is_copied(self):
         run = self.runner(ADD)
