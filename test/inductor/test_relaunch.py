@@ -220,6 +220,25 @@ class TestClosure(RelaunchTestCase):
         (launcher,) = self.device.launchers
         self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
 
+    def test_static_input_that_comes_back_after_a_launch_that_failed(self):
+        run, patch, errors = self.runner(ADD, static=[1]), Launcher.patch, []
+        x, w, other = (torch.randn(4, 4) for _ in range(3))
+
+        def failing(launcher, *args):
+            count = patch(launcher, *args)
+            if errors:
+                raise errors.pop()  # the next call sets every node, to the bases of this one where it gives no others
+            return count
+
+        self.enterContext(mock.patch.object(Launcher, "patch", failing))
+        for _ in range(3):
+            run([x, w])
+        errors.append(RuntimeError("a node can't be set"))
+        with self.assertRaisesRegex(RuntimeError, "can't be set"):
+            run([x, other])
+        for each in (w, other, w):
+            self.assertEqual(run([x, each])[0], x * each + x)
+
     def test_input_that_keeps_moving_is_static_no_more(self):
         run = self.runner(ADD, static=[1])
         weights = [torch.randn(4, 4) for _ in range(2)]
