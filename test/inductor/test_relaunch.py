@@ -1311,6 +1311,12 @@ class TestFailures(RelaunchTestCase):
             self.assertEqual(run([torch.eye(2).to_sparse()])[0], torch.eye(2))
         self.assertIn("[input]: input 0 is not a plain tensor: torch.sparse_coo", refusals.refusals()[0])
 
+    def test_sparse_input_is_no_seed_of_attention(self):
+        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+        x = torch.ones(1, dtype=torch.int64)
+        for _ in range(3):
+            self.assertEqual(run([x.to_sparse()])[0], x)
+
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
         code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")
         with (

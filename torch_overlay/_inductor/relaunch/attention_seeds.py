@@ -108,4 +108,5 @@ def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def may_be_seed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.numel() == 1
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided  # others have no address
+    return is_plain and value.dtype is torch.int64 and value.numel() == 1
