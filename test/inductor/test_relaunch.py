@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 import form
 from torch_overlay import config
 from torch_overlay._inductor.relaunch import compiled_region, describe, hooks, keys, live, refusals
-from torch_overlay._inductor.relaunch.capture import allocations, capture
+from torch_overlay._inductor.relaunch.capture import allocations, capture, make_graph
 from torch_overlay._inductor.relaunch.capture.allocations import Plan
 from torch_overlay._inductor.relaunch.compiled_code import Code
 from torch_overlay._inductor.relaunch.exact import exact
@@ -219,6 +219,25 @@ class TestClosure(RelaunchTestCase):
             run([torch.randn(4, 4), w])
         (launcher,) = self.device.launchers
         self.assertEqual([1 in regions for regions in launcher.calls], [True, False, False, False])
+
+    def test_static_input_that_comes_back_after_a_launch_that_failed(self):
+        run, patch, errors = self.runner(ADD, static=[1]), Launcher.patch, []
+        x, w, other = (torch.randn(4, 4) for _ in range(3))
+
+        def failing(launcher, *args):
+            count = patch(launcher, *args)
+            if errors:
+                raise errors.pop()  # the next call sets every node, to the bases of this one where it gives no others
+            return count
+
+        self.enterContext(mock.patch.object(Launcher, "patch", failing))
+        for _ in range(3):
+            run([x, w])
+        errors.append(RuntimeError("a node can't be set"))
+        with self.assertRaisesRegex(RuntimeError, "can't be set"):
+            run([x, other])
+        for each in (w, other, w):
+            self.assertEqual(run([x, each])[0], x * each + x)
 
     def test_input_that_keeps_moving_is_static_no_more(self):
         run = self.runner(ADD, static=[1])
@@ -777,6 +796,27 @@ class TestAlignment(RelaunchTestCase):
         self.assertEqual(self.counted("captures"), 2)
         self.assertEqual(self.counted("relaunches"), 7)
 
+    def test_less_aligned_input_whose_first_capture_fails(self):
+        """It is tried again, for there is only a graph for other alignments."""
+        run = self.runner(ADD)
+        for i, skew in enumerate((0, 0, 16, 16, 16, 0)):
+            self.device.fail_captures = 1 if i == 2 else 0
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 4))
+        self.assertEqual(run.outside, {"warm-up": 1, "busy": 1})
+
+    def test_less_aligned_input_while_another_thread_captures(self):
+        run = self.runner(ADD)
+        for skew in (0, 0):
+            run([self.at(skew), self.at(0)])
+        with make_graph.capturing:
+            run([self.at(16), self.at(0)])
+        for skew in (16, 16):
+            x, w = self.at(skew), self.at(0)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual((self.counted("captures"), self.counted("relaunches")), (2, 3))
+
     def test_misaligned_input_is_copied(self):
         run = self.runner(ADD)
         for skew in (0, 0, 4, 12, 0):
@@ -1326,6 +1366,12 @@ def region(args):
                 wanted = eval(text, {"buf0": 2 * x, "aten": torch.ops.aten})
                 self.assertEqual(run([x])[0].resolve_conj().resolve_neg(), wanted.resolve_conj().resolve_neg())
             self.assertIn("[output]: output 0 is not a plain tensor", refusals.refusals()[0])
+
+    def test_sparse_input_is_no_seed_of_attention(self):
+        run = self.runner("def region(args):\n    x, = args\n    args.clear()\n    return (x.to_dense(),)\n")
+        x = torch.ones(1, dtype=torch.int64)
+        for _ in range(3):
+            self.assertEqual(run([x.to_sparse()])[0], x)
 
     def test_refusal_names_the_line_and_raises_if_asked_to(self):
         code = Code("forward of compiled frame 0/0", 0, source="model.py:3: y = x.item()")

@@ -182,6 +182,22 @@ class TestPatcher(TestCase):
             patcher.patch([0x1000, 0x2000])
         self.assertEqual(patcher.rebuilds, 0)
 
+    def test_executable_that_is_gone_is_not_patched(self) -> None:
+        """Making it anew destroys the old one, also when it fails."""
+        for failing in ("instantiate", "upload"):
+            with self.subTest(failing=failing):
+                patcher = self.make()
+                with mock.patch.object(Exec, "refuses", {100}):
+                    patcher.patch([0x1000, 0x2000])
+                no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("no memory"))
+                owner = self.graph if failing == "instantiate" else patcher
+                with mock.patch.object(owner, failing, no_memory), self.assertRaises(torch.OutOfMemoryError):
+                    patcher.patch([0x3000, 0x2000])
+                gone = patcher.exec.executable
+                patcher.patch([0x1000, 0x2000])
+                self.assertGreater(patcher.exec.executable, gone)
+                self.assertEqual(patcher.exec.bases, {0: 0x1000, 1: 0x2000})
+
     def test_rows_are_never_patched(self) -> None:
         rows = linear(0, 0x50, width=100, height=3, dst_pitch=512)
         patcher = self.make(Template(1, (rows,), (PointerSlot(0, 0, 0, 0, 0),)))

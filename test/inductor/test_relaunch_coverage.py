@@ -68,6 +68,17 @@ class TestCounts(RelaunchTestCase):
         seen = coverage.coverage().since(before)
         self.assertEqual((seen.share, seen.kernels_in_graphs, seen.functions[0].outside), (1.0, 15, ()))
 
+    def test_cause_of_two_regions_since(self):
+        """Only one of them had it again; its launches count."""
+        first, second = self.compiled(), self.runner(ADD)
+        first.compiled.add(second, 1)
+        self.calls(first, 2, 6)
+        self.calls(second, 1)
+        before = coverage.coverage()
+        self.calls(first, 1, 7)
+        (outside,) = coverage.coverage().since(before).functions[0].outside
+        self.assertEqual((outside.code, outside.calls, outside.kernels), ("warm-up", 1, 3))
+
     def test_number_that_changes_at_each_call_is_no_secret(self):
         with config.patch(cudagraph_templates=2):
             run = self.compiled()

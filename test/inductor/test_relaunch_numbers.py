@@ -119,6 +119,24 @@ def region(args):
             self.assertTrue(all(type(v) is int for v in numbers))
         self.assertEqual(self.counted("captures"), 1)
 
+    def test_output_that_a_launch_can_not_compute(self):
+        """It is found before the launch, which may write to inputs."""
+        source = """
+def region(args):
+    x, n = args
+    args.clear()
+    x.add_(1)
+    return (n * n, 12 // n)
+"""
+        fn = self.runner(source, numbers=[1], mutated=[0])
+        x = torch.zeros(4)
+        for i, n in enumerate((2, 3, 1 << 40, True, -5), start=1):
+            self.assertEqual(fn([x, n]), (n * n, 12 // n))
+            self.assertEqual(x, torch.full((4,), float(i)))
+        with self.assertRaises(ZeroDivisionError):
+            fn([x, 0])
+        self.assertEqual((self.counted("captures"), fn.outside), (1, {"warm-up": 1, "number": 3}))
+
     def test_two_numbers(self):
         source = """
 def region(args):
@@ -169,6 +187,29 @@ def region(args):
             self.assertEqual(number, n + 1)
         self.assertEqual(self.counted("captures"), 1)
         self.assertGreater(len(self.device.arrangements[-1].stages), 1)
+
+    def test_number_that_only_a_later_stage_can_not_take(self):
+        """It is found before the first stage, while there are inputs to run as compiled with."""
+        self.cut_into_stages()
+        source = """
+def region(args):
+    *saved, n = args
+    args.clear()
+    made = []
+    while saved:
+        x = saved.pop()
+        out = empty_strided_cuda((512,), (1,), torch.float64)
+        scale.run(x, out, n ** (6 - len(saved)) % 7, stream=0)
+        del x
+        made.append(out)
+    return tuple(made)
+"""
+        fn = self.runner(source, numbers=[-1], scale=self.scale(), is_backward=True)
+        for n in (2, 3, 1 << 12, 4):
+            made = fn([*[torch.full((512,), float(k), dtype=torch.float64) for k in range(6)], n])
+            self.assertEqual([int(out[-1]) for out in made], [(5 - i) * (n ** (i + 1) % 7) for i in range(6)])
+        self.assertGreater(len(self.device.arrangements[-1].stages), 1)
+        self.assertEqual(fn.outside, {"warm-up": 1, "number": 1})
 
 
 class TestNumbersInTheKey(NumbersTestCase):

@@ -1,15 +1,19 @@
 """What the first capture needs is made ready while other processes compile kernels."""
 
+import functools
 from unittest import mock
 
 import torch
 import torch._inductor.config as inductor_config
+from relaunch_case import ADD, RelaunchTestCase
 from torch._inductor.async_compile import AsyncCompile
 from torch.testing._internal.common_utils import TestCase
 
 import form  # noqa: F401
-from torch_overlay import config
-from torch_overlay._inductor.relaunch import prepare as preparing
+from torch_overlay import config, csrc
+from torch_overlay._inductor.relaunch import prepare as preparing, refusals
+from torch_overlay._inductor.relaunch.capture.address_space import AddressSpace
+from torch_overlay._inductor.relaunch.capture.device import Cuda
 from torch_overlay._inductor.relaunch.graph import fill_copy_kernels, native_read
 from torch_overlay._inductor.relaunch.launch import native
 
@@ -95,3 +99,18 @@ class TestPrepare(TestCase):
         with self.assertLogs(preparing.log, "INFO") as logs:
             preparing.prepare(4)
         self.assertIn("no assembler", logs.output[0])
+
+
+class TestWithoutTheCModule(RelaunchTestCase):
+    def test_region_runs_as_compiled(self):
+        """Where the C module can't be built, the first call is no error, and the second says why there is no graph."""
+        for module in preparing.prepare, native.implementation:
+            module.cache_clear()
+        run, error = self.runner(ADD), csrc.NotBuiltError("there is no compiler")
+        self.enterContext(mock.patch.object(csrc, "extension", side_effect=error))
+        self.enterContext(mock.patch.object(self.device, "prepare", functools.partial(Cuda.prepare, self.device)))
+        self.enterContext(mock.patch.object(self.device, "record", lambda gap, inputs: AddressSpace(0, gap=gap)))
+        for _ in range(3):
+            x, w = torch.randn(4, 4), torch.randn(4, 4)
+            self.assertEqual(run([x, w])[0], x * w + x)
+        self.assertEqual([each.reason for each in refusals.refused()], ["c-module"])

@@ -221,6 +221,22 @@ class TestOperator(TestCase):
     def test_seeds_that_nobody_reads_stay(self):
         self.assertEqual(self.call(torch.tensor, torch.tensor, probability=0.0), [True, True])
 
+    def test_arguments_by_name(self):
+        """The operator is replaced for eager code, too, which may name any of them."""
+        to_host = mock.patch.object(attention_seeds, "to_host", lambda tensor: host(int(tensor)))
+        are_mine = mock.patch.object(attention_seeds, "on_device", is_region)
+        seen = {"philox_seed": torch.tensor(3), "philox_offset": torch.tensor(4), "dropout_p": 0.5, "out": None}
+        operator = attention_seeds.with_seeds(lambda *args, **kwargs: (*args, *kwargs.values()), NAMES)
+        with to_host, are_mine, mock.patch.object(attention_seeds, "is_capturing", bool):
+            for by_place in range(5):
+                values = list(seen.values())
+                named = dict(list(seen.items())[by_place:])
+                with attention_seeds.noted() as noted:
+                    _, *found = operator(torch.ones(1), *values[:by_place], **named)
+                self.assertEqual(found, values)
+                self.assertEqual([is_region(seed) for seed in found[:2]], [False, False])
+                self.assertEqual(noted, {seed.data_ptr() for seed in values[:2]})
+
     def test_what_is_traced_is_left_alone(self):
         class Traced(torch.Tensor):
             pass

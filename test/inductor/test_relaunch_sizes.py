@@ -70,9 +70,9 @@ class SizesTestCase(RelaunchTestCase):
         self.w = torch.randn(4, 4)
         return run
 
-    def backward(self, *sizes):
+    def backward(self, *sizes, run=None):
         """A runner of SAVED, called with these sizes."""
-        run = self.runner(SAVED, is_backward=True)
+        run = run or self.runner(SAVED, is_backward=True)
         for n in sizes:
             made = run([*[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n])
             want = [torch.full((n,), float(k * k), dtype=torch.float64) for k in reversed(range(6))]
@@ -332,6 +332,33 @@ class TestSizesInCByTheExecutable(Native, TestSizes):
             self.call(run, n)
         self.assertTrue(run.states[(5,)].alone)
         self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3, 1))
+
+    def test_stages_whose_nodes_the_driver_refuses_have_executables_of_their_own(self):
+        self.cut_into_stages()
+        run = self.backward(512, 512, 600, 600, 700)
+        stages = len(self.device.arrangements[-1].stages)
+        self.assertGreater(stages, 1)
+        relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 4)
+        self.backward(700, 700, 700, 600, 512, 700, run=run)
+        self.assertTrue(run.states[(700,)].alone)
+        self.assertEqual((len(self.device.launchers), run.outside["busy"]), (3 * stages, 1))
+
+    def test_stage_that_has_written_to_an_input_does_not_run_again(self):
+        self.cut_into_stages()
+        source = SAVED.replace("*saved, n = args", "seen, *saved, n = args").replace(
+            "made =", "seen.add_(1)\n    made ="
+        )
+        run, seen = self.runner(source, is_backward=True, mutated=[0]), torch.zeros(1)
+        for i, n in enumerate((512, 512, 600, 600, 700, 700, 700, 700), start=1):
+            inputs = [seen, *[torch.full((n,), float(k), dtype=torch.float64) for k in range(6)], n]
+            if i == 6:
+                relaunch_driver.driver().fail("cuGraphExecKernelNodeSetParams", 1, 5)
+                with self.assertRaisesRegex(RuntimeError, "cuGraphExecKernelNodeSetParams"):
+                    run(inputs)
+            else:
+                self.assertEqual([int(out[-1]) for out in run(inputs)], [k * k for k in reversed(range(6))])
+            self.assertEqual(int(seen), i)
+        self.assertTrue(run.states[(700,)].alone)
 
 
 def u64(*values):

@@ -127,7 +127,7 @@ PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int carefu
         return NULL;
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
-    if ((code = read_inputs(self, inputs, base)) > 0 && self->numbers.results)
+    if ((code = read_inputs(self, inputs, base)) > 0 && (self->numbers.results || self->numbers.inputs))
         code = program_run(&self->numbers, inputs, self->blocks->word, self->blocks->words, base + regions);
     if (code <= 0) {
         if (!code && careful)

@@ -73,17 +73,18 @@ def _wrap(overload: Any) -> Callable[[], None]:
 def with_seeds(original: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
     """Return the operator whose arguments have these names, wrapped so that it finds its seeds in host memory outside
     of a capture."""
-    positions = [names.index(name) for name in SEEDS]
-    probability = names.index(PROBABILITY)
 
     @functools.wraps(original, assigned=("__module__",), updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = [args[k] for k in positions if k < len(args)]
-        if len(given) == len(SEEDS) and all(type(seed) is torch.Tensor for seed in given):
+        given = dict(zip(names, args)) | kwargs
+        seeds: list[Any] = [given.get(name) for name in SEEDS]
+        if all(type(seed) is torch.Tensor for seed in seeds):
             if _thread.noted is not None:
-                _thread.noted.update([seed.data_ptr() for seed in given])
-            if args[probability] and any(map(on_device, given)) and not is_capturing():
-                args = tuple([to_host(a) if k in positions else a for k, a in enumerate(args)])
+                _thread.noted.update([seed.data_ptr() for seed in seeds])
+            if given.get(PROBABILITY) and any(map(on_device, seeds)) and not is_capturing():
+                given |= zip(SEEDS, map(to_host, seeds))
+                args = tuple([given[name] for name in names[: len(args)]])
+                kwargs = {name: given[name] for name in kwargs}
         return original(*args, **kwargs)
 
     return call
@@ -108,4 +109,5 @@ def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def may_be_seed(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype is torch.int64 and value.numel() == 1
+    is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided  # others have no address
+    return is_plain and value.dtype is torch.int64 and value.numel() == 1

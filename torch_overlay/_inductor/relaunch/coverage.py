@@ -258,7 +258,7 @@ def _difference(after: Function, before: Function | None) -> Function:
         if old_one is not None:
             counts = {"calls": each.calls - old_one.calls, "kernels": each.kernels - old_one.kernels}
             each = dataclasses.replace(each, **counts)
-        outside += [each] * bool(each.calls)
+        outside += [each] * bool(each.calls or each.kernels)
     counts = {"calls": after.calls - before.calls, "copies": after.copies - before.copies}
     return dataclasses.replace(after, **counts, regions=tuple(regions), outside=tuple(outside))
 
@@ -312,12 +312,14 @@ def _function(compiled: CompiledCode) -> Function:
 
 
 def _merged(outside: Iterable[Outside]) -> list[Outside]:
-    """Add up what has the same cause at the same place."""
+    """Add up the launches of what has the same cause at the same place; its calls are those of the part with most."""
     found: dict[tuple[str, str, str, str], Outside] = {}
     for each in outside:
         known = found.get(each.cause)
-        kernels = each.kernels + (known.kernels if known is not None else 0)
-        found[each.cause] = dataclasses.replace(each, kernels=kernels)
+        if known is not None:
+            calls, kernels = max(each.calls, known.calls), each.kernels + known.kernels
+            each = dataclasses.replace(each, calls=calls, kernels=kernels)
+        found[each.cause] = each
     return [each for each in found.values() if each.calls]
 
 

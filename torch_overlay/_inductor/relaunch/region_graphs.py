@@ -48,7 +48,8 @@ class RegionGraphs:
         """Make the state's graph from a call with these inputs. Return False if the call has to run without one. Raises
         Escaped if a number has to be in the key."""
         states, sizes = self.states, self.states.sizes
-        alignments = [state.alignments.get(k, alignment.FULL) for k in range(len(inputs))]
+        wanted = dict(state.alignments)  # another thread may lower them meanwhile
+        alignments = [wanted.get(k, alignment.FULL) for k in range(len(inputs))]
         numbers = {k: inputs[k] for k in self.keys.free}
         rest = state.plan, self.code, sizes, numbers, states.is_shared(state)
         work = Work(self.region.device, self.region.model, inputs, alignments, *rest)
@@ -75,6 +76,7 @@ class RegionGraphs:
         live.count_capture(graph_of(made).nodes)
         relaunch = self._finished(made)
         states.set_graph(state, relaunch, launchers[0].shared)
+        state.captured_for = wanted
         states.drop_unkept()
         with states.lock:
             if not key and not self.keys.seeds and states.get(key) is state:

@@ -30,7 +30,7 @@ from torch_overlay._inductor.relaunch.first_runs import FirstRuns
 from torch_overlay._inductor.relaunch.launch import memcpy_nodes
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import launching
-from torch_overlay._inductor.relaunch.launch.staged import launches_of
+from torch_overlay._inductor.relaunch.launch.staged import launches_of, stages_of
 from torch_overlay._inductor.relaunch.numbers.traced import Escaped
 from torch_overlay._inductor.relaunch.on_reset import listen
 from torch_overlay._inductor.relaunch.region_graphs import RegionGraphs
@@ -137,7 +137,8 @@ class Runner:
             inputs[:] = originals
             return run(state.refused or "busy", inputs)
         untried = has_copies_never_launched(relaunch)
-        if not clones and not untried:
+        shares = state.shared is not None and not launches_of(relaunch)  # likewise, the executable may not take it
+        if not clones and not untried and not shares:
             originals.clear()  # or this frame would keep inputs alive that a launch in stages is to free
         try:
             return self.region.launch(relaunch, inputs, originals, clones)
@@ -145,20 +146,21 @@ class Runner:
             inputs[:] = originals or inputs
             return run("number", inputs)
         except RuntimeError as error:
-            if state.shared is not None and not launches_of(relaunch) and "NodeSetParams" in str(error):
+            if shares and "NodeSetParams" in str(error):
                 refusals.log.info("%s: a size gets an executable of its own: %s", self.code.name, error)
                 state.alone = True
                 self.states.set_graph(state)
-                inputs[:] = originals or inputs
-                return run("busy", inputs)
-            if isinstance(error, torch.OutOfMemoryError) or not untried:
+            elif isinstance(error, torch.OutOfMemoryError) or not untried:
                 if untried:
                     self.states.set_graph(state)  # the next one is the first launch
                 raise
-            message = f"its copies to or from the host can't be patched: {error}"
-            self.region_graphs.refuse(state, "host-memory", message)
+            else:
+                message = f"its copies to or from the host can't be patched: {error}"
+                self.region_graphs.refuse(state, "host-memory", message)
+            if self.code.mutated_inputs and any(stage.totals[0] for stage in stages_of(relaunch)):
+                raise  # a stage has run, and may have written to inputs
             inputs[:] = originals
-            return run(state.refused, inputs)
+            return run(state.refused or "busy", inputs)
 
     def _warm_up(self, key: Any, state: State, inputs: list[Any]) -> Any:
         """Run the region as compiled for the first time with these sizes, or in this thread, and note what it shows."""

@@ -34,7 +34,8 @@ class State:
     def __init__(self) -> None:
         self.warm_in: set[int] = set()  # threads that ran it; libraries keep some of their choices per thread
         self.plan = Plan()
-        self.alignments: dict[int, int] = {}
+        self.alignments: dict[int, int] = {}  # that the calls so far need
+        self.captured_for: dict[int, int] = {}  # those that the graph was captured for
         self.failures = 0
         self.refused = ""  # code of the cause, if it gets no graph
         self.relaunch: Relaunch | Split | Verified | None = None
@@ -43,19 +44,19 @@ class State:
         self.alone = False  # the driver can't set the shared executable's nodes to this graph's
 
     def is_ready(self, inputs: Sequence[Any], static: Container[int]) -> bool:
-        """True if there is a graph that is valid for the alignments of these inputs. If not, note in `alignments` for
-        which alignments the next graph has to be captured. `static`: positions of inputs that don't move."""
-        ready = had_graph = self.relaunch is not None
+        """True if there is a graph for the alignments of all inputs so far. If not, `alignments` are those for which it
+        has to be captured. `static`: positions of inputs that don't move."""
+        had_graph, is_less = self.relaunch is not None, False
         for k, value in enumerate(inputs):
             if capture.is_region(value):
                 aligned = alignment_of(address_of(value))
                 if aligned < self.alignments.setdefault(k, alignment.FULL):
                     self.alignments[k] = aligned if k in static else LEAST
-                    ready = False
-        if had_graph and not ready:
+                    is_less = True
+        if had_graph and is_less:
             moving = (k for k, v in enumerate(inputs) if capture.is_region(v) and k not in static)
             self.alignments.update(dict.fromkeys(moving, LEAST))
-        return ready
+        return had_graph and self.alignments == self.captured_for
 
 
 class States(OrderedDict[Any, State]):

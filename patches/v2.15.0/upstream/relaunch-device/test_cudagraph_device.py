@@ -139,13 +139,21 @@ class TestMemory(DeviceTestCase):
         self.assertTrue(self.device.is_capture_broken())
 
     def test_preparation_is_for_this_device(self):
-        inside = []
+        inside, found = [], []
         device = Cuda(2)
         self.replace(torch.cuda, "device", lambda index: entered(inside, index))
         loaded = self.replace(module, "prepare")
-        loaded.side_effect = lambda index: self.assertEqual(inside, [index])
+        loaded.side_effect = lambda index: found.append((index, list(inside)))
         device.prepare()
-        loaded.assert_called_once_with(2)
+        self.assertEqual(found, [(2, [2])])
+
+    def test_preparation_that_fails_is_left_to_the_capture(self):
+        device = Cuda(2)
+        self.replace(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        self.replace(module, "prepare").side_effect = ImportError("no compiler")
+        with self.assertLogs(module.log, "INFO") as logs:
+            device.prepare()
+        self.assertIn("no compiler", logs.output[0])
 
 
 @contextlib.contextmanager

@@ -167,17 +167,19 @@ class TestAlignments(TestCase):
     def test_less_aligned_than_the_graph(self):
         state = State()
         state.is_ready([self.at(0), self.at(0)], ())
-        state.relaunch = graph()
+        state.relaunch, state.captured_for = graph(), dict(state.alignments)
         self.assertTrue(state.is_ready([self.at(0), self.at(0)], ()))
         self.assertFalse(state.is_ready([self.at(0), self.at(64)], ()))
         self.assertEqual(state.alignments, {0: 16, 1: 16})  # there is one more at most
+        self.assertFalse(state.is_ready([self.at(0), self.at(64)], ()))
+        state.relaunch, state.captured_for = graph(), dict(state.alignments)
         self.assertTrue(state.is_ready([self.at(16), self.at(48)], ()))
 
     def test_static_input_stays_where_it_is(self):
         state = State()
         state.is_ready([self.at(4), self.at(0)], [0])
         self.assertEqual(state.alignments, {0: 4, 1: alignment.FULL})
-        state.relaunch = graph()
+        state.relaunch, state.captured_for = graph(), dict(state.alignments)
         self.assertTrue(state.is_ready([self.at(4), self.at(0)], [0]))
         self.assertFalse(state.is_ready([self.at(4), self.at(16)], [0]))
         self.assertEqual(state.alignments, {0: 4, 1: 16})

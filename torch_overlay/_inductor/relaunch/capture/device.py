@@ -121,9 +121,12 @@ class Cuda:
         torch.cuda.set_rng_state(state, self.device)
 
     def prepare(self) -> None:
-        """Load what the first capture would have to wait for."""
+        """Load what the first capture would have to wait for. What can't be loaded is an error of the capture."""
         with self.guard():
-            prepare(self.index)
+            try:
+                prepare(self.index)
+            except Exception as error:
+                log.info("a capture can't be prepared for: %s", error)
 
     def lines(
         self, namespace: Mapping[str, Any], nodes: Callable[[], Sequence[int]]

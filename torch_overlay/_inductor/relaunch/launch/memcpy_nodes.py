@@ -153,7 +153,8 @@ class Patcher:
         wanted = self.wanted()
         for node, addresses in wanted.items():
             self.driver.set_memcpy(node.handle, pointed(node, addresses))
-        self.synchronize()  # the old executable may be running
+        self.placed = {}  # the old executable is gone, even if there is no new one
+        self.synchronize()  # it may be running
         self.graph.instantiate()
         self.upload(self.graph)
         self.placed = wanted

@@ -73,7 +73,7 @@ def bind(relaunch: Relaunch) -> Any:
     if sized is not None:
         allocations, scratch = sized.allocations, raw(sized.scratch) if sized.scratch is not None else scratch
         expressions += sized.expressions
-    program = Program.of(expressions)
+    program = Program.of(expressions, layout.computed)
     return make(
         positions=layout.inputs,
         masks=tuple([relaunch.alignments[k] - 1 for k in layout.inputs]),

@@ -155,7 +155,9 @@ class Relaunch:
             now = addresses_of(inputs, static)
             if any(map(and_, now, static_masks)):
                 raise Misaligned
+            before, addresses[:] = list(addresses), [NOWHERE] * len(addresses)  # as long as it isn't known
             count = patch([*bases, *now], all_regions)
+            addresses[:] = before
             if (relaunch := me()) is not None:
                 relaunch.note_moves(static, addresses, now)
             return count
@@ -165,7 +167,7 @@ class Relaunch:
             if any(map(and_, given, masks)):
                 raise Misaligned
             try:
-                values = values_of(numbers, inputs)
+                values = values_of(numbers, inputs, layout.computed)
             except Unfit as error:
                 raise Misaligned from error
             made = {k: empty(*size_stride_dtype) for k, size_stride_dtype in allocations}

@@ -15,8 +15,9 @@ from torch_overlay._inductor.relaunch.launch import data_ptrs
 from torch_overlay._inductor.relaunch.launch.native_call import Misaligned
 from torch_overlay._inductor.relaunch.launch.relaunch import Relaunch
 from torch_overlay._inductor.relaunch.memory.make_outputs import output_maker
-from torch_overlay._inductor.relaunch.memory.outputs import Computed, Given, OfInput, SameInput
-from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of
+from torch_overlay._inductor.relaunch.memory.outputs import Given, OfInput, SameInput
+from torch_overlay._inductor.relaunch.numbers.expressions import inputs_of, Unfit
+from torch_overlay._inductor.relaunch.numbers.words import values_of
 
 
 if TYPE_CHECKING:
@@ -65,8 +66,9 @@ class Split:
         self.masks = tuple([alignments[k] - 1 for k in self.positions])
         self.aligned = getattr(self.stages[0].call, "aligned", data_ptrs.aligned)
         self.returned = [r.input for r in layout.recipes if isinstance(r, (SameInput, OfInput))]
-        self.returned += inputs_of(r.expression for r in layout.recipes if isinstance(r, Computed))
+        self.returned += inputs_of(layout.computed)
         self.numbers = arrangement.numbers
+        self.words = tuple({(slot.letter, slot.expression): slot for slot in self.template.numbers}.values())
         self.first = 1 + max(self.positions, default=-1)
         self.slots = arrangement.slots
         self.results = arrangement.results
@@ -84,6 +86,10 @@ class Split:
     def launch(self, inputs: list[Any], originals: Sequence[Any] | None = None) -> tuple[Any, ...]:
         if not self.aligned(inputs, self.positions, self.masks):
             raise Misaligned
+        try:
+            values_of(self.words, inputs, self.layout.computed)
+        except Unfit as error:
+            raise Misaligned from error
         source = {k: (originals or inputs)[k] for k in self.returned}
         slots = inputs[: self.first] + [None] * (self.slots - self.first)
         numbers = [inputs[k] for k in self.numbers]

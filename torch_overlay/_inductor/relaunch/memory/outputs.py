@@ -130,6 +130,11 @@ class Layout:
         """Return the numbers of the storages that are regions of their own."""
         return tuple(i for i, s in enumerate(self.storages) if not s.saved)
 
+    @functools.cached_property
+    def computed(self) -> tuple[tuple[Any, ...], ...]:
+        """Return the expressions of the outputs that are numbers."""
+        return tuple([recipe.expression for recipe in self.recipes if isinstance(recipe, Computed)])
+
     @property
     def saved_region(self) -> int:
         return len(self.inputs) + len(self.own)

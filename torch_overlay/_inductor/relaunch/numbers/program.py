@@ -41,8 +41,9 @@ class Program:
     results: tuple[int, ...]  # the register of each expression
 
     @staticmethod
-    def of(expressions: Sequence[Expression]) -> Program:
-        parts = dict.fromkeys(part for expression in expressions for part in parts_of(expression))
+    def of(expressions: Sequence[Expression], others: Sequence[Expression] = ()) -> Program:
+        """`others`: expressions for which numbers have to fit, too, and which are no results."""
+        parts = dict.fromkeys(part for expression in (*expressions, *others) for part in parts_of(expression))
         inputs, constants = ([part for part in parts if part[0] == kind] for kind in ("input", "const"))
         steps = [part for part in parts if part[0] in CODES]
         register = {part: i for i, part in enumerate([*inputs, *constants, *steps])}

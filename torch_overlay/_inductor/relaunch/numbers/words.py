@@ -82,6 +82,8 @@ def settled(graph: CapturedGraph, like: CapturedGraph, slots: Sequence[NumberSlo
     return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
-def values_of(slots: Sequence[NumberSlot], inputs: Any) -> list[bytes]:
-    """Return the bytes of each slot for these inputs. Raises `Unfit`."""
+def values_of(slots: Sequence[NumberSlot], inputs: Any, others: Sequence[Expression] = ()) -> list[bytes]:
+    """Return the bytes of each slot for these inputs. Raises `Unfit`, for the `others`, too."""
+    for expression in others:
+        evaluate(expression, inputs)
     return [pack(slot.letter, evaluate(slot.expression, inputs)) for slot in slots]
