@@ -36,12 +36,22 @@ def note_graph(output: OutputGraph) -> None:
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:
-    """Note on each operator with an `out` tensor the stream whose memory it writes (`eager_target`)."""
+    """Note on each operator with `out` tensors the streams whose memory it writes (`eager_targets`)."""
+    makers: dict[int | None, Node] = {}
     for node in nodes:
-        target = node.kwargs.get("out")
-        if isinstance(target, torch.fx.Node):
-            made = target.op in ("call_function", "call_method")
-            note_fact(node, eager_target=node_stream(target) if made else -1)
+        if (storage := _storage(node)) is not None:
+            makers.setdefault(storage, node)
+        if targets := _out_tensors(node):
+            made = [makers.get(_storage(t), t) for t in targets]  # a target may be a view
+            calls = ("call_function", "call_method")
+            note_fact(node, eager_targets=tuple(node_stream(m) if m.op in calls else -1 for m in made))
+
+
+def _out_tensors(node: Node) -> list[Node]:
+    """Return the tensors that an operator was given as `out`, one for each of its results."""
+    given: Any = node.kwargs.get("out")
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return [target for target in given if isinstance(target, torch.fx.Node)]
 
 
 def _note_storages(nodes: Iterable[Node]) -> None:
@@ -57,13 +67,14 @@ def _note_storages(nodes: Iterable[Node]) -> None:
     for node in nodes:
         storage = _storage(node)
         if node.op in ("call_function", "call_method"):
-            given = node.kwargs.get("out")
-            if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
+            given = _out_tensors(node)
+            if given or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
                 storage = _storage(first)
                 listed = [*map(_storage, first)] if isinstance(first, (list, tuple)) else [storage]
                 updated.update(listed)
-                if getattr(node.target, "__name__", "").startswith("_foreach_"):  # others may update several lists
+                # Other updates than these may be of several lists.
+                if given or getattr(node.target, "__name__", "").startswith("_foreach_"):
                     lists[node] = listed if len({*listed}) > 1 else listed[:1]
         values.setdefault(storage, []).append(node)
     noted: dict[int | None, tuple[str, int | None] | None] = {None: None}

@@ -48,15 +48,32 @@ class TestGraphNotes(TestCase):
             with other:
                 into_own = torch.add(x, 1, out=y)
                 into_given = torch.mul(x, 2, out=given)
-            return into_own, into_given
+                into_view = torch.mul(x, 3, out=y.view(-1))
+            return into_own, into_given, into_view
 
         facts, *_ = self.one(f, torch.ones(3), torch.ones(3))
         targets = {
-            name: fact.eager_target
+            name: fact.eager_targets
             for name, fact in facts.items()
-            if fact.eager_target is not None
+            if fact.eager_targets
         }
-        self.assertEqual(targets, {"into_own": 1, "into_given": -1})
+        expected = {"into_own": (1,), "into_view": (1,), "into_given": (-1,)}
+        self.assertEqual(targets, expected)
+
+    def test_streams_of_two_out_tensors(self):
+        def f(x, given, current, side, other):
+            with current:
+                pass
+            with side:
+                values = torch.empty(3)
+            with other:
+                torch.max(x, 1, out=(values, given))
+            return values.neg()
+
+        facts, *_ = self.one(f, torch.ones(3, 3), torch.ones(3, dtype=torch.int64))
+        (fact,) = [fact for fact in facts.values() if fact.eager_targets]
+        self.assertEqual(fact.eager_targets, (1, -1))
+        self.assertEqual(fact.eager_storage, (("values", 1), ("l_given_", None)))
 
     def test_storage_that_is_updated(self):
         def f(x, current, side, other):
