@@ -36,20 +36,25 @@ def note_graph(output: OutputGraph) -> None:
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:
-    """Note on each operator with `out` tensors the streams whose memory it writes (`eager_targets`)."""
+    """Note on each operator that was given memory for its results the streams whose memory that is."""
     makers: dict[int | None, Node] = {}
     for node in nodes:
         if (storage := _storage(node)) is not None:
             makers.setdefault(storage, node)
-        if targets := _out_tensors(node):
+        if targets := _given_memory(node):
             made = [makers.get(_storage(t), t) for t in targets]  # a target may be a view
             calls = ("call_function", "call_method")
             note_fact(node, eager_targets=tuple(node_stream(m) if m.op in calls else -1 for m in made))
 
 
-def _out_tensors(node: Node) -> list[Node]:
-    """Return the tensors that an operator was given as `out`, one for each of its results."""
+def _given_memory(node: Node) -> list[Node]:
+    """Return the tensors that an operator was given as `out`, one for each of its results, or the argument that it
+    returns, as `relu(x, inplace=True)` does. Updates in place that are known by their names are left out.
+    """
     given: Any = node.kwargs.get("out")
+    value = node.meta.get("example_value")
+    if given is None and isinstance(value, torch.Tensor) and not updates_in_place(node.target):
+        given = [a for a in node.all_input_nodes if a.meta.get("example_value") is value]
     given = given if isinstance(given, (list, tuple)) else [given]
     return [target for target in given if isinstance(target, torch.fx.Node)]
 
@@ -67,7 +72,7 @@ def _note_storages(nodes: Iterable[Node]) -> None:
     for node in nodes:
         storage = _storage(node)
         if node.op in ("call_function", "call_method"):
-            given = _out_tensors(node)
+            given = _given_memory(node)
             if given or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
                 storage = _storage(first)

@@ -71,7 +71,8 @@ class Fact:
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
     - `leave`, `results`: facts of the graph; the same on every node of a forward, so that they survive whatever is left
       out.
-    - `eager_targets`: the streams whose memory an operator was given as `out`, by result; -1 for the caller's.
+    - `eager_targets`: the streams whose memory an operator was given for its results, one for each, as by `out`; -1 for
+      the caller's.
     - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
     - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
       stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.

@@ -75,6 +75,29 @@ class TestGraphNotes(TestCase):
         self.assertEqual(fact.eager_targets, (1, -1))
         self.assertEqual(fact.eager_storage, (("values", 1), ("l_given_", None)))
 
+    def test_stream_of_an_argument_that_is_returned(self):
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                y = x + 1
+            with other:
+                torch.nn.functional.relu(y, inplace=True)
+                torch.ops.aten.mul_.Tensor(x, y)
+            return y.neg()
+
+        facts, *_ = self.one(f, torch.ones(3))
+        targets = {
+            name: (fact.eager_targets, fact.eager_storage)
+            for name, fact in facts.items()
+            if fact.eager_targets
+        }
+        expected = {
+            "relu": ((1,), (("y", 1),)),
+            "mul__tensor": ((-1,), (("l_x_", None),)),
+        }
+        self.assertEqual(targets, expected)
+
     def test_storage_that_is_updated(self):
         def f(x, current, side, other):
             with current:
