@@ -18,7 +18,7 @@ from torch_overlay._functorch.streams.fx import first_readers, is_stream_op, nod
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch._dynamo.output_graph import OutputGraph
     from torch.fx import Node
@@ -28,11 +28,21 @@ def note_graph(output: OutputGraph) -> None:
     """Note facts on the nodes of a complete graph and on its frame (registry.py), before code is made for it."""
     nodes = output.graph.nodes
     registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
-    if any(node_stream(node) or is_stream_op(node) for node in nodes):
-        _note_targets(nodes)
-        _note_storages(nodes)
+    every = list(_with_bodies(nodes, output.nn_modules))
+    if any(node_stream(node) or is_stream_op(node) for node in every):
+        _note_targets(every)
+        _note_storages(every)
         registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
+
+
+def _with_bodies(nodes: Iterable[Node], modules: Mapping[str, Any]) -> Iterator[Node]:
+    """Yield the nodes, and before the name of a body (of an `autograd.Function`, say) the nodes of the body."""
+    for node in nodes:
+        body = modules.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(body, torch.fx.GraphModule):
+            yield from _with_bodies(body.graph.nodes, dict(body.named_children()))
+        yield node
 
 
 def _note_targets(nodes: Iterable[Node]) -> None:
@@ -83,9 +93,12 @@ def _note_storages(nodes: Iterable[Node]) -> None:
                     lists[node] = listed if len({*listed}) > 1 else listed[:1]
         values.setdefault(storage, []).append(node)
     noted: dict[int | None, tuple[str, int | None] | None] = {None: None}
-    for storage in updated - {None}:
+    names: set[str] = set()
+    for storage in [s for s in values if s in updated and s is not None]:
         first = values[storage][0]
-        noted[storage] = first.name, None if first.op == "placeholder" else node_stream(first)
+        name = first.name if first.name not in names else f"{first.name}.{len(names)}"  # nodes of two bodies
+        names.add(name)
+        noted[storage] = name, None if first.op == "placeholder" else node_stream(first)
         for node in values[storage]:
             if node.op != "placeholder":
                 note_fact(node, eager_storage=(noted[storage],))

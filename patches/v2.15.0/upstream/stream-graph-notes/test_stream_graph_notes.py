@@ -147,6 +147,38 @@ class TestGraphNotes(TestCase):
         (update,) = [fact for name, fact in facts.items() if "foreach" in name]
         self.assertEqual(update.eager_storage, (("a", 1), ("b", 2)))
 
+    def test_bodies(self):
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, into, other):
+                with other:
+                    return torch.mul(x, 2, out=into).neg()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient, None, None
+
+        found = []
+
+        def backend(gm, inputs):
+            bodies = [m for m in gm.children() if isinstance(m, torch.fx.GraphModule)]
+            found.extend(fact_of(n) for body in bodies for n in body.graph.nodes)
+            return gm.forward
+
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                into = torch.empty(3)
+            return Scaled.apply(x, into, other)
+
+        torch.compile(f, backend=backend)(
+            torch.ones(3, requires_grad=True), *self.streams
+        )
+        (fact,) = [fact for fact in found if fact.eager_targets]
+        self.assertEqual(fact.eager_targets, (1,))
+        self.assertEqual(fact.eager_storage, (("into", 1),))
+
     def test_first_readers(self):
         def f(x, y, current, side, other):
             with current:
