@@ -64,7 +64,7 @@ def _given_memory(node: Node) -> list[Node]:
     given: Any = node.kwargs.get("out")
     value = node.meta.get("example_value")
     if given is None and isinstance(value, torch.Tensor) and not updates_in_place(node.target):
-        given = [a for a in node.all_input_nodes if a.meta.get("example_value") is value]
+        given = next((a for a in node.all_input_nodes if a.meta.get("example_value") is value), None)
     given = given if isinstance(given, (list, tuple)) else [given]
     return [target for target in given if isinstance(target, torch.fx.Node)]
 
