@@ -134,8 +134,11 @@ class TestMemory(TestCase):
             self.assertEqual(memory_stream(again), 1)
 
     def test_of_targets(self) -> None:
-        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_target=2)), 2)
-        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_target=-1)))
+        self.assertEqual(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(2,))), 2)
+        self.assertIsNone(memory_stream(self.node(aten.mul.Tensor, self.x, 3, stream=1, eager_targets=(-1,))))
+        made = self.node(aten.max.dim, self.x, 1, stream=1, eager_targets=(2, -1))
+        results = [self.node(operator.getitem, made, i, stream=1, eager_targets=(2, -1)) for i in range(2)]
+        self.assertEqual([memory_stream(r) for r in results], [2, None])
 
     def test_foreign_reads(self) -> None:
         made, other = (self.node(aten.mm.default, self.x, self.x, stream=s) for s in (1, 2))

@@ -18,7 +18,7 @@ from torch_overlay._functorch.streams.fx import first_readers, is_stream_op, nod
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch._dynamo.output_graph import OutputGraph
     from torch.fx import Node
@@ -28,20 +28,45 @@ def note_graph(output: OutputGraph) -> None:
     """Note facts on the nodes of a complete graph and on its frame (registry.py), before code is made for it."""
     nodes = output.graph.nodes
     registry.current().is_resumed = output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
-    if any(node_stream(node) or is_stream_op(node) for node in nodes):
-        _note_targets(nodes)
-        _note_storages(nodes)
+    every = list(_with_bodies(nodes, output.nn_modules))
+    if any(node_stream(node) or is_stream_op(node) for node in every):
+        _note_targets(every)
+        _note_storages(every)
         registry.current().first_readers = weakref.WeakKeyDictionary(first_readers(nodes))
         registry.current().goes_on = output.compile_subgraph_reason.graph_break
 
 
-def _note_targets(nodes: Iterable[Node]) -> None:
-    """Note on each operator with an `out` tensor the stream whose memory it writes (`eager_target`)."""
+def _with_bodies(nodes: Iterable[Node], modules: Mapping[str, Any]) -> Iterator[Node]:
+    """Yield the nodes, and before the name of a body (of an `autograd.Function`, say) the nodes of the body."""
     for node in nodes:
-        target = node.kwargs.get("out")
-        if isinstance(target, torch.fx.Node):
-            made = target.op in ("call_function", "call_method")
-            note_fact(node, eager_target=node_stream(target) if made else -1)
+        body = modules.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(body, torch.fx.GraphModule):
+            yield from _with_bodies(body.graph.nodes, dict(body.named_children()))
+        yield node
+
+
+def _note_targets(nodes: Iterable[Node]) -> None:
+    """Note on each operator that was given memory for its results the streams whose memory that is."""
+    makers: dict[int | None, Node] = {}
+    for node in nodes:
+        if (storage := _storage(node)) is not None:
+            makers.setdefault(storage, node)
+        if targets := _given_memory(node):
+            made = [makers.get(_storage(t), t) for t in targets]  # a target may be a view
+            calls = ("call_function", "call_method")
+            note_fact(node, eager_targets=tuple(node_stream(m) if m.op in calls else -1 for m in made))
+
+
+def _given_memory(node: Node) -> list[Node]:
+    """Return the tensors that an operator was given as `out`, one for each of its results, or the argument that it
+    returns, as `relu(x, inplace=True)` does. Updates in place that are known by their names are left out.
+    """
+    given: Any = node.kwargs.get("out")
+    value = node.meta.get("example_value")
+    if given is None and isinstance(value, torch.Tensor) and not updates_in_place(node.target):
+        given = next((a for a in node.all_input_nodes if a.meta.get("example_value") is value), None)
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return [target for target in given if isinstance(target, torch.fx.Node)]
 
 
 def _note_storages(nodes: Iterable[Node]) -> None:
@@ -57,19 +82,23 @@ def _note_storages(nodes: Iterable[Node]) -> None:
     for node in nodes:
         storage = _storage(node)
         if node.op in ("call_function", "call_method"):
-            given = node.kwargs.get("out")
-            if isinstance(given, torch.fx.Node) or updates_in_place(node.target):
+            given = _given_memory(node)
+            if given or updates_in_place(node.target):
                 first: Any = given or next(iter(node.args), None)
                 storage = _storage(first)
                 listed = [*map(_storage, first)] if isinstance(first, (list, tuple)) else [storage]
                 updated.update(listed)
-                if getattr(node.target, "__name__", "").startswith("_foreach_"):  # others may update several lists
+                # Other updates than these may be of several lists.
+                if given or getattr(node.target, "__name__", "").startswith("_foreach_"):
                     lists[node] = listed if len({*listed}) > 1 else listed[:1]
         values.setdefault(storage, []).append(node)
     noted: dict[int | None, tuple[str, int | None] | None] = {None: None}
-    for storage in updated - {None}:
+    names: set[str] = set()
+    for storage in [s for s in values if s in updated and s is not None]:
         first = values[storage][0]
-        noted[storage] = first.name, None if first.op == "placeholder" else node_stream(first)
+        name = first.name if first.name not in names else f"{first.name}.{len(names)}"  # nodes of two bodies
+        names.add(name)
+        noted[storage] = name, None if first.op == "placeholder" else node_stream(first)
         for node in values[storage]:
             if node.op != "placeholder":
                 note_fact(node, eager_storage=(noted[storage],))

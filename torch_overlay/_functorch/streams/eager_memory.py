@@ -26,7 +26,7 @@ reads, and those of a kernel that reads the same stream's memory in both ways.
 from __future__ import annotations
 
 import operator
-from typing import Any, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence, Set as AbstractSet
 
     from torch.fx import Graph, Node
+
+_Noted = TypeVar("_Noted")
 
 _RECORD_STREAM = torch.ops.streams.record_stream.default
 _PUTS_BACK = (
@@ -72,7 +74,7 @@ def _updates(node: Node) -> bool:
 def memory_stream(node: Node) -> int | None:
     """Return the registry index of the stream whose memory a node's value is in eager; None for the caller's memory."""
     while node.op == "call_function":
-        if (target := fact_of(node).eager_target) is not None:
+        if (target := _of_result(node, fact_of(node).eager_targets)) is not None:
             return target if target >= 0 else None
         written, updates = _mutated_argument(node), _updates(node)
         if not (updates or written or node.target is operator.getitem or is_view(node)):
@@ -122,14 +124,16 @@ def _base(node: Node) -> Node | None:
     return next((a for a in args if isinstance(a, torch.fx.Node)), None)
 
 
-def _dynamo_storage(node: Node) -> Storage | None:
-    """Return what Dynamo noted of the storage that the node's value is in. For an update of a list Dynamo noted a
-    storage for each result.
-    """
-    noted = fact_of(node).eager_storage
+def _of_result(node: Node, noted: tuple[_Noted, ...]) -> _Noted | None:
+    """Return what Dynamo noted of the value; of several results of an operator, it noted something for each."""
     if len(noted) > 1:
         noted = noted[node.args[1] :][:1] if node.target is operator.getitem else ()  # type: ignore[misc]
     return noted[0] if noted else None
+
+
+def _dynamo_storage(node: Node) -> Storage | None:
+    """Return what Dynamo noted of the storage that the node's value is in."""
+    return _of_result(node, fact_of(node).eager_storage)
 
 
 def _storage(node: Node) -> Storage | None:
@@ -258,7 +262,7 @@ def foreign_reads(
     """
     if is_view(node):  # a view launches nothing
         return ()
-    target = fact_of(node).eager_target
+    targets = fact_of(node).eager_targets
     goes_on = registry.current().goes_on
     found = set()
     written = written_arguments(node).values()
@@ -268,7 +272,7 @@ def foreign_reads(
         stream = node_stream(made)
         if made.op != "call_function" or stream == node_stream(node):
             continue
-        lives_on = goes_on or stream == target or value in written or _updates(node) and _is_updated(value, node)
+        lives_on = goes_on or stream in targets or value in written or _updates(node) and _is_updated(value, node)
         if (storage := _storage(value)) is not None:
             lives_on |= bool(returned.get(storage, set()) - {made})
         lives_on |= memory_stream(value) != stream

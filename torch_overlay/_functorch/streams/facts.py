@@ -3,7 +3,7 @@
 The stream is upstream's `node.meta["custom"]["stream"]`; all else is one frozen `Fact` in `custom["stream_fact"]`. The
 fact is a value, not the number of a row in a table: nodes are copied from graph to graph (joint graph, forward,
 backward, partitions, subgraphs, compile cache), and their facts go along without any code for it. Dynamo fills
-`eager_target` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) fill the rest; passes over FX graphs
+`eager_targets` and `eager_storage`, AOTAutograd's passes (`placement`, `backward`) fill the rest; passes over FX graphs
 only merge facts (`union_of_facts`), and Inductor reads them.
 """
 
@@ -71,8 +71,9 @@ class Fact:
     - `is_dropped`: the caller doesn't get this result, but its own tensor or a view of it.
     - `leave`, `results`: facts of the graph; the same on every node of a forward, so that they survive whatever is left
       out.
-    - `eager_target`: the stream whose memory an operator was given as `out`; -1 for the caller's.
-    - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of a list.
+    - `eager_targets`: the streams whose memory an operator was given for its results, one for each, as by `out`; -1 for
+      the caller's.
+    - `eager_storage`: for a value in memory that is updated in place, its storage; one for each result of several.
     - `memory`: for a saved value, in the backward graph, the stream whose memory it may be. `is_owned`: it is that
       stream's for sure (`streams.saved_memory`). `is_computed`: the forward computed it, so its memory is freed.
     """
@@ -86,7 +87,7 @@ class Fact:
     is_dropped: bool = False
     leave: tuple[Leave, ...] | None = None
     results: tuple[ResultMemory, ...] | None = None
-    eager_target: int | None = None
+    eager_targets: tuple[int, ...] = ()
     eager_storage: tuple[Storage | None, ...] = ()
     memory: int | None = None
     is_owned: bool = False

@@ -101,7 +101,7 @@ def wait_for_parts(program: Program, awaited: list[tuple[Node, Node]]) -> None:
                 requires=tokens[stream],
                 order=order,
                 reads=None,
-                eager_target=None,
+                eager_targets=(),
                 eager_storage=(),
             )
         for node in _named(value):

@@ -120,7 +120,7 @@ def _place_program(gm: GraphModule, nodes: Sequence[Node]) -> None:
     if has_kernels and is_forward and (awaited := promise_parts(output)):
         wait_for_parts(program, awaited)
     for node in nodes:
-        note_fact(node, eager_target=None, eager_storage=())
+        note_fact(node, eager_targets=(), eager_storage=())
     for node in program.ops:
         if node.target is DEALLOC or (has_kernels and not program.keeps(node)):
             gm.graph.erase_node(node)

@@ -2,7 +2,8 @@
 
 A gradient in a side stream's memory is read by the caller's stream and freed by whoever holds it last, maybe when the
 side stream has run far ahead. Autograd's engine records the reading stream where it moves a gradient from stream to
-stream; here it does not see that the gradient moves. A result of a forward may be memory of another stream than in
+stream; here it does not see that the gradient moves. Whoever calls a nested region takes its results for memory of the
+stream of the call. A result of a forward may be memory of another stream than in
 eager, as that of an update in place is: whoever drops it counts on the stream that it has in eager. Code that is to be
 captured also runs uncaptured: the first time, and whenever no graph can be had.
 """
@@ -31,10 +32,8 @@ def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str
     """Yield buffers that the graph returns, each with a stream to be recorded on it (`record_stream`), beside the one
     that it was allocated on.
     """
-    if V.graph.name is not None:
-        return
-    if V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
-        yield from _users_of_gradients(scheduler, region)
+    if V.graph.name is not None or V.graph.is_backward or compiled_autograd.in_compiled_autograd_region:
+        yield from _callers_of_side_streams(scheduler, region)
         return
     for name, known in eager_memory_of_results().items():
         stream = region.plan.memory.get(owner_of(name))
@@ -44,7 +43,7 @@ def users_of_results(scheduler: Scheduler, region: Region) -> Iterator[tuple[str
                 yield name, other
 
 
-def _users_of_gradients(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
+def _callers_of_side_streams(scheduler: Scheduler, region: Region) -> Iterator[tuple[str, int]]:
     real = scheduler.mutation_real_name
     names: Any = dict.fromkeys(real.get(n, n) for n in V.graph.get_output_names())
     for name in names:

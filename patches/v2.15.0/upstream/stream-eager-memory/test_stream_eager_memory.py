@@ -174,10 +174,13 @@ class TestMemoryStream(EagerMemoryTestCase):
 
     def test_given_as_out(self):
         for target, wanted in ((2, 2), (0, 0), (-1, None)):
-            made = self.call(
-                aten.mul.Tensor, self.x, 3, stream=1, fact={"eager_target": target}
-            )
+            fact = {"eager_targets": (target,)}
+            made = self.call(aten.mul.Tensor, self.x, 3, stream=1, fact=fact)
             self.assertEqual(memory_stream(made), wanted)
+        known = {"stream": 1, "fact": {"eager_targets": (2, -1)}}
+        made = self.call(aten.max.dim, self.x, 1, **known)
+        results = [self.call(operator.getitem, made, i, **known) for i in range(2)]
+        self.assertEqual([memory_stream(r) for r in results], [2, None])
 
 
 class TestForeignReads(EagerMemoryTestCase):
@@ -216,7 +219,7 @@ class TestForeignReads(EagerMemoryTestCase):
         made, other = self.make(1), self.make(1)
         update = self.call(aten.add.Tensor, made, other, written="add_")
         self.assertEqual(foreign_reads(update, {}), (FREED[1], OTHER[1]))
-        given = self.read(made, self.x, fact={"eager_target": 1})
+        given = self.read(made, self.x, fact={"eager_targets": (1,)})
         self.assertEqual(foreign_reads(given, {}), (OTHER[1],))
         self.assertEqual(foreign_reads(self.read(made, self.x), {}), (FREED[1],))
         registry.current().goes_on = True

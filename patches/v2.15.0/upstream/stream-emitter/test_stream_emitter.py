@@ -250,6 +250,10 @@ class TestMemory(EmitterTestCase):
         found = self.recorded(self.product(stream=1), self.product(), **BACKWARD)
         self.assertEqual(found, ["buf0.record_stream(stream0)"])
 
+    def test_result_of_a_nested_region(self):
+        found = self.recorded(self.product(stream=1), self.product(), name="body")
+        self.assertEqual(found, ["body_buf0.record_stream(stream0)"])
+
 
 class TestStreamProgram(EmitterTestCase):
     """Operations of the user's that somebody outside can see."""

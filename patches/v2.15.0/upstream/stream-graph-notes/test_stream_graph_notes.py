@@ -48,15 +48,55 @@ class TestGraphNotes(TestCase):
             with other:
                 into_own = torch.add(x, 1, out=y)
                 into_given = torch.mul(x, 2, out=given)
-            return into_own, into_given
+                into_view = torch.mul(x, 3, out=y.view(-1))
+            return into_own, into_given, into_view
 
         facts, *_ = self.one(f, torch.ones(3), torch.ones(3))
         targets = {
-            name: fact.eager_target
+            name: fact.eager_targets
             for name, fact in facts.items()
-            if fact.eager_target is not None
+            if fact.eager_targets
         }
-        self.assertEqual(targets, {"into_own": 1, "into_given": -1})
+        expected = {"into_own": (1,), "into_view": (1,), "into_given": (-1,)}
+        self.assertEqual(targets, expected)
+
+    def test_streams_of_two_out_tensors(self):
+        def f(x, given, current, side, other):
+            with current:
+                pass
+            with side:
+                values = torch.empty(3)
+            with other:
+                torch.max(x, 1, out=(values, given))
+            return values.neg()
+
+        facts, *_ = self.one(f, torch.ones(3, 3), torch.ones(3, dtype=torch.int64))
+        (fact,) = [fact for fact in facts.values() if fact.eager_targets]
+        self.assertEqual(fact.eager_targets, (1, -1))
+        self.assertEqual(fact.eager_storage, (("values", 1), ("l_given_", None)))
+
+    def test_stream_of_an_argument_that_is_returned(self):
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                y = x + 1
+            with other:
+                torch.nn.functional.relu(y, inplace=True)
+                torch.ops.aten.mul_.Tensor(x, y)
+            return y.neg()
+
+        facts, *_ = self.one(f, torch.ones(3))
+        targets = {
+            name: (fact.eager_targets, fact.eager_storage)
+            for name, fact in facts.items()
+            if fact.eager_targets
+        }
+        expected = {
+            "relu": ((1,), (("y", 1),)),
+            "mul__tensor": ((-1,), (("l_x_", None),)),
+        }
+        self.assertEqual(targets, expected)
 
     def test_storage_that_is_updated(self):
         def f(x, current, side, other):
@@ -106,6 +146,38 @@ class TestGraphNotes(TestCase):
         facts, *_ = self.one(f, torch.ones(3))
         (update,) = [fact for name, fact in facts.items() if "foreach" in name]
         self.assertEqual(update.eager_storage, (("a", 1), ("b", 2)))
+
+    def test_bodies(self):
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, into, other):
+                with other:
+                    return torch.mul(x, 2, out=into).neg()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient, None, None
+
+        found = []
+
+        def backend(gm, inputs):
+            bodies = [m for m in gm.children() if isinstance(m, torch.fx.GraphModule)]
+            found.extend(fact_of(n) for body in bodies for n in body.graph.nodes)
+            return gm.forward
+
+        def f(x, current, side, other):
+            with current:
+                pass
+            with side:
+                into = torch.empty(3)
+            return Scaled.apply(x, into, other)
+
+        torch.compile(f, backend=backend)(
+            torch.ones(3, requires_grad=True), *self.streams
+        )
+        (fact,) = [fact for fact in found if fact.eager_targets]
+        self.assertEqual(fact.eager_targets, (1,))
+        self.assertEqual(fact.eager_storage, (("into", 1),))
 
     def test_first_readers(self):
         def f(x, y, current, side, other):
