@@ -56,16 +56,18 @@ def order_graph(graph: torch.fx.Graph) -> None:
     wanted = {node: set(needed) for node, needed in after.items()}
     awaited = barrier = None
     earlier: dict[torch.fx.Node, set[torch.fx.Node]] = {}  # a pass may have merged nodes before and after it into one
+
+    def is_earlier(node: torch.fx.Node, synchronization: torch.fx.Node) -> bool:
+        return node in earlier[synchronization] or _promises(node, synchronization)
+
     for node in nodes:
         if is_synchronization(node):
             awaited, barrier = node, node if is_device_synchronization(node) else barrier
             earlier[node] = _all_before(node, after)
-        elif awaited is not None and touches_host_memory(node) and node not in earlier[awaited]:
-            if not _promises(node, awaited):
-                wanted[node].add(awaited)
-        if barrier is not None and touches_callers_memory(node) and node not in earlier[barrier]:
-            if not _promises(node, barrier):
-                wanted[node].add(barrier)
+        elif awaited is not None and touches_host_memory(node) and not is_earlier(node, awaited):
+            wanted[node].add(awaited)
+        if barrier is not None and touches_callers_memory(node) and not is_earlier(node, barrier):
+            wanted[node].add(barrier)
     in_ranges = {node: set(needed) for node, needed in wanted.items()}
     for first, second in ranges.order(nodes):
         in_ranges[second].add(first)
