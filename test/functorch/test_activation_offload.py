@@ -908,6 +908,24 @@ class TestWrapper(TestCase):
         self.assertEqual(text.count("copy_out("), 3)
         self.assertNotIn("synchronize", text)
 
+    def test_store_of_an_updated_value_stands_after_the_update(self) -> None:
+        """Inductor updates a copy of the product in place: it is written twice, and both values are saved."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            y = x @ w
+            z = y.index_put((index,), x @ w.t(), accumulate=True)
+            return torch.cos(z @ w).sum() + torch.sin(y @ w).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True) as reports:
+            x, w = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
+            seen = compile_only(fn, x, w, torch.zeros(256, dtype=torch.int64, device="cuda"), backward=True)
+        self.assertIn("index_put", [row.name for row in reports[0].rows])
+        text = seen.calls(0)
+        updated = re.search(r"index_put\w*\.run\(.*?(\w+), \d+, stream=", text)
+        assert updated is not None
+        store = f"copy_out(buf0, {updated.group(1)}, "
+        self.assertEqual((text[: updated.start()].count(store), text.count(store)), (1, 2), text)
+
     def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
         text = self.seen.calls(1)
         loads = re.findall(r"copy_in\((\w+), slab\w*, \d+\)\n *(ev\d+)\.record\(stream_in_raw\)", text)
