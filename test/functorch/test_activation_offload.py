@@ -435,6 +435,18 @@ class TestSlabs(TestCase):
                 address = offload_runtime.take_slab(64, 0).data_ptr()
             self.assertNotEqual(offload_runtime.take_slab(64, 0).data_ptr(), address)
 
+    def test_capture_does_not_wait_for_what_used_the_slab_in_a_warm_up(self) -> None:
+        """That work is no part of the capture: the wait would be an error that ends it."""
+        warm_up, captured = FakeStream(), FakeStream()
+        now = [warm_up]
+        with host_slabs(lambda: now[0]):
+            address = offload_runtime.take_slab(64, 0).data_ptr()
+            now[0] = captured
+            with mock.patch.object(offload_runtime, "_is_capturing", lambda: True):
+                slab = offload_runtime.take_slab(64, 0)
+                offload_runtime.note_use(slab)
+            self.assertEqual((slab.data_ptr(), captured.waited), (address, []))
+
     def test_threads_take_different_slabs(self) -> None:
         with host_slabs():
             found: list[torch.Tensor] = []
