@@ -938,6 +938,24 @@ class TestWrapper(TestCase):
         store = f"copy_out(buf0, {updated.group(1)}, "
         self.assertEqual((text[: updated.start()].count(store), text.count(store)), (1, 2), text)
 
+    def test_product_that_a_pass_makes_of_a_loaded_value_is_computed_on_the_callers_stream(self) -> None:
+        """A pass merges the sum of two gradients with one of the products, which reads the loaded value."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y, z = torch.sin(x) @ w, torch.cos(w @ w)
+            return (y @ z).sum() + torch.sin(z @ y).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True):
+            seen = compile_only(
+                fn, *(torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2)), backward=True
+            )
+        text = seen.calls(1)
+        self.assertIn("addmm", text)
+        lines = [line.strip() for line in text.splitlines()]
+        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_in)"]
+        self.assertTrue(on_copy_stream)
+        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_in(")], [], text)
+
     def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
         text = self.seen.calls(1)
         loads = re.findall(r"copy_in\((\w+), slab\w*, \d+\)\n *(ev\d+)\.record\(stream_in_raw\)", text)

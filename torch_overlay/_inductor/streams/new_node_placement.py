@@ -17,6 +17,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.streams.facts import fact_in, note_fact, union_of_facts
 from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.tokens import state
 
 
@@ -63,7 +64,9 @@ class NewNodes:
                 left.append(node)
         for node in reversed(left):
             makers = [viewed(value) for value in node.all_input_nodes]
-            made = [self._known(maker.meta.get("custom")) for maker in makers if maker.op == "call_function"]
+            # A copy stream only copies: what reads a value that was loaded from the host doesn't run there.
+            makers = [n for n in makers if n.op == "call_function" and not is_copy_stream(node_stream(n))]
+            made = [self._known(maker.meta.get("custom")) for maker in makers]
             if known := [custom for custom in made if custom is not None]:
                 _place(node, known, reads=False)
 
