@@ -479,6 +479,21 @@ class TestSlabs(TestCase):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
 
+    def test_memory_that_is_not_pinned_is_not_unpinned(self) -> None:
+        """CUDA would report the failure at the next launch of a kernel."""
+        unpinned: list[int] = []
+        with (
+            host_slabs(),
+            mock.patch.object(pinned_memory, "pin", lambda address, nbytes: nbytes > 64),
+            mock.patch.object(pinned_memory, "unpin", unpinned.append),
+            mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        ):
+            pinned = offload_runtime.take_slab(64, 0).data_ptr()
+            with self.assertLogs(offload_runtime.__name__, "WARNING"):
+                offload_runtime.take_slab(1024, 0, strict=False)
+            offload_runtime.release_free()
+        self.assertEqual(unpinned, [pinned])
+
     def test_host_without_room_says_what_would_fit(self) -> None:
         with (
             host_slabs(),

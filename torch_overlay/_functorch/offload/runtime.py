@@ -255,7 +255,8 @@ def release_free() -> None:
         return
     torch.cuda.synchronize()
     for slab in slabs:
-        pinned_memory.unpin(slab.address)
+        if slab.pinned:
+            pinned_memory.unpin(slab.address)
 
 
 # ---- copies
