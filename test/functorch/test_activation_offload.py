@@ -971,6 +971,19 @@ class TestWrapper(TestCase):
         self.assertTrue(on_copy_stream)
         self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_in(")], [], text)
 
+    def test_product_that_a_pass_makes_and_that_is_stored_is_computed_on_the_callers_stream(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.cos((x @ w + b) @ w).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True):
+            x, w, b = (torch.randn(size, device="cuda", requires_grad=True) for size in ((256, 256), (256, 256), 256))
+            text = compile_only(fn, x, w, b, backward=True).calls(0)
+        self.assertIn("addmm", text)
+        lines = [line.strip() for line in text.splitlines()]
+        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_out)"]
+        self.assertTrue(on_copy_stream)
+        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_out(")], [], text)
+
     def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
         text = self.seen.calls(1)
         loads = re.findall(r"copy_in\((\w+), slab\w*, \d+\)\n *(ev\d+)\.record\(stream_in_raw\)", text)
