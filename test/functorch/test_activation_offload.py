@@ -435,6 +435,18 @@ class TestSlabs(TestCase):
                 address = offload_runtime.take_slab(64, 0).data_ptr()
             self.assertNotEqual(offload_runtime.take_slab(64, 0).data_ptr(), address)
 
+    def test_capture_does_not_wait_for_what_used_the_slab_in_a_warm_up(self) -> None:
+        """That work is no part of the capture: the wait would be an error that ends it."""
+        warm_up, captured = FakeStream(), FakeStream()
+        now = [warm_up]
+        with host_slabs(lambda: now[0]):
+            address = offload_runtime.take_slab(64, 0).data_ptr()
+            now[0] = captured
+            with mock.patch.object(offload_runtime, "_is_capturing", lambda: True):
+                slab = offload_runtime.take_slab(64, 0)
+                offload_runtime.note_use(slab)
+            self.assertEqual((slab.data_ptr(), captured.waited), (address, []))
+
     def test_threads_take_different_slabs(self) -> None:
         with host_slabs():
             found: list[torch.Tensor] = []
@@ -466,6 +478,21 @@ class TestSlabs(TestCase):
             with self.assertLogs(offload_runtime.__name__, "WARNING"):
                 slab = offload_runtime.take_slab(64, 0, strict=False)
             self.assertFalse(offload_runtime.holds(slab.data_ptr()))
+
+    def test_memory_that_is_not_pinned_is_not_unpinned(self) -> None:
+        """CUDA would report the failure at the next launch of a kernel."""
+        unpinned: list[int] = []
+        with (
+            host_slabs(),
+            mock.patch.object(pinned_memory, "pin", lambda address, nbytes: nbytes > 64),
+            mock.patch.object(pinned_memory, "unpin", unpinned.append),
+            mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        ):
+            pinned = offload_runtime.take_slab(64, 0).data_ptr()
+            with self.assertLogs(offload_runtime.__name__, "WARNING"):
+                offload_runtime.take_slab(1024, 0, strict=False)
+            offload_runtime.release_free()
+        self.assertEqual(unpinned, [pinned])
 
     def test_host_without_room_says_what_would_fit(self) -> None:
         with (
@@ -907,6 +934,55 @@ class TestWrapper(TestCase):
         self.assertIsNotNone(first, text)
         self.assertEqual(text.count("copy_out("), 3)
         self.assertNotIn("synchronize", text)
+
+    def test_store_of_an_updated_value_stands_after_the_update(self) -> None:
+        """Inductor updates a copy of the product in place: it is written twice, and both values are saved."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            y = x @ w
+            z = y.index_put((index,), x @ w.t(), accumulate=True)
+            return torch.cos(z @ w).sum() + torch.sin(y @ w).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True) as reports:
+            x, w = (torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2))
+            seen = compile_only(fn, x, w, torch.zeros(256, dtype=torch.int64, device="cuda"), backward=True)
+        self.assertIn("index_put", [row.name for row in reports[0].rows])
+        text = seen.calls(0)
+        updated = re.search(r"index_put\w*\.run\(.*?(\w+), \d+, stream=", text)
+        assert updated is not None
+        store = f"copy_out(buf0, {updated.group(1)}, "
+        self.assertEqual((text[: updated.start()].count(store), text.count(store)), (1, 2), text)
+
+    def test_product_that_a_pass_makes_of_a_loaded_value_is_computed_on_the_callers_stream(self) -> None:
+        """A pass merges the sum of two gradients with one of the products, which reads the loaded value."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y, z = torch.sin(x) @ w, torch.cos(w @ w)
+            return (y @ z).sum() + torch.sin(z @ y).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True):
+            seen = compile_only(
+                fn, *(torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2)), backward=True
+            )
+        text = seen.calls(1)
+        self.assertIn("addmm", text)
+        lines = [line.strip() for line in text.splitlines()]
+        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_in)"]
+        self.assertTrue(on_copy_stream)
+        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_in(")], [], text)
+
+    def test_product_that_a_pass_makes_and_that_is_stored_is_computed_on_the_callers_stream(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.cos((x @ w + b) @ w).sum()
+
+        with simulated_gpu(), offloading(all_of_it=True):
+            x, w, b = (torch.randn(size, device="cuda", requires_grad=True) for size in ((256, 256), (256, 256), 256))
+            text = compile_only(fn, x, w, b, backward=True).calls(0)
+        self.assertIn("addmm", text)
+        lines = [line.strip() for line in text.splitlines()]
+        on_copy_stream = [after for line, after in zip(lines, lines[1:]) if line == "set_stream(stream_out)"]
+        self.assertTrue(on_copy_stream)
+        self.assertEqual([line for line in on_copy_stream if not line.startswith("copy_out(")], [], text)
 
     def test_load_is_allocated_on_the_ambient_stream_and_its_reader_waits(self) -> None:
         text = self.seen.calls(1)

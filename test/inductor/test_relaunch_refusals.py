@@ -82,6 +82,16 @@ class TestOfInductor(RefusalTestCase):
         self.assertIn("incompatible op aten.nonzero.default; torch._inductor.config.graph_partition = True", refusal)
         self.assertIn("test_relaunch_refusals.py", refusal)
 
+    def test_handle_of_a_stream_is_read(self):
+        """Also without side streams, and in a backward that is compiled when the frame has been traced."""
+
+        def fn(x):
+            return x.sin() * (torch.cuda.current_stream().cuda_stream + 1)
+
+        self.assertEqual(self.compiled(fn, backward=True), [])
+        self.assertEqual(self.refused(), [("inductor", "forward"), ("inductor", "backward")])
+        self.assertIn("the raw handle of a stream is read", refusals.refusals()[0])
+
     @pytest.mark.each_hook
     def test_cpp_wrapper(self):
         self.assertEqual(self.compiled(torch.sin, cpp_wrapper=True), [])

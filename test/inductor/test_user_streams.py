@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
+from unittest import mock
 
 import corpus
 import torch
@@ -22,7 +23,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 import form
 from stream_programs import by_name, gpu, Instance, Program, PROGRAMS
 from torch_overlay import config
-from torch_overlay._inductor.streams.runtime import aligned, write_back
+from torch_overlay._inductor.streams.runtime import aligned, EventRegion, region, Spec, write_back
 from torch_overlay.analysis import check_wrapper
 from torch_overlay.testing import Compiled, observe, simulated_gpu
 
@@ -867,6 +868,28 @@ partitions[3]""",
         for mode in (None, "reduce-overhead"):
             texts = [compile_program(p, mode)[0].wrappers[0] for p in (by_name("ranges_left_out"), plain)]
             self.assertEqual(*[re.sub(r"#.*", "", text) for text in texts])
+
+    def test_two_threads_take_the_last_events_of_a_region(self) -> None:
+        """Both have seen that there are events of an earlier call; one gets them, and the other makes its own."""
+
+        class TakenMeanwhile(list):
+            def __bool__(self) -> bool:
+                return True
+
+        several_devices = EventRegion(region(device=None, streams={}).spec)
+        several_devices.frames = TakenMeanwhile()
+        frames = [several_devices.enter()[0] for _ in range(2)]
+        self.assertIsNot(*frames)
+
+    def test_events_are_free_for_another_thread_when_a_call_is_done_with_them(self) -> None:
+        """The streams of this call turn out to be one, so it orders them once more at the end."""
+        several_devices = EventRegion(region(device=None, streams={}).spec)
+        frame = several_devices.frame(several_devices)
+        frame.is_aliased = True
+        free_before: list[Any] = []
+        with mock.patch.object(Spec, "aliased", lambda *args: free_before.extend(several_devices.frames)):
+            frame.leave()
+        self.assertEqual((free_before, several_devices.frames), ([], [frame]))
 
     def test_fx_wrapper_is_refused_with_a_reason(self) -> None:
         for mode in (None, "reduce-overhead"):

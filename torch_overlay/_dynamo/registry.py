@@ -93,8 +93,10 @@ class _Frame:
 
 _frame = _Frame()
 _has_streams = False
-# Facts about the objects of the frame that a backward belongs to.
-_remembered: weakref.WeakKeyDictionary[TracingContext, tuple[ObjectInfo, ...]] = weakref.WeakKeyDictionary()
+# Facts about the frame that a backward belongs to: its objects, and whether it reads a stream's raw handle.
+_remembered: weakref.WeakKeyDictionary[TracingContext, tuple[tuple[ObjectInfo, ...], bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def current() -> _Frame:
@@ -143,14 +145,24 @@ def remember() -> None:
     """Save the current facts for the backward, which may be compiled after other frames have been traced."""
     context = TracingContext.try_get()
     if context is not None:
-        _remembered[context] = describe()
+        _remembered[context] = describe(), handle_is_read()
+
+
+def _recalled() -> tuple[tuple[ObjectInfo, ...], bool] | None:
+    context = TracingContext.try_get()
+    return _remembered.get(context) if context is not None else None
+
+
+def handle_is_read() -> bool:
+    """True if the frame being compiled reads a stream's raw handle."""
+    recalled = _recalled()
+    return _frame.handle_is_read if recalled is None else recalled[1]
 
 
 def describe() -> tuple[ObjectInfo, ...]:
     """Return the facts about all objects of the frame being compiled. Complete once Dynamo calls the backend."""
-    context = TracingContext.try_get()
-    if context is not None and (remembered := _remembered.get(context)) is not None:
-        return remembered
+    if (recalled := _recalled()) is not None:
+        return recalled[0]
     infos = []
     for index, reference in enumerate(numbering.index_to_external_object_weakref):
         value = reference()

@@ -47,7 +47,7 @@ def graphs() -> tuple[object, ...]:
     from torch_overlay._inductor.relaunch import split_off
 
     options = config.cudagraphs, config.cudagraph_concurrency, config.cudagraph_rewrites
-    return *options, registry.current().handle_is_read, *sorted(split_off.failed())
+    return *options, registry.handle_is_read(), *sorted(split_off.failed())
 
 
 def offload_room() -> tuple[int, ...]:

@@ -14,7 +14,9 @@ Note [Lifetime of a slab]
    joined into the stream that the backward ran on, before the backward returned (`note_use` remembers that stream). So
    the next use of the slab comes after them if it is on the same stream; another stream waits for that one first, on
    the device.
-4. A slab that was taken in a user's capture has its address in the user's graph: it never returns to the pool.
+4. A slab that was taken in a user's capture has its address in the user's graph: it never returns to the pool. Earlier
+   copies of it are no part of the graph, and a wait for them would end the capture: they come before the capture, for
+   which `torch.cuda.graph` waits for the device.
 
 The host never waits, except in `release_free`, and for copies of slabs that could not be pinned.
 """
@@ -174,11 +176,11 @@ def take_slab(nbytes: int, device_index: int, strict: bool = True) -> torch.Tens
         with _lock:
             _all[slab.address] = slab
     device_index = index_now(device_index)
-    current = _current_stream(device_index)
-    if slab.used_on is not None and slab.used_on != current:
+    current, is_capturing = _current_stream(device_index), _is_capturing()
+    if slab.used_on is not None and slab.used_on != current and not is_capturing:
         current.wait_stream(slab.used_on)
     slab.used_on, slab.device_index = current, device_index
-    if _is_capturing():
+    if is_capturing:
         _kept.append(slab)
         return slab.tensor(nbytes, None)
     return slab.tensor(nbytes, _free_slab)
@@ -253,7 +255,8 @@ def release_free() -> None:
         return
     torch.cuda.synchronize()
     for slab in slabs:
-        pinned_memory.unpin(slab.address)
+        if slab.pinned:
+            pinned_memory.unpin(slab.address)
 
 
 # ---- copies

@@ -59,10 +59,12 @@ class Schedule:
         self.loads = [n for n in nodes if is_load(n)]
         self.steps = [n for n in nodes if not (is_copy(n) or _is_first(n))]
         self.made: dict[str, int] = {}
+        self.written: dict[str, int] = {}  # by name of a buffer, or of what an update in place makes of it
         self.last: dict[str, int] = {}
         self.first_read: dict[str, int] = {}
         for i, node in enumerate(self.steps):
             for output in node.get_outputs():
+                self.written[output.get_name()] = i
                 self.made.setdefault(self.real(output.get_name()), i)
                 for name in output.get_aliases():
                     self.touch(self.real(name), i)
@@ -87,11 +89,11 @@ class Schedule:
         self.last[name] = max(self.last.get(name, step), step)
 
     def source(self, store: BaseSchedulerNode) -> str:
-        """Return the buffer that a store copies."""
+        """Return the name by which a store reads the buffer that it copies."""
         (name,) = {
-            real
+            d.name
             for d in store.read_writes.reads
-            if (device := _device(real := self.real(d.name))) is not None and device.type != "cpu"
+            if (device := _device(self.real(d.name))) is not None and device.type != "cpu"
         }
         return name
 
@@ -147,8 +149,9 @@ class Schedule:
         return order, order_after
 
     def place_stores(self, before: list[list[BaseSchedulerNode]]) -> dict[BaseSchedulerNode, list[str]]:
-        sources = [self.source(n) for n in self.stores]
-        made = [self.made.get(name, -1) for name in sources]
+        read = [self.source(n) for n in self.stores]
+        made = [self.written.get(name, -1) for name in read]
+        sources = [self.real(name) for name in read]
         ends = self.copies_end(sources, made)
         stores = [
             Store(made[i], max(made[i], min(self.last.get(name, made[i]), len(self.steps) - 1)), _bytes(name), ends[i])

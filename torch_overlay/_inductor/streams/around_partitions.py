@@ -96,11 +96,11 @@ def _recorded_results() -> dict[str, list[int]]:
 @contextlib.contextmanager
 def ordered_around(scheduler: Scheduler) -> Iterator[None]:
     """Write the order around the partitions of a graph, whose lines are generated inside, if streams need any."""
+    if inductor_config.triton.cudagraphs and registry.handle_is_read():
+        V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     if not inductor_config.triton.cudagraphs or not (needs_plan(scheduler) or nested_streams()):
         yield
         return
-    if registry.current().handle_is_read:
-        V.graph.disable_cudagraphs_reason = HANDLE_IS_READ
     streams, events = _outside(scheduler)
     left = _left_behind(streams)
     if not (streams or events or left):

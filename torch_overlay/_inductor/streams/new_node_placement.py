@@ -17,6 +17,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch_overlay._functorch.streams.facts import fact_in, note_fact, union_of_facts
 from torch_overlay._functorch.streams.fx import blocks_host, is_stream_op, is_view, node_stream, place_on, viewed
+from torch_overlay._functorch.streams.ids import is_copy_stream
 from torch_overlay._functorch.streams.tokens import state
 
 
@@ -63,7 +64,7 @@ class NewNodes:
                 left.append(node)
         for node in reversed(left):
             makers = [viewed(value) for value in node.all_input_nodes]
-            made = [self._known(maker.meta.get("custom")) for maker in makers if maker.op == "call_function"]
+            made = [self._known(maker.meta.get("custom")) for maker in makers if _computes(maker)]
             if known := [custom for custom in made if custom is not None]:
                 _place(node, known, reads=False)
 
@@ -86,11 +87,15 @@ class NewNodes:
         todo = list(node.users)
         while todo:
             user = todo.pop(0)
-            is_operation = user.op == "call_function" and not is_stream_op(user)
-            if is_operation and self._known(user.meta.get("custom")) is not None:
+            if _computes(user) and not is_stream_op(user) and self._known(user.meta.get("custom")) is not None:
                 (views if is_view(user) else found).append(user)
                 todo += user.users if is_view(user) else ()
         return found or views
+
+
+def _computes(node: Node) -> bool:
+    """True for an operation that isn't a copy of a saved value to the host or back: those have streams of their own."""
+    return node.op == "call_function" and not is_copy_stream(node_stream(node))
 
 
 def _place(node: Node, customs: Sequence[Custom], reads: bool = True) -> None:

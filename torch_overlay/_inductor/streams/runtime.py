@@ -200,9 +200,9 @@ class EventFrame:
     def leave(self) -> None:
         self.end()
         self.streams = {}
-        self.region.frames.append(self)
         if self.is_aliased:
             self.region.spec.aliased(False)
+        self.region.frames.append(self)  # from here on another thread may take it
 
 
 class EventRegion:
@@ -218,7 +218,10 @@ class EventRegion:
         return torch.Event(device="cuda")
 
     def enter(self) -> tuple[Any, ...]:
-        frame = self.frames.pop() if self.frames else self.frame(self)
+        try:
+            frame = self.frames.pop()
+        except IndexError:
+            frame = self.frame(self)
         frame.enter()
         return frame, *(frame.result(name) for name in self.spec.returns)
 
