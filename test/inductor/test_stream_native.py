@@ -324,6 +324,18 @@ Region: idle_streams is a tuple or None
         """)
         self.assertExpectedInline(output, """5 1 0 0 CUDA driver error in Event(): stand-in (2)\n""")
 
+    def test_handle_that_is_no_number(self):
+        """Also while the null stream, for which it would pass, is captured."""
+        output = self.run_script("""
+            event = native.Event(0)
+            for capturing in (0, 1):
+                driver.set_capturing(0, capturing)
+                for take in (event.record, event.wait, event.wait_entry):
+                    print(fails(TypeError, take, "9"), end="; ")
+            print(calls())
+        """)
+        self.assertExpectedInline(output, "an integer is required; " * 6 + "create1\n")
+
     def test_what_is_no_tuple_is_named(self):
         output = self.run_script("""
             print(fails(TypeError, lambda: region((-1,), 1, entry=(("record", 0, 0), 5))))
