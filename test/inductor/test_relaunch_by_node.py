@@ -160,6 +160,7 @@ class TestInC(TestCase):
         for launches, kind in (
             ([], TypeError), ((3,), TypeError), (((1,),), TypeError), (((2, b""),), ValueError),
             (((-1, b""),), ValueError), (((0, b"short"),), ValueError), (((0, 5),), TypeError),
+            (((0, attributes(_0=1)),) * 9, ValueError),
         ):  # fmt: skip
             with self.assertRaises(kind):
                 self.module.Shared(2, launches)
