@@ -147,7 +147,9 @@ class TestInC(TestCase):
         message = r"CUDA driver error in cuLaunchKernelEx: invalid argument \(1\), at node 0 \(kernel_0\)"
         with self.assertRaisesRegex(RuntimeError, message):
             call.launch([torch.zeros(1)])
+        self.assertEqual((call.by_node, call.launches), (0, 0))
         self.assertEqual([line[0] for line in self.run_at(call, torch.zeros(1))], ["run"] * 2)
+        self.assertEqual((call.by_node, call.launches), (1, 1))
 
     def test_graph_that_torch_launches(self):
         nodes, shared, _ = self.pair()
