@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import subprocess
 import sysconfig
+import weakref
 from pathlib import Path
+from unittest import mock
 
 from torch._dynamo.test_case import TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -30,8 +35,6 @@ class TestSources(TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_change_of_any_file_builds_anew(self) -> None:
-        from unittest import mock
-
         before = csrc.arguments()
         names = [path.name for path in csrc.FOLDER.glob("*.[ch]") if path.name != csrc.MAIN]  # whose text Triton reads
         for name in names:
@@ -39,6 +42,26 @@ class TestSources(TestCase):
             changed = lambda path, name=name, read=read: read(path) + b" " * (path.name == name)  # noqa: E731
             with mock.patch.object(Path, "read_bytes", changed):
                 self.assertNotEqual(csrc.arguments(), before, name)
+
+
+class TestFailedBuild(TestCase):
+    def test_keeps_nothing_of_its_callers(self) -> None:
+        held: list[weakref.ref[set[int]]] = []
+
+        def call() -> None:
+            local = set[int]()
+            held.append(weakref.ref(local))
+            with contextlib.suppress(csrc.NotBuiltError):  # `assertRaises` clears the frames
+                csrc.extension()
+
+        with (
+            mock.patch.object(csrc, "_attempt", functools.cache(csrc._attempt.__wrapped__)),
+            mock.patch.object(csrc, "build", mock.Mock(side_effect=RuntimeError)),
+        ):
+            for _ in range(3):
+                call()
+            gc.collect()
+            self.assertEqual([local() for local in held], [None] * 3)
 
 
 instantiate_parametrized_tests(TestSources)

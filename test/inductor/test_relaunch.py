@@ -1170,6 +1170,16 @@ class TestStreamAndRawMemory(Native):
         self.check(run)
         self.assertEqual(self.counted("relaunches"), before)
 
+    def test_list_of_inputs_that_is_emptied_before_it_is_read(self):
+        inputs: list[torch.Tensor] = []
+        self.device.stream_of = lambda index: inputs.clear() or 7
+        call = next(iter(self.warm().states.values())).relaunch.call
+        inputs += [torch.randn(4, 4), torch.randn(4, 4)]
+        self.assertIsNone(call.attempt(inputs))
+        inputs += [torch.randn(4, 4), torch.randn(4, 4)]
+        with self.assertRaisesRegex(TypeError, r"launch\(\) wants a list of 2 inputs"):
+            call.launch(inputs)
+
     def select(self, device, context):
         """The thread's device and context, None for none. The context it has now comes back after the test."""
         library, before = relaunch_driver.driver().library, ctypes.c_void_p()

@@ -147,7 +147,9 @@ class TestInC(TestCase):
         message = r"CUDA driver error in cuLaunchKernelEx: invalid argument \(1\), at node 0 \(kernel_0\)"
         with self.assertRaisesRegex(RuntimeError, message):
             call.launch([torch.zeros(1)])
+        self.assertEqual((call.by_node, call.launches), (0, 0))
         self.assertEqual([line[0] for line in self.run_at(call, torch.zeros(1))], ["run"] * 2)
+        self.assertEqual((call.by_node, call.launches), (1, 1))
 
     def test_graph_that_torch_launches(self):
         nodes, shared, _ = self.pair()
@@ -160,6 +162,7 @@ class TestInC(TestCase):
         for launches, kind in (
             ([], TypeError), ((3,), TypeError), (((1,),), TypeError), (((2, b""),), ValueError),
             (((-1, b""),), ValueError), (((0, b"short"),), ValueError), (((0, 5),), TypeError),
+            (((0, attributes(_0=1)),) * 9, ValueError),
         ):  # fmt: skip
             with self.assertRaises(kind):
                 self.module.Shared(2, launches)

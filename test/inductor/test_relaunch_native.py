@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import importlib.util
 import os
 import struct
 import sys
 import threading
+import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -779,12 +781,15 @@ class TestArguments(TestCase):
 
     NODE = (0, 0x1000, 0, "a node", bytes(72), ())
 
-    def call(self, words=(), **arguments):
+    def maker(self, words=(), **arguments):
         names = "empty reinterpret outputs replay current stream_of is_capturing misaligned counters group counter"
         defaults = dict.fromkeys([*names.split(), "slab", "scratch"])
         defaults |= dict.fromkeys(("positions", "masks", "allocations", "types", "order", "recipes"), ())
         defaults |= {"numbers": ((),) * 4, "direct": False, "raw": (None, None, 0, (0, 0, 0)), "index": 0}
-        return modules["native"].Blocks(0, (self.NODE,), (), 0, words).call(**defaults | arguments)
+        return functools.partial(modules["native"].Blocks(0, (self.NODE,), (), 0, words).call, **defaults | arguments)
+
+    def call(self, words=(), **arguments):
+        return self.maker(words, **arguments)()
 
     def check(self, kind, message, make, *args, **kwargs):
         with self.assertRaisesRegex(kind, message):
@@ -809,6 +814,21 @@ class TestArguments(TestCase):
             message = f"the {what} must be a tuple, not int"
             self.check(TypeError, message, self.call, **{what: 3}, order=(what == "scratch",))
         self.check(ValueError, "so many regions are not allocated", self.call, order=(0,))
+
+    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    def test_host_without_memory(self):
+        import _testcapi
+
+        vector = ((4,), (1,), torch.uint8)
+        make = self.maker(slab=vector, order=(0,), numbers=(((0, 0),), ((0, 1),), ((0, 0, 1),), ()))
+        for allocation in range(1, 40):
+            _testcapi.set_nomemory(allocation, allocation + 1)
+            try:
+                make()
+            except MemoryError:
+                pass
+            finally:
+                _testcapi.remove_mem_hooks()
 
     def test_sizes(self):
         result, size = native_call.NUMBER, ((Result(0),), (1,), torch.uint8)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
+import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -322,6 +324,18 @@ Region: idle_streams is a tuple or None
         """)
         self.assertExpectedInline(output, """5 1 0 0 CUDA driver error in Event(): stand-in (2)\n""")
 
+    def test_handle_that_is_no_number(self):
+        """Also while the null stream, for which it would pass, is captured."""
+        output = self.run_script("""
+            event = native.Event(0)
+            for capturing in (0, 1):
+                driver.set_capturing(0, capturing)
+                for take in (event.record, event.wait, event.wait_entry):
+                    print(fails(TypeError, take, "9"), end="; ")
+            print(calls())
+        """)
+        self.assertExpectedInline(output, "an integer is required; " * 6 + "create1\n")
+
     def test_what_is_no_tuple_is_named(self):
         output = self.run_script("""
             print(fails(TypeError, lambda: region((-1,), 1, entry=(("record", 0, 0), 5))))
@@ -342,6 +356,22 @@ Region: a result is (kind, number)
 Region: a negative number of events
 """,
         )
+
+    @unittest.skipUnless(importlib.util.find_spec("_testcapi"), "lets allocations fail")
+    def test_host_without_memory(self):
+        """Whichever allocation fails, the error is Python's own."""
+        self.run_script("""
+            import _testcapi, functools
+            def at(allocation, make):
+                _testcapi.set_nomemory(allocation, allocation + 1)
+                try: make()
+                finally: _testcapi.remove_mem_hooks()
+            make = functools.partial(native.Region, **fork, device=0, results=(), distinct=(), thread=thread,
+                stream_type=Stream, current_raw=len, current=len, resolve=len, aliased=len)
+            for allocation in range(1, 40):
+                try: at(allocation, make)
+                except MemoryError: pass
+        """)
 
     def test_nothing_is_kept_alive(self):
         """Neither the caller's streams after the call, nor events after the module; no reference is lost or gained."""

@@ -56,5 +56,5 @@ def extension() -> Any:
     """Return the extension module, one a process. Raises `NotBuiltError`; a failed build isn't tried again."""
     found = _attempt()
     if isinstance(found, NotBuiltError):
-        raise found
+        raise NotBuiltError(*found.args)  # one error for all would keep the frames of every caller
     return found

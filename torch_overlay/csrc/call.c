@@ -115,16 +115,16 @@ PyObject *run_call(Call *self, PyObject *inputs, PyObject *originals, int carefu
         return PyErr_Format(PyExc_RuntimeError, "launch() inside of a launch");
     }
     if (get_context(&now)) return NULL;
-    if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
-        if (careful) Py_RETURN_NONE;
-        return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);
-    }
     counter_fetch(&self->counter);
     if (careful) {
         if ((code = is_time(self, now, &stream)) < 0) return NULL;
         if (!code) Py_RETURN_NONE;
     } else if (have_context(self->blocks, now) || (self->stream_of != Py_None && current_stream(self, &stream))) {
         return NULL;
+    }
+    if (!PyList_CheckExact(inputs) || PyList_GET_SIZE(inputs) < self->least) {
+        if (careful) Py_RETURN_NONE;
+        return PyErr_Format(PyExc_TypeError, "launch() wants a list of %zd inputs or more", self->least);
     }
     if (count > sizeof few / sizeof *few && !(base = PyMem_Malloc(count * sizeof *base))) return PyErr_NoMemory();
     if ((code = read_inputs(self, inputs, base)) > 0 && (self->numbers.results || self->numbers.inputs))

@@ -78,7 +78,8 @@ int is_capturing(Handle stream) {
 }
 
 static PyObject *event_wait_entry(Event *self, PyObject *stream) {
-    if (!self->captured && is_capturing(PyLong_AsVoidPtr(stream))) Py_RETURN_NONE;
+    Handle raw = PyLong_AsVoidPtr(stream);
+    if (!PyErr_Occurred() && !self->captured && is_capturing(raw)) Py_RETURN_NONE;
     return event_wait(self, stream);
 }
 

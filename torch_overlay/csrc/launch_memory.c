@@ -31,8 +31,12 @@ static int read_derived(Layout *self, PyObject *derived, Py_ssize_t results) {
 static int read_order(Layout *self, PyObject *order) {
     Py_ssize_t made = PyTuple_GET_SIZE(self->storages), slab = self->slab != Py_None;
     self->allocated = made + slab + (self->scratch != Py_None);
-    if (PyTuple_GET_SIZE(order) != self->allocated || !(self->order = PyMem_Calloc(self->allocated + 1, sizeof made))) {
+    if (PyTuple_GET_SIZE(order) != self->allocated) {
         PyErr_SetString(PyExc_ValueError, "so many regions are not allocated");
+        return -1;
+    }
+    if (!(self->order = PyMem_Calloc(self->allocated + 1, sizeof made))) {
+        PyErr_NoMemory();
         return -1;
     }
     for (Py_ssize_t i = 0; i < self->allocated; i++) {

@@ -71,6 +71,7 @@ int launch_nodes(Blocks *self, size_t own, Handle stream, PyObject *replay, Laun
     }
     leave_listed(self, count);
     self->stale = 0;
+    if (launch_by_node(self, stream)) return -1;
     counts->by_node++;
-    return launch_by_node(self, stream);
+    return 0;
 }

@@ -307,8 +307,8 @@ static int number_of(const char *const *names, PyObject *name) {
 
 static Operation *operations(PyObject *list, Py_ssize_t events, Py_ssize_t streams, Py_ssize_t *count) {
     Operation *ops;
-    *count = PyTuple_Size(list);
-    if (*count < 0 || !(ops = PyMem_Calloc(*count + 1, sizeof *ops))) return NULL;
+    *count = PyTuple_GET_SIZE(list);
+    if (!(ops = PyMem_Calloc(*count + 1, sizeof *ops))) return (Operation *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < *count; i++) {
         PyObject *kind;
         if (!is_tuple(PyTuple_GET_ITEM(list, i), "Region: operation", i)

@@ -35,7 +35,8 @@ static int read_launches(Shared *self) {
         if (!is_tuple(item, "launch", i)
             || !PyArg_ParseTuple(item, "ny#;a launch is (node, attributes)", &node, &values, &size))
             return -1;
-        if (node < 0 || (size_t)node >= self->nodes || (size && size != ATTRIBUTE_COUNT * ATTRIBUTE_SIZE)) {
+        if (node < 0 || (size_t)node >= self->nodes || (size && size != ATTRIBUTE_COUNT * ATTRIBUTE_SIZE)
+            || self->attributes[node].count) {
             PyErr_SetString(PyExc_ValueError, "not a launch of a node");
             return -1;
         }
