@@ -7,6 +7,7 @@ import dataclasses
 import html.parser
 import io
 import json
+import sys
 import tempfile
 import textwrap
 import time
@@ -19,7 +20,7 @@ import torch
 
 import form
 import torch_overlay
-from torch_overlay._cli import doctor
+from torch_overlay._cli import check, doctor, explain, timeline
 from torch_overlay.analysis.doctor import diagnose, Diagnosis, Finding, Trial
 from torch_overlay.analysis.doctor.diagnose import guards_us, logged
 from torch_overlay.analysis.doctor.remedies import as_text, switches
@@ -143,6 +144,29 @@ class TestCommand(CommandTests):
         with restored:
             _, out, _ = self.run_command("--no-tries", str(script), "7")
         self.assertNotIn("Tried:", out)
+
+    def test_program_that_exits_is_an_error(self) -> None:
+        (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
+        (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")
+        for target in (f"{self.folder}/exits.py:f", f"{self.folder}/leaves.py:f"):
+            for command in (check, explain, timeline):
+                err = io.StringIO()
+                with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+                    self.assertEqual(command.main([target]), 2)
+                self.assertRegex(err.getvalue(), r"(exits|leaves)\.py exited with (0|None)")
+            status, _, err = self.run_command(target)
+            self.assertEqual(status, 2)
+            self.assertRegex(err, r"(exits|leaves)\.py exited with (0|None)")
+
+    def test_program_sees_its_own_arguments_and_may_change_its_path(self) -> None:
+        (self.folder / "path.py").write_text(
+            f"import sys\nassert sys.argv == [{str(self.folder / 'path.py')!r}]\ndel sys.path[0]\n"
+            + textwrap.dedent(MODEL)
+        )
+        before = list(sys.path), sys.argv
+        status, _, err = self.run_command(f"{self.folder}/path.py:whole")
+        self.assertEqual((status, err), (0, ""))
+        self.assertEqual((sys.path, sys.argv), before)
 
     def test_bad_input_is_one_line(self) -> None:
         (self.folder / "nothing.py").write_text("import torch\n")

@@ -101,16 +101,12 @@ def main(argv: list[str]) -> int:
 
 
 def run_script(path: str, arguments: list[str]) -> None:
-    argv = sys.argv
-    sys.argv = [path, *arguments]
-    try:
-        with program.importable(path):
+    with program.importable(path, arguments):
+        try:
             runpy.run_path(path, run_name="__main__")
-    except SystemExit as e:
-        if e.code not in (None, 0):
-            raise RuntimeError(f"the script exited with {e.code}") from e
-    finally:
-        sys.argv = argv
+        except SystemExit as e:
+            if e.code not in (None, 0):
+                raise RuntimeError(f"the script exited with {e.code}") from e
 
 
 def run_function(path: str, name: str) -> None:

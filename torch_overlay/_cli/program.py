@@ -53,14 +53,19 @@ def check_file(path: str) -> None:
 
 
 @contextlib.contextmanager
-def importable(path: str) -> Iterator[None]:
-    """Put the file's folder first on `sys.path`, as for a script."""
-    folder = os.path.dirname(os.path.abspath(path))
-    sys.path.insert(0, folder)
+def importable(path: str, arguments: Iterable[str] = ()) -> Iterator[None]:
+    """Put the file's folder first on `sys.path`, and its arguments in `sys.argv`, as for a script. Raises UsageError if
+    the program exits inside: that would end the command without a report.
+    """
+    before, argv = list(sys.path), sys.argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.argv = [path, *arguments]
     try:
         yield
+    except SystemExit as error:
+        raise UsageError(f"{path} exited with {error.code} where it was to be loaded or called") from error
     finally:
-        sys.path.remove(folder)
+        sys.path[:], sys.argv = before, argv  # the program may have changed them
 
 
 def load(path: str, name: str, inputs_of: str = "") -> tuple[Callable[..., Any], tuple[Any, ...]]:
