@@ -75,6 +75,28 @@ SCRIPT = """
 """
 
 
+PRINTS = """
+    import atexit
+    import subprocess
+
+    import torch
+
+    print("loaded")
+
+    def f(x):
+        return x.sin() * x.sum().item()
+
+    def example_inputs():
+        return torch.randn(8, device="cuda")
+
+    if __name__ == "__main__":
+        atexit.register(print, "the end")
+        torch.compile(f, mode="reduce-overhead")(example_inputs())
+        subprocess.run(["printf", r"\\377"])
+        print("no newline", end="")
+"""
+
+
 class CommandTests(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
@@ -167,6 +189,16 @@ class TestCommand(CommandTests):
         status, _, err = self.run_command(f"{self.folder}/path.py:whole")
         self.assertEqual((status, err), (0, ""))
         self.assertEqual((sys.path, sys.argv), before)
+
+    @form.slow
+    def test_output_beside_the_results_is_not_compared(self) -> None:
+        """What a function prints, and what child processes and handlers at the exit of a script print."""
+        program = self.folder / "prints.py"
+        program.write_text(textwrap.dedent(PRINTS))
+        for target in (f"{program}:f", str(program)):
+            status, out, err = self.run_command(target)
+            self.assertEqual(status, 0, err)
+            self.assertRegex(out, "(?m)^   torch._dynamo.config.capture_scalar_outputs = True: .* results equal$")
 
     def test_bad_input_is_one_line(self) -> None:
         (self.folder / "nothing.py").write_text("import torch\n")

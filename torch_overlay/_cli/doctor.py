@@ -98,7 +98,7 @@ def run(path: str, function: str, arguments: list[str], options: argparse.Namesp
         else:
             found, output = of_script(path, arguments, simulate)
     if trial:
-        torch.save([result.cpu() for result in found.results], trial["results"])
+        torch.save((found.to_json(), output, [result.cpu() for result in found.results]), trial["results"])
         return found
     flags = ["--steps", str(options.steps), *["--backward"] * options.backward, *["--simulate"] * options.simulate]
     command = [*flags, options.target, *arguments]
