@@ -167,6 +167,16 @@ class TestCommand(CommandTests):
             _, out, _ = self.run_command("--no-tries", str(script), "7")
         self.assertNotIn("Tried:", out)
 
+    def test_script_may_use_its_output_as_a_file(self) -> None:
+        (self.folder / "bytes.py").write_text(
+            "import sys\nsys.stdout.reconfigure(line_buffering=True)\nsys.stdout.buffer.write(b'bytes ')\n"
+            "print(sys.stdout.encoding, sys.stdout.fileno())\n" + textwrap.dedent(MODEL)
+        )
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as out, contextlib.redirect_stdout(out):
+            self.assertEqual(doctor.main(["--simulate", f"{self.folder}/bytes.py"]), 0)
+            out.seek(0)
+            self.assertTrue(out.read().startswith(f"bytes utf-8 {out.fileno()}\n"))
+
     def test_program_that_exits_is_an_error(self) -> None:
         (self.folder / "exits.py").write_text("import sys\ndef f(): pass\nsys.exit(0)\n")
         (self.folder / "leaves.py").write_text("import sys\ndef f(): sys.exit()\n")

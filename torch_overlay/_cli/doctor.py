@@ -24,7 +24,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TYPE_CHECKING
 
 import torch
 
@@ -35,6 +35,10 @@ from torch_overlay._inductor.relaunch import coverage as counts
 from torch_overlay.analysis.doctor import diagnose, Diagnosis
 from torch_overlay.analysis.doctor.diagnose import diagnosis, findings_of, logged, patched
 from torch_overlay.testing import observe, simulated_gpu
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def main(argv: list[str]) -> int:
@@ -119,17 +123,19 @@ def of_script(path: str, arguments: list[str], simulate: bool) -> tuple[Diagnosi
     return found, printed.getvalue()
 
 
-class _Both(io.TextIOBase):
-    """Writes to two streams."""
+class _Both:
+    """Writes text to two streams; is the second one in all else: its file number, its bytes, its encoding."""
 
-    def __init__(self, *streams: TextIO) -> None:
-        self.streams = streams
+    def __init__(self, copy: TextIO, stream: TextIO) -> None:
+        self.copy, self.stream = copy, stream
 
     def write(self, text: str) -> int:
-        for stream in self.streams:
-            stream.write(text)
-        return len(text)
+        self.copy.write(text)
+        return self.stream.write(text)
 
-    def flush(self) -> None:
-        for stream in self.streams:
-            stream.flush()
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
