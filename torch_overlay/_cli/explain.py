@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         program.check_file(path)
         program.check_pictures("--timeline", options.timeline or ())
+        program.check_devices(options.devices)
     except program.UsageError as wrong:
         print(f"explain: {wrong}", file=sys.stderr)
         return 2

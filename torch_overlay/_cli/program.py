@@ -36,8 +36,12 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise UsageError for a number of calls or devices that can't be run."""
     if options.calls < 1:
         raise UsageError(f"--calls must be at least 1, got {options.calls}")
-    if not 1 <= options.devices <= 8:
-        raise UsageError(f"--devices must be 1 to 8, got {options.devices}")
+    check_devices(options.devices)
+
+
+def check_devices(number: int) -> None:
+    if not 1 <= number <= 8:
+        raise UsageError(f"--devices must be 1 to 8, got {number}")
 
 
 def check_pictures(option: str, names: Iterable[str]) -> None:
@@ -98,4 +102,14 @@ def _inputs(path: str, module: dict[str, Any], name: str, fn: Callable[..., Any]
     )
 
 
-__all__ = ["check_file", "check_options", "check_pictures", "importable", "load", "parser", "PICTURES", "UsageError"]
+__all__ = [
+    "check_devices",
+    "check_file",
+    "check_options",
+    "check_pictures",
+    "importable",
+    "load",
+    "parser",
+    "PICTURES",
+    "UsageError",
+]
