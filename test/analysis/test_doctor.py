@@ -219,6 +219,7 @@ class TestCommand(CommandTests):
             ([f"{self.model}:whole", "--steps", "3"], 2, "--steps must be at least 4, got 3"),
             ([f"{self.model}:whole", "more"], 2, "takes no more"),
             ([str(self.model), "--remedy", "whole"], 2, "a script has none"),
+            ([f"{self.model}:whole", "--backward"], 2, "ValueError: backward: no output requires a gradient"),
             (
                 [f"{self.folder}/nothing.py"],
                 2,
