@@ -136,6 +136,11 @@ class TestCommand(CommandTests):
         self.assertEqual((status, found["share"], found["findings"]), (0, 1.0, []))
         self.assertEqual(found["first"], "First: nothing: all that can be in graphs is.")
 
+    def test_page_that_cannot_be_written_loses_nothing(self) -> None:
+        status, out, err = self.run_command(f"{self.model}:whole", "--json", "--html", f"{self.folder}/none/page.html")
+        self.assertEqual((status, json.loads(out)["share"]), (2, 1.0))
+        self.assertRegex(err, r"^doctor: no page: .*No such file.*none/page\.html'\n$")
+
     def test_script(self) -> None:
         status, out, _ = self.run_command(str(self.model))
         self.assertEqual(status, 0)

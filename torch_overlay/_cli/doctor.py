@@ -11,7 +11,8 @@ the switches among the remedies bring, and your own remedy, each tried in a proc
 compared (of a script: what it prints). The last line says what to do first. Without a GPU, or with --simulate, the
 program is compiled for a simulated one, and nothing is timed.
 
-The exit status is 0; 2 if there is no such program, if it failed, or if nothing in it asks for CUDA graphs.
+The exit status is 0; 2 if there is no such program, if it failed, if nothing in it asks for CUDA graphs, or if the page
+can't be written.
 """
 
 from __future__ import annotations
@@ -75,9 +76,13 @@ def main(argv: list[str]) -> int:
     if not found.coverage.get("functions") and not found.findings:
         print(f"doctor: nothing in {options.target} asks for CUDA graphs. {found.first()}", file=sys.stderr)
         return 2
-    if options.html:
-        Path(options.html).write_text(found.to_html(), encoding="utf-8")
     print(found.to_json() if options.json else found)
+    try:
+        if options.html:
+            Path(options.html).write_text(found.to_html(), encoding="utf-8")
+    except OSError as error:
+        print(f"doctor: no page: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
