@@ -252,8 +252,10 @@ class Report:
         if self._console is None:
             print(f"\n{text}\n{'=' * len(text)}")
         else:
+            from rich.text import Text
+
             self._console.print()
-            self._console.rule(text, align="left")
+            self._console.rule(Text(text), align="left")
 
     def _line(self, text: str) -> None:
         self._text(text)
